@@ -1,0 +1,92 @@
+"""Opens any checkpoint: an HF folder, a training run, or one saved step of a run."""
+
+import json
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from laneformer.config import ModelConfig
+from laneformer.errors import CheckpointError
+from laneformer.hf import load_hf
+from laneformer.hf_config import config_from_hf
+from laneformer.mesh import sharding
+from laneformer.model import Laneformer
+from laneformer.parameters import parameter_table
+from laneformer.precision import Precision
+
+STEPS = "checkpoints"  # of a run folder: one folder per saved step, each with these Orbax items
+PARAMS, META = "params", "meta"
+
+
+def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = None, precision: Precision | None = None) -> Laneformer:
+    """The model in `path`, with its config as `.config`.
+
+    path: an HF folder (config.json and safetensors; the Laneformer family, or dense Llama, Qwen2 and Qwen3, which become `num_lanes`
+    lanes with the tp layout), a training run (its newest complete step), or one step's folder. dtype: of the weights, by default the
+    stored one. mesh: from `make_mesh`, by default everything on one device. precision: dtypes of the computation, by default
+    `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file and remedy.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run")
+    if (path / "config.json").exists():
+        return load_hf(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+    step = newest_step(path) if (path / STEPS).is_dir() else path
+    if not (step / META).is_dir():
+        raise CheckpointError(f"{path} has neither config.json (HF folder) nor {STEPS}/ (training run)")
+    config = read_step_config(step)
+    if num_lanes not in (None, config.num_lanes):
+        raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {config.num_lanes} lanes")
+    weights = restore_params(step, config, dtype, mesh)
+    return Laneformer(config, weights, precision, mesh)
+
+
+def checkpoint_files(path: str | Path) -> Path:
+    """The folder beside whose weights a tokenizer.json lies: the run for a step of a run, otherwise the folder itself."""
+    path = Path(path).absolute()
+    return path.parent.parent if path.parent.name == STEPS else path
+
+
+def complete_steps(run: Path) -> list[int]:
+    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder when its last file is written."""
+    folder = Path(run) / STEPS
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / META).is_dir()) if folder.is_dir() else []
+
+
+def newest_step(run: Path) -> Path:
+    """The folder of the newest complete step. Raises CheckpointError when there is none."""
+    steps = complete_steps(run)
+    if not steps:
+        raise CheckpointError(f"{run} holds no complete checkpoint yet: train until the first one is saved")
+    return Path(run) / STEPS / str(steps[-1])
+
+
+def read_meta(step: Path) -> dict:
+    """What a step says of itself: config, step, versions, tokenizer. Raises CheckpointError if unreadable."""
+    try:
+        return json.loads((step / META / "metadata").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
+
+
+def read_step_config(step: Path) -> ModelConfig:
+    """The model's config of a saved step."""
+    return config_from_hf(read_meta(step)["config"])
+
+
+def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> dict[str, jax.Array]:
+    """Path -> weight, each read straight onto the devices that hold it, whatever mesh saved it."""
+    single = SingleDeviceSharding(jax.devices()[0])
+    stored = dtype or read_meta(step)["param_dtype"]
+    table = parameter_table(config)
+    wanted = {
+        path: jax.ShapeDtypeStruct(p.shape, stored, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
+        for path, p in table.items()
+    }
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            return reader.restore((step / PARAMS).absolute(), wanted)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{step} is damaged or does not fit its config ({error}): use another step of the run") from None

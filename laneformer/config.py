@@ -1,0 +1,242 @@
+"""The model's configuration: one frozen dataclass, checked when it is made."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from laneformer.errors import ConfigError
+from laneformer.layout import Schedule, make_schedule
+
+HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to contexts longer than those first trained on.
+
+    `linear` divides every frequency by `factor`; `llama3` does so for long wavelengths only (Llama 3.1);
+    `yarn` ramps between both per dimension and scales the rotation (Peng et al., arXiv 2309.00071).
+    """
+
+    type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    """Ratio of the new context to the original one, at least 1."""
+    original_max_position_embeddings: int = 0
+    """Context length of the original training in tokens; required by llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original/low_freq_factor are stretched fully."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original/high_freq_factor stay as they are."""
+    beta_fast: float = 32.0
+    """yarn: dimensions that turn more often than this over the original context stay as they are."""
+    beta_slow: float = 1.0
+    """yarn: dimensions that turn less often than this are stretched fully."""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; derived from `factor` and the two mscale fields when not given."""
+    mscale: float | None = None
+    """yarn: numerator of the derived attention factor (DeepSeek's form; both mscales or none)."""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of the derived attention factor."""
+    truncate: bool = True
+    """yarn: round the ramp's ends to whole dimensions."""
+
+    def __post_init__(self):
+        if self.type not in ("linear", "llama3", "yarn"):
+            raise ConfigError(f"rope_scaling.type = {self.type!r}: known are linear, llama3 and yarn; for none leave rope_scaling out")
+        _require_number("rope_scaling.factor", self.factor, at_least=1.0)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            _require_number(f"rope_scaling.{name}", getattr(self, name), above=0.0)
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                _require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
+        if self.type in ("llama3", "yarn"):
+            _require_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1)
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor = {self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that decides what a Laneformer computes. Field names follow Hugging Face where it has one.
+
+    Raises ConfigError, naming the field, its value and the remedy, for anything that cannot work.
+    """
+
+    vocab_size: int
+    """Tokens in the vocabulary (V)."""
+    hidden_size: int
+    """Width of each lane's residual stream (D)."""
+    intermediate_size: int
+    """Feed-forward columns over all lanes (F)."""
+    num_hidden_layers: int
+    """Layers (N), each an attention and an MLP module."""
+    num_attention_heads: int
+    """Query heads over all lanes (H)."""
+    num_key_value_heads: int
+    """Key/value heads over all lanes (K); lanes must divide it."""
+    head_dim: int | None = None
+    """Size of one head; hidden_size / num_attention_heads when not given."""
+    max_position_embeddings: int = 4096
+    """Longest context in tokens."""
+
+    num_lanes: int = 1
+    """Lanes (L): shares of the model, one per device at most. 1 is a dense model."""
+    layout: str = "laneformer"
+    """Which parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2), caat(0.5)."""
+    broadcast_delay: int = 2
+    """Layout laneformer: after how many layers the other lanes' outputs arrive (d)."""
+    use_early_comm: bool = True
+    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling the own output by sqrt(L)."""
+    early_lands_twice: bool = True
+    """Layout laneformer: early outputs also arrive d layers later, as in the published model; false is the corrected form."""
+    use_attention_comm: bool = True
+    """Layout laneformer: exchange attention outputs between lanes."""
+    use_mlp_comm: bool = True
+    """Layout laneformer: exchange MLP outputs between lanes."""
+
+    lm_head_type: Literal["replicate", "lane", "vocab_parallel"] = "replicate"
+    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or lane l makes its V/L logits (vocab_parallel)."""
+    pre_norm_lane_agg: bool = False
+    """Head replicate: sum the lanes before the final norm instead of averaging after it."""
+    replicated_rmsn_scale: bool = True
+    """All lanes share one norm scale (true), or each lane has its own (false)."""
+    tie_word_embeddings: bool = False
+    """The head reuses the embedding table."""
+
+    sliding_window: int | None = None
+    """Keys that a sliding layer sees, the own position included; none makes every layer full."""
+    sliding_window_n_layers: int = 0
+    """The first n layers slide; negative: the last |n|."""
+    unclamped_layers: tuple[int, ...] = ()
+    """Layers that stay full whatever sliding_window_n_layers says."""
+    swa_layers: tuple[int, ...] | None = None
+    """The sliding layers as a list, instead of sliding_window_n_layers."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary frequencies for long contexts."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    qkv_bias: bool = False
+    """Biases on the q, k and v projections (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm over each q and k head before the rotation (Qwen3)."""
+
+    bos_token_id: int | None = None
+    """Token that begins a text; put before prompts where set."""
+    eos_token_id: tuple[int, ...] = ()
+    """Tokens that end a text."""
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "max_position_embeddings", "num_lanes",
+        ):  # fmt: skip
+            _require_int(name, getattr(self, name), at_least=1)
+        _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
+        _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
+        for field in dataclasses.fields(self):
+            if field.type is bool and not isinstance(getattr(self, field.name), bool):
+                raise ConfigError(f"{field.name} = {getattr(self, field.name)!r}: write true or false")
+        _require_number("rope_theta", self.rope_theta, above=0.0)
+        _require_number("norm_eps", self.norm_eps, above=0.0)
+        for name in ("unclamped_layers", "swa_layers", "eos_token_id"):  # JSON gives lists; tuples keep the config hashable
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_heads()
+        self._check_lanes()
+        self._check_windows()
+        for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_id)):
+            for token in tokens:
+                if token is not None:
+                    _require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
+        make_schedule(self)  # refuses unknown layouts and arguments
+
+    def _check_heads(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads = {self.num_key_value_heads}"
+            )
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = {self.num_attention_heads}: "
+                    "change one of them or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        _require_int("head_dim", self.head_dim, at_least=2)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim = {self.head_dim} must be even: rotary positions turn pairs of channels")
+
+    def _check_lanes(self):
+        divided = ["num_key_value_heads", "num_attention_heads", "intermediate_size"]
+        if self.lm_head_type not in HEAD_TYPES:
+            raise ConfigError(f"lm_head_type = {self.lm_head_type!r}: known are {', '.join(HEAD_TYPES)}")
+        if self.lm_head_type == "vocab_parallel":
+            divided.append("vocab_size")
+        for name in divided:
+            if getattr(self, name) % self.num_lanes:
+                fitting = [n for n in range(1, self.num_lanes) if all(getattr(self, other) % n == 0 for other in divided)]
+                raise ConfigError(
+                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}: "
+                    f"each lane needs an equal whole share; lane counts that fit below it: {', '.join(map(str, fitting))}"
+                )
+        if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
+            field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
+            raise ConfigError(f"{field} = true needs lm_head_type = 'replicate': with {self.lm_head_type!r} each lane has its own head")
+
+    def _check_windows(self):
+        if self.sliding_window is not None:
+            _require_int("sliding_window", self.sliding_window, at_least=1)
+        for name in ("unclamped_layers", "swa_layers"):
+            for layer in getattr(self, name) or ():
+                _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
+        if self.swa_layers and self.sliding_window is None:
+            raise ConfigError(f"swa_layers = {list(self.swa_layers)} needs sliding_window: say how many keys a sliding layer sees")
+        if self.swa_layers and self.sliding_window_n_layers:
+            raise ConfigError("swa_layers and sliding_window_n_layers both say which layers slide: give one of them")
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Per layer the number of keys it sees, None for all."""
+        n, s = self.num_hidden_layers, self.sliding_window_n_layers
+
+        def slides(layer: int) -> bool:
+            listed = layer in self.swa_layers if self.swa_layers is not None else layer < s or layer >= n + s
+            return listed and layer not in self.unclamped_layers
+
+        return tuple(self.sliding_window if slides(layer) else None for layer in range(n))
+
+    @property
+    def lane_norm_scales(self) -> tuple[bool, bool]:
+        """Whether each lane has its own scale: (in the layers, in the final norm)."""
+        own = not self.replicated_rmsn_scale
+        return own, own and not self.pre_norm_lane_agg
+
+    @property
+    def schedule(self) -> Schedule:
+        """When outputs are added and land, from the layout's row of the table."""
+        return make_schedule(self)
+
+    def replace(self, **changes) -> "ModelConfig":
+        """A checked copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
+    wanted = f"a whole number{'' if at_least is None else f' of at least {at_least}'}{'' if at_most is None else f' and at most {at_most}'}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} = {value!r}: write {wanted}")
+    if (at_least is not None and value < at_least) or (at_most is not None and value > at_most):
+        raise ConfigError(f"{name} = {value}: it must be {wanted}")
+
+
+def _require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} = {value!r}: write a finite number")
+    if value <= above or value < at_least:
+        raise ConfigError(f"{name} = {value}: it must be {f'above {above}' if above > -math.inf else f'at least {at_least}'}")

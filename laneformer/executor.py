@@ -1,0 +1,57 @@
+"""Runs any layout: thirty lines that follow the schedule table of laneformer/layout.py."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from laneformer.layout import Landing, Payload, Schedule
+
+
+def run_schedule(
+    schedule: Schedule,
+    x_lbsd: jax.Array,
+    module: Callable[[int, jax.Array], jax.Array],
+    sum_lanes: Callable[[jax.Array], jax.Array],
+    num_lanes: int,
+) -> jax.Array:
+    """Runs all modules over the lane streams and returns the streams before the final norm, [l, b, s, d] in the stream dtype.
+
+    `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the model,
+    here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part exists, so that
+    the compiler can run it under the modules until it lands.
+    """
+    x, outputs, sums = x_lbsd, {}, {}
+
+    def combine(payload: Payload, modules) -> jax.Array:
+        width = round(payload.channels * x_lbsd.shape[-1])
+        return sum(w * outputs[m][..., :width] if w != 1.0 else outputs[m][..., :width] for m, w in modules)
+
+    def land(x: jax.Array, landing: Landing) -> jax.Array:
+        payload = landing.payload
+        if payload.stream_mean_at is not None:  # the sum is the new stream of every lane
+            return jnp.broadcast_to(sums[payload], x.shape)
+        arrived = sums[payload]
+        if apart := [part for part in payload.parts if not schedule.own_lands_with(part[0], landing)]:
+            arrived = arrived - combine(payload, apart)  # these the own lane adds by itself
+        if arrived.shape[-1] == x.shape[-1]:
+            return x + arrived
+        return x.at[..., : arrived.shape[-1]].add(arrived)
+
+    for t in range(schedule.num_modules + 1):
+        before = x
+        if t < schedule.num_modules:
+            outputs[t] = module(t, x)
+        landings = [landing for landing in schedule.landings if landing.at == t]
+        for m, own in enumerate(schedule.own):
+            if own.at == t and not any(schedule.own_lands_with(m, landing) for landing in landings):
+                x = x + own.scale * outputs[m]
+        for payload in schedule.payloads:
+            if payload.complete_at == t:
+                with jax.named_scope(f"reduce_{t}"):
+                    share = combine(payload, payload.parts)
+                    sums[payload] = sum_lanes(share if payload.stream_mean_at is None else share + before / num_lanes)
+        for landing in landings:
+            with jax.named_scope(f"landing_{t}"):
+                x = land(x, landing)
+    return x

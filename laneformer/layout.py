@@ -1,0 +1,257 @@
+"""Every parallelism layout as data: when a module's output is added to its own lane and when the other lanes' parts land.
+
+Time is counted in modules: attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at time t happens
+after module t has computed and before module t + 1 reads the stream; time 2N is just before the final norm. A layout is one
+function of this file that writes a `Schedule`; the model, the decode kernels, the roofline and the diagrams all read that table.
+"""
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from laneformer.errors import ConfigError
+
+
+class Own(NamedTuple):
+    """The lane's own output of a module: added at time `at`, times `scale`."""
+
+    at: int
+    scale: float = 1.0
+
+
+class Payload(NamedTuple):
+    """What one reduction sums over the lanes: sum over parts of weight * output of module.
+
+    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the stream as it was before
+    time t's additions, divided by the number of lanes, is in the sum as well, so that the result is the new common stream.
+    """
+
+    parts: tuple[tuple[int, float], ...]
+    channels: float = 1.0
+    stream_mean_at: int | None = None
+
+    @property
+    def complete_at(self) -> int:
+        """The time at which its last part exists and the reduction can be issued."""
+        return max(m for m, _ in self.parts)
+
+
+class Landing(NamedTuple):
+    """At time `at` the other lanes' parts of `payload` are added to every stream."""
+
+    at: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One layout for one depth and lane count: `own[m]` for each module, and the landings in order of time."""
+
+    name: str
+    own: tuple[Own, ...]
+    landings: tuple[Landing, ...]
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.own)
+
+    @cached_property
+    def payloads(self) -> tuple[Payload, ...]:
+        """The reductions of one forward pass, each once however often it lands, in the order in which they are issued."""
+        return tuple(sorted({landing.payload for landing in self.landings}, key=lambda p: (p.complete_at, p)))
+
+    @property
+    def num_reductions(self) -> int:
+        """All-reduces per forward pass, without the one that a replicate or lane head adds."""
+        return len(self.payloads)
+
+    @property
+    def unsent(self) -> tuple[int, ...]:
+        """Modules whose output no other lane ever uses."""
+        sent = {m for payload in self.payloads for m, _ in payload.parts}
+        return tuple(m for m in range(self.num_modules) if m not in sent)
+
+    def own_lands_with(self, m: int, landing: Landing) -> bool:
+        """Whether the own part of module m is added by that landing itself: same time, same weight, all channels."""
+        return landing.payload.channels == 1.0 and self.own[m].at == landing.at and (m, self.own[m].scale) in landing.payload.parts
+
+    @property
+    def exposed(self) -> tuple[Landing, ...]:
+        """Landings with no module between issue and use: every lane waits for them."""
+        return tuple(landing for landing in self.landings if landing.at == landing.payload.complete_at)
+
+
+def _schedule(name: str, own: Iterable[Own], landings: Iterable[Landing]) -> Schedule:
+    return Schedule(name, tuple(own), tuple(sorted(landings)))
+
+
+def _single(m: int, at: int, **kwargs) -> Landing:
+    return Landing(at, Payload(((m, 1.0),), **kwargs))
+
+
+def _together(modules: Iterable[int], at: int, **kwargs) -> Landing:
+    return Landing(at, Payload(tuple((m, 1.0) for m in modules), **kwargs))
+
+
+# One function per row of the table. n counts layers, lanes lanes; the remaining arguments are the layout's own.
+
+
+def tp(n: int, lanes: int) -> Schedule:
+    """Megatron tensor parallelism (arXiv 1909.08053): every output is summed over the lanes at once; lanes stay equal."""
+    return _schedule("tp", map(Own, range(2 * n)), (_single(m, m) for m in range(2 * n)))
+
+
+def parallel(n: int, lanes: int) -> Schedule:
+    """PaLM and GPT-J (arXiv 2204.02311): attention and MLP of a layer read the same stream and share one sum."""
+    ends = [m | 1 for m in range(2 * n)]
+    return _schedule("parallel", map(Own, ends), (_together((m - 1, m), m) for m in range(1, 2 * n, 2)))
+
+
+def ladder(n: int, lanes: int) -> Schedule:
+    """Ladder-Residual (arXiv 2501.06589): the sum of a module, own part included, arrives one module late."""
+    return _schedule("ladder", (Own(m + 1) for m in range(2 * n)), (_single(m, m + 1) for m in range(2 * n)))
+
+
+def desync(n: int, lanes: int, every: int) -> Schedule:
+    """Desync-Residual (arXiv 2501.06589): only each `every`-th module is summed, and the streams averaged in the same reduction."""
+    _check_argument("desync", "every", every, at_least=1)
+    synced = range(every - 1, 2 * n, every)
+    return _schedule("desync", map(Own, range(2 * n)), (_single(m, m, stream_mean_at=m if every > 1 else None) for m in synced))
+
+
+def spd(n: int, lanes: int, *drop: int) -> Schedule:
+    """Sync-Point Drop (arXiv 2502.20727): in the layers of `drop` the attention's exchange waits for the MLP's."""
+    for layer in drop:
+        _check_argument("spd", "drop", layer, at_least=0, below=n)
+    kept = [_single(2 * i, 2 * i) for i in range(n) if i not in drop]
+    mlps = [_together((2 * i, 2 * i + 1) if i in drop else (2 * i + 1,), 2 * i + 1) for i in range(n)]
+    return _schedule("spd", map(Own, range(2 * n)), kept + mlps)
+
+
+def caat(n: int, lanes: int, share: float) -> Schedule:
+    """CAAT-Net (arXiv 2506.19645): only the first `share` of the channels is exchanged; the others stay with their lane."""
+    _check_argument("caat", "share", share, above=0, at_most=1)
+    return _schedule("caat", map(Own, range(2 * n)), (_single(m, m, channels=float(share)) for m in range(2 * n)))
+
+
+def kraken(n: int, lanes: int) -> Schedule:
+    """Kraken (arXiv 2408.07802): a layer's two outputs, in one reduction, arrive after the next layer's attention."""
+    return _schedule("kraken", map(Own, range(2 * n)), (_together((2 * i, 2 * i + 1), 2 * i + 2) for i in range(n)))
+
+
+def track(n: int, lanes: int, block: int) -> Schedule:
+    """Parallel Track (arXiv 2602.07306): lanes run apart for `block` layers, then all their outputs are summed."""
+    _check_argument("track", "block", block, at_least=1)
+    ends = [min(first + block, n) for first in range(0, n, block)]
+    blocks = [range(2 * first, 2 * end) for first, end in zip(range(0, n, block), ends, strict=True)]
+    return _schedule("track", map(Own, range(2 * n)), (_together(modules, modules[-1]) for modules in blocks))
+
+
+def dtp(n: int, lanes: int, delta: float) -> Schedule:
+    """Delayed tensor parallelism: the other lanes' parts arrive `delta` modules late; until then the own part counts sqrt(L) times.
+
+    A fractional delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense model).
+    What would arrive after the last module is not sent. Kog, "Laneformer 2B".
+    """
+    _check_argument("dtp", "delta", delta, at_least=0)
+    whole, a = math.floor(delta), delta - math.floor(delta)
+    arrivals = {
+        t: tuple((m, w) for m, w in ((t - whole - 1, a), (t - whole, 1.0 - a)) if m >= 0 and w > 0.0)
+        for t in range(2 * n)
+    }  # fmt: skip
+
+    def scale(m: int) -> float:
+        alone = (1.0 - a) * (m < whole) + a * (m < whole + 1)
+        return 1.0 + (math.sqrt(lanes) - 1.0) * alone
+
+    landings = (Landing(t, Payload(parts)) for t, parts in arrivals.items() if parts)
+    return _schedule("dtp", (Own(m, scale(m)) for m in range(2 * n)), landings)
+
+
+def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, attention: bool, mlp: bool) -> Schedule:
+    """The published Laneformer: as dtp(2 * delay), with a choice for the first `delay` layers, per kind of module.
+
+    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as the published code computes);
+    otherwise the own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times wherever it is not summed early.
+    """
+    delta, own, landings = 2 * delay, [], []
+    for m in range(2 * n):
+        exchanged, first = (mlp if m % 2 else attention), m < delta
+        if first and early:
+            landings.append(_single(m, m))
+        own.append(Own(m, 1.0 if (early if first else exchanged) else math.sqrt(lanes)))
+        if exchanged and m + delta < 2 * n and delta > 0 and (early_twice or not (first and early)):
+            landings.append(_single(m, m + delta))
+        if exchanged and delta == 0:
+            landings.append(_single(m, m))
+    return _schedule("laneformer", own, landings)
+
+
+def none(n: int, lanes: int) -> Schedule:
+    """No exchange at all, the floor: every lane keeps sqrt(L) times its own output."""
+    return _schedule("none", (Own(m, math.sqrt(lanes)) for m in range(2 * n)), ())
+
+
+LAYOUTS: dict[str, Callable[..., Schedule]] = {
+    f.__name__: f for f in (tp, parallel, ladder, desync, spd, caat, kraken, track, dtp, laneformer, none)
+}
+
+
+def make_schedule(config) -> Schedule:
+    """The schedule of a config's `layout`, e.g. "tp", "dtp(4)", "spd(0, 2)", "laneformer" (whose arguments are config fields).
+
+    Raises ConfigError for an unknown name or arguments that do not fit.
+    """
+    fields = (config.broadcast_delay, config.use_early_comm, config.early_lands_twice, config.use_attention_comm, config.use_mlp_comm)
+    return _make(config.layout, config.num_hidden_layers, config.num_lanes, fields)
+
+
+@lru_cache(maxsize=256)
+def _make(layout: str, n: int, lanes: int, laneformer_args: tuple) -> Schedule:
+    name, args = parse_layout(layout)
+    if name == "laneformer":
+        if args:
+            raise ConfigError(f"layout = {layout!r}: set broadcast_delay, use_early_comm, ... instead of arguments")
+        args = laneformer_args
+    try:
+        inspect.signature(LAYOUTS[name]).bind(n, lanes, *args)
+    except TypeError:
+        wanted = list(inspect.signature(LAYOUTS[name]).parameters)[2:]
+        raise ConfigError(f"layout = {layout!r}: write it as {name}({', '.join(wanted)})".replace("()", "")) from None
+    return LAYOUTS[name](n, lanes, *args)
+
+
+def parse_layout(layout: str) -> tuple[str, tuple[float, ...]]:
+    """Splits "dtp(4)" into ("dtp", (4,)). Raises ConfigError for anything but a known name with plain numbers."""
+    problem = f"layout = {layout!r}: known are {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2), caat(0.5)"
+    try:
+        tree = ast.parse(layout, mode="eval").body
+        call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+        args = tuple(ast.literal_eval(arg) for arg in call.args)
+    except (SyntaxError, ValueError, TypeError):
+        raise ConfigError(problem) from None
+    if not isinstance(call.func, ast.Name) or call.func.id not in LAYOUTS or call.keywords:
+        raise ConfigError(problem)
+    if not all(isinstance(arg, int | float) and not isinstance(arg, bool) for arg in args):
+        raise ConfigError(problem)
+    return call.func.id, args
+
+
+def _check_argument(layout: str, name: str, value: float, *, at_least=None, above=None, below=None, at_most=None):
+    whole = layout not in ("caat", "dtp")
+    bounds = [("at least", at_least), ("above", above), ("below", below), ("at most", at_most)]
+    fits = (
+        (not whole or isinstance(value, int))
+        and math.isfinite(value)
+        and (at_least is None or value >= at_least)
+        and (above is None or value > above)
+        and (below is None or value < below)
+        and (at_most is None or value <= at_most)
+    )
+    if not fits:
+        wanted = " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
+        raise ConfigError(f"layout {layout}: {name} = {value} must be {'a whole number ' if whole else ''}{wanted}")

@@ -1,0 +1,293 @@
+"""The Laneformer: a Llama-style decoder cut into lanes, joined by whatever layout the config names.
+
+Shape letters, also in einsum strings: l lane, b batch, s query position, t key position, d model (hidden size), h query heads per
+lane, n key/value heads per lane, k head dim, f feed-forward columns per lane, v vocabulary.
+
+Every lane owns an equal share of each matrix, [l, out, in], and a residual stream of its own, x[l, b, s, d]. On a mesh the lane axis
+is split over the devices by `jax.shard_map`, and the sum over lanes is a sum over the local ones followed by `psum`: the same lines run
+8 lanes on 1, 2, 4 or 8 devices.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from laneformer.cache import Cache, make_cache
+from laneformer.config import ModelConfig
+from laneformer.errors import InputError
+from laneformer.executor import run_schedule
+from laneformer.mesh import LANE, fit_spec, lane_spec, sharding
+from laneformer.parameters import initial_weights, parameter_table
+from laneformer.precision import Precision
+from laneformer.rotary import rotary_tables, rotate
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
+
+    def __init__(self, scale: jax.Array, eps: float):
+        self.scale, self.eps = nnx.Param(scale), eps
+
+    def __call__(self, x_lbsd: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of every lane over its own heads: o[l] = wo[l] attend(q[l], k[l], v[l])."""
+
+    def __init__(self, weights: dict[str, jax.Array], config: ModelConfig, precision: Precision, window: int | None):
+        for name, weight in weights.items():
+            setattr(self, name, nnx.Param(weight))
+        self.config, self.precision, self.window = config, precision, window
+
+    def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
+        """q, k or v: [l, b, s, heads, k], with bias (Qwen2) and per-head norm (Qwen3) where the config has them."""
+        y = self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...])
+        if self.config.qkv_bias:
+            y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
+        y = y.reshape(*y.shape[:-1], -1, self.config.head_dim)
+        if self.config.qk_norm and name != "v":
+            y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
+        return y
+
+    def __call__(self, h_lbsd, rotary, memory=None):
+        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep.
+
+        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the first query.
+        """
+        dtype = self.precision.compute
+        q, k, v = (self.project(name, h_lbsd) for name in "qkv")
+        q, k = rotate(q, rotary).astype(dtype), rotate(k, rotary)
+        if memory is None:
+            k, v = k.astype(dtype), v.astype(dtype)
+            a = _attend(q, k, v, causal=True, window=self.window)
+            kept = (k, v)
+        else:
+            keys, values, start = memory
+            kept = tuple(jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2) for c, new in ((keys, k), (values, v)))
+            query, key = start + jnp.arange(q.shape[2])[:, None], jnp.arange(keys.shape[2])
+            seen = key <= query if self.window is None else (key <= query) & (key > query - self.window)
+            a = _attend(q, *(c.astype(dtype) for c in kept), mask=seen[None, None])
+        return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
+
+
+def _attend(q, k, v, *, causal: bool = False, window: int | None = None, mask: jax.Array | None = None) -> jax.Array:
+    """softmax(q k^T / sqrt(head_dim)) v for each lane; query heads [l, b, s, h, k] share key heads [l, b, t, n, k] in groups."""
+    on_cudnn = causal and jax.default_backend() == "gpu" and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    implementation = "cudnn" if on_cudnn else "xla"
+
+    def lane(q, k, v):
+        local = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
+        )
+
+    return jax.vmap(lane)(q, k, v)
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU of every lane over its own columns: o[l] = w2[l] (silu(w1[l] h) * w3[l] h) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, weights: dict[str, jax.Array], precision: Precision):
+        self.w1, self.w3, self.w2 = (nnx.Param(weights[name]) for name in ("w1", "w3", "w2"))
+        self.precision = precision
+
+    def __call__(self, h_lbsd: jax.Array) -> jax.Array:
+        gate = self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...])
+        up = self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...])
+        return self.precision.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, self.w2[...])
+
+
+class Layer(nnx.Module):
+    """The two modules of a layer, each with the norm through which it reads the stream."""
+
+    def __init__(self, weights: dict[str, jax.Array], config: ModelConfig, precision: Precision, window: int | None):
+        self.attention_norm = RMSNorm(weights["attention_norm"], config.norm_eps)
+        self.attention = Attention(_within(weights, "attention"), config, precision, window)
+        self.ffn_norm = RMSNorm(weights["ffn_norm"], config.norm_eps)
+        self.feed_forward = FeedForward(_within(weights, "feed_forward"), precision)
+
+
+class Laneformer(nnx.Module):
+    """`model(ids[b, s])` gives float32 logits [b, s, v]; `model.extend(ids, cache)` continues a cached sequence.
+
+    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) says which devices hold which lanes;
+    without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts of laneformer/layout.py.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], precision: Precision | None = None, mesh: Mesh | None = None):
+        """weights: path -> array for every entry of `parameter_table(config)`."""
+        first = weights["tok_embeddings"]
+        self.config, self.mesh = config, mesh
+        self.precision = precision or Precision.default(first.dtype)
+        self.tok_embeddings = nnx.Param(first)
+        self.layers = nnx.List(
+            [Layer(_within(weights, f"layers.{n}"), config, self.precision, window) for n, window in enumerate(config.layer_windows)]
+        )
+        self.norm = RMSNorm(weights["norm"], config.norm_eps)
+        if "lm_head" in weights:
+            self.lm_head = nnx.Param(weights["lm_head"])
+
+    @classmethod
+    def init(cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None) -> "Laneformer":
+        """A model with fresh weights, each made on the devices that hold it."""
+        precision = precision or Precision.default()
+        shardings = None if mesh is None else {k: sharding(p.spec, p.shape, mesh) for k, p in parameter_table(config).items()}
+        make = jax.jit(initial_weights, static_argnums=(0, 1, 2), out_shardings=shardings)
+        return cls(config, make(config, seed, precision.param), precision, mesh)
+
+    def weights(self) -> dict[str, jax.Array]:
+        """Path -> array, in the order of `parameter_table`: what the constructor takes."""
+        flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
+        return {path: flat[path] for path in parameter_table(self.config)}
+
+    def __call__(self, ids_bs: jax.Array, *, remat: bool = False) -> jax.Array:
+        """Logits of every position, float32 [b, s, v], for token ids int [b, s].
+
+        remat: keep only each module's input for the backward pass and compute the rest again (collectives are not repeated).
+        Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or longer than the context.
+        """
+        check_ids(self.config, ids_bs)
+        return self._forward(jnp.asarray(ids_bs), None, last_only=False, remat=remat)[0]
+
+    def extend(self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False) -> tuple[jax.Array, Cache]:
+        """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the longer cache.
+
+        s = 1 is a decoding step, more is a prefill. Whoever passes a longer text than the cache has room for gets InputError
+        where the length is known, and must check it where it is traced.
+        """
+        check_ids(self.config, ids_bs)
+        if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
+            raise InputError(f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity} positions")
+        return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only, remat=False)
+
+    def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
+        """An empty cache for extend(), in the compute dtype; capacity: positions, by default the whole context."""
+        return make_cache(self.config, batch, capacity or self.config.max_position_embeddings, self.precision.compute, self.mesh)
+
+    @partial(jax.jit, static_argnames=("last_only", "remat"))  # eagerly, shard_map would compile every operation by itself
+    def _forward(self, ids_bs, cache, *, last_only, remat):
+        def local(model, ids_bs, cache):
+            return model._local_forward(ids_bs, cache, last_only=last_only, remat=remat)
+
+        if self.mesh is None:
+            return local(self, ids_bs, cache)
+        table = parameter_table(self.config)
+
+        def weight_spec(keys, _):
+            parameter = table[_path(keys)]
+            return lane_spec(fit_spec(parameter.spec, parameter.shape, self.mesh))
+
+        cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
+        in_specs = (jax.tree_util.tree_map_with_path(weight_spec, self), P(), cache_spec)
+        out_specs = (P(None, None, LANE) if self._head_is_split() else P(), cache_spec)
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={LANE})
+        return mapped(self, ids_bs, cache)
+
+    def _local_forward(self, ids_bs, cache, *, last_only, remat):
+        """The whole model on this device's lanes; everything between lanes goes through `_sum_lanes`."""
+        config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
+        with jax.named_scope("embed"):
+            x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
+            if self.mesh is not None:
+                x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane's stream is its own
+            x_lbsd = jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape))
+        rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
+        kept = {}
+
+        def attention(layer, x, memory):
+            return layer.attention(layer.attention_norm(x), rotary, memory)
+
+        def feed_forward(layer, x):
+            return layer.feed_forward(layer.ffn_norm(x))
+
+        if remat:
+            attention, feed_forward = jax.checkpoint(attention), jax.checkpoint(feed_forward)
+
+        def module(m: int, x: jax.Array) -> jax.Array:
+            n, layer = m // 2, self.layers[m // 2]
+            with jax.named_scope(f"layer_{n}_{'mlp' if m % 2 else 'attention'}"):
+                if m % 2:
+                    o = feed_forward(layer, x)
+                else:
+                    memory = None if cache is None else (cache.keys[n], cache.values[n], start)
+                    o, kept[n] = attention(layer, x, memory)
+                return o.astype(x.dtype)
+
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes)
+        if last_only:
+            x_lbsd = x_lbsd[:, :, -1:]
+        with jax.named_scope("head"):
+            logits = self._head(x_lbsd)
+        if cache is not None:
+            cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
+        return logits, cache
+
+    def _head(self, x_lbsd: jax.Array) -> jax.Array:
+        """Logits float32 [b, s, v], or this device's slice of v where the head is split."""
+        config, einsum = self.config, self.precision.einsum
+        if config.lm_head_type == "vocab_parallel":
+            logits = einsum("lbsd,lvd->bslv", self.norm(x_lbsd), self.lm_head[...])
+            return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
+        if config.lm_head_type == "lane":
+            logits = einsum("lbsd,lvd->lbsv", self.norm(x_lbsd), self.lm_head[...])
+            return self._sum_lanes(logits)[0].astype(jnp.float32)
+        if config.pre_norm_lane_agg:
+            y_bsd = self.norm(self._sum_lanes(x_lbsd))[0]
+        else:
+            y_bsd = self._sum_lanes(self.norm(x_lbsd))[0] / config.num_lanes
+        head = self.tok_embeddings if config.tie_word_embeddings else self.lm_head
+        return einsum("bsd,vd->bsv", y_bsd, head[...]).astype(jnp.float32)
+
+    def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
+        """The sum over all lanes, here and on the other devices, [1, b, s, d]."""
+        total = x_lbsd.sum(0, keepdims=True)
+        return total if self.mesh is None else jax.lax.psum(total, LANE)
+
+    def _local_lanes(self) -> int:
+        return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
+
+    def _head_is_split(self) -> bool:
+        """Whether each device makes a slice of the vocabulary's logits."""
+        if self.config.lm_head_type == "lane" or self.config.tie_word_embeddings:
+            return False
+        parameter = parameter_table(self.config)["lm_head"]
+        return LANE in fit_spec(parameter.spec, parameter.shape, self.mesh)
+
+
+def check_ids(config: ModelConfig, ids_bs) -> None:
+    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context (values if not traced)."""
+    if not hasattr(ids_bs, "ndim") or ids_bs.ndim != 2 or ids_bs.size == 0:
+        found = getattr(ids_bs, "shape", type(ids_bs).__name__)
+        raise InputError(f"token ids must be an array [batch, length] with at least one token, not {found}")
+    if not jnp.issubdtype(ids_bs.dtype, jnp.integer):
+        raise InputError(f"token ids must be integers, not {ids_bs.dtype}")
+    if ids_bs.shape[1] > config.max_position_embeddings:
+        raise InputError(f"{ids_bs.shape[1]} tokens are longer than the context of {config.max_position_embeddings}: shorten the text")
+    if not isinstance(ids_bs, jax.core.Tracer):
+        low, high = int(np.min(ids_bs)), int(np.max(ids_bs))
+        if low < 0 or high >= config.vocab_size:
+            wrong = low if low < 0 else high
+            raise InputError(f"token id {wrong} is outside the vocabulary of {config.vocab_size}: is this the right tokenizer?")
+
+
+def _within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
+    return {path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")}
+
+
+def _path(keys) -> str:
+    """layers.0.attention.wq for the pytree key of that weight."""
+    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys]
+    return ".".join(name for name in names if name not in ("value", "scale"))

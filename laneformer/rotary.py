@@ -1,0 +1,75 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, with the published ways of stretching it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from laneformer.config import ModelConfig, RopeScaling
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Radians per position for each pair of channels, float32 [head_dim / 2], and the factor on cos and sin."""
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    factor, scaling = 1.0, config.rope_scaling
+    if scaling is not None:
+        frequencies = _STRETCH[scaling.type](frequencies, scaling, config)
+        factor = _yarn_attention_factor(scaling) if scaling.type == "yarn" else 1.0
+    return frequencies.astype(np.float32), factor
+
+
+def _linear(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+    return frequencies / scaling.factor
+
+
+def _llama3(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+    """Full stretch for long wavelengths, none for short ones, and a line in turns per original context between them."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+    """As llama3, but with the line in the index of the pair (arXiv 2309.00071, section 3.2)."""
+
+    def pair_with_turns(turns: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return len(frequencies) * math.log(wavelength) / math.log(config.rope_theta)
+
+    low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    stretched = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+    return temperature(1.0)
+
+
+_STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of each position's angles, float32 [s, head_dim / 2]."""
+    frequencies, factor = rotary_frequencies(config)
+    angles = positions_s.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by their position's angle, in float32."""
+    cos, sin = (table[:, None, :] for table in tables)
+    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)

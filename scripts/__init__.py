@@ -1,0 +1,1 @@
+"""Chores: tokenizing, converting, plotting, checking a machine."""

@@ -1,0 +1,173 @@
+"""Writes the folders next to this file: tiny random dense models and what Hugging Face transformers computes for them.
+
+Not part of the test run. It needs torch and transformers (the versions used are in README.md):
+
+    python tests/dense/make_fixtures.py
+
+Every parameter is random, norm gains and biases too, so that a swapped or forgotten one shows in the logits.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+HERE = Path(__file__).parent
+SMALLEST_MARGIN = 0.02  # gap between the two best logits under which rounding could change a greedy token
+
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,  # so small that the 4 pairs meet all three cases: kept, mixed, divided
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 32}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
+QWEN2_WINDOW = {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1}
+
+
+def plain_rope(theta):
+    """rope_parameters without scaling."""
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def without(rope, *names):
+    """The rope settings less some of them, as older configs hold them."""
+    return {key: value for key, value in rope.items() if key not in names}
+
+
+# name -> (config class, its fields, arguments of save_pretrained, old spelling of the rotary fields or None)
+MODELS = {
+    "llama2": (
+        LlamaConfig,
+        {**SHAPE, "num_key_value_heads": 8, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_parameters": plain_rope(1e4)},
+        {"max_shard_size": "120KB"},
+        None,
+    ),
+    "llama3": (
+        LlamaConfig,
+        {**SHAPE, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3_ROPE},
+        {},
+        {"rope_theta": 100.0, "rope_scaling": without(LLAMA3_ROPE, "rope_theta")},
+    ),
+    "llama_yarn": (
+        LlamaConfig,
+        {**SHAPE, "hidden_size": 48, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_parameters": YARN_ROPE},
+        {},
+        {"rope_theta": 100.0, "rope_scaling": without(YARN_ROPE, "rope_theta")},
+    ),
+    "llama_linear": (
+        LlamaConfig,
+        {**SHAPE, "hidden_size": 48, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_parameters": LINEAR_ROPE},
+        {},
+        {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "qwen2": (
+        Qwen2Config,
+        {**without(SHAPE, "head_dim"), **QWEN2_WINDOW, "tie_word_embeddings": True, "rope_parameters": plain_rope(1e6)},
+        {},
+        {"rope_theta": 1e6, **QWEN2_WINDOW},
+    ),
+    "qwen3": (
+        Qwen3Config,
+        {**SHAPE, "hidden_size": 48, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": plain_rope(1e6)},
+        {},
+        None,
+    ),
+}
+
+
+def randomise(model, config):
+    """Draws every parameter anew: matrices scaled by their inputs, gains around 1, biases around 0."""
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape)
+        if "norm" in name:
+            value = 1 + 0.2 * noise
+        elif name.endswith(".bias"):
+            value = 0.5 * noise
+        elif "embed_tokens" in name:
+            value = (2 / config.hidden_size**0.5 if config.tie_word_embeddings else 1.0) * noise
+        else:
+            wide = 2.0 if "lm_head" in name else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+            value = wide / parameter.shape[1] ** 0.5 * noise
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+@torch.no_grad()
+def compute(model, vocab):
+    """-> what io.npz holds: logits of two random rows, and a greedy continuation without a cache."""
+    ids = torch.randint(vocab, (2, 40))
+    logits = model(ids, use_cache=False).logits
+    sequence, margins = ids[:1, :8], []
+    for _ in range(12):
+        best = model(sequence, use_cache=False).logits[0, -1].topk(2)
+        margins.append(float(best.values[0] - best.values[1]))
+        sequence = torch.cat([sequence, best.indices[:1][None]], dim=1)
+    return {
+        "input_ids": ids.numpy(),
+        "logits": logits.numpy(),
+        "greedy_prompt": sequence[0, :8].numpy(),
+        "greedy_ids": sequence[0, 8:].numpy(),
+        "greedy_margin": np.array(margins, np.float32),
+    }
+
+
+def write(name):
+    """Tries seeds until the greedy tokens are clear and various, then writes the folder and reads it back."""
+    config_class, fields, save_arguments, old_spelling = MODELS[name]
+    config = config_class(**fields)
+    for seed in range(1000):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        randomise(model, config)
+        io = compute(model, config.vocab_size)
+        if io["greedy_margin"].min() >= SMALLEST_MARGIN and len(set(io["greedy_ids"].tolist())) >= 8:
+            break
+    else:
+        sys.exit(f"{name}: no seed gives clear greedy tokens")
+
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, **save_arguments)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(folder / "io.npz", **io)
+    check(folder, io, AutoConfig.from_pretrained(folder))
+
+    if old_spelling:
+        old = without(json.loads((folder / "config.json").read_text()), "rope_parameters", "dtype", "layer_types")
+        old |= {"torch_dtype": "float32", **old_spelling}
+        (folder / "config_old_style.json").write_text(json.dumps(old, indent=2, sort_keys=True) + "\n")
+        check(folder, io, AutoConfig.from_pretrained(folder / "config_old_style.json"))
+    print(f"{name}: seed {seed}, logits std {io['logits'].std():.2f}, smallest margin {io['greedy_margin'].min():.3f}")
+
+
+@torch.no_grad()
+def check(folder, io, config):
+    """The saved folder, read under `config`, gives the saved logits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=torch.float32).eval()
+    np.testing.assert_allclose(model(torch.tensor(io["input_ids"])).logits.numpy(), io["logits"], atol=1e-5)
+
+
+if __name__ == "__main__":
+    for name in MODELS:
+        write(name)

@@ -1,0 +1,521 @@
+"""What every model of this project computes, written out once in float64 numpy: the tests compare against this file.
+
+Nothing here is fast, cached or shared with the package: each equation is a line, each lane a Python list entry.
+Order of the file: settings, building blocks, end of the model, the Laneformer, the other layouts, the dense model, helpers.
+
+Shapes: b batch, s positions, D hidden size, N layers, L lanes, H query heads, K key/value heads, e head size,
+F feed-forward size, V vocabulary. A lane's residual stream is [b, s, D]; "X" is the list of all L of them.
+`config` is a config.json as a dict, `weights` a dict of arrays under their state_dict names (lane axis first).
+"""
+
+import math
+
+import numpy as np
+
+KINDS = ("attention", "mlp")  # module m = 2 * layer + (0 for attention, 1 for the MLP)
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+def lanes_of(config):
+    """Number of lanes L."""
+    return config.get("num_lanes") or 1
+
+
+def head_size(config):
+    """Size e of one attention head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def epsilon(config):
+    """The norm epsilon, under either of its names."""
+    return config["norm_eps"] if "norm_eps" in config else config.get("rms_norm_eps", 1e-5)
+
+
+def window_of_layer(config, n):
+    """How many keys a query of layer n sees (its own position included); None when it sees all of the past."""
+    layers = config["num_hidden_layers"]
+    slides_first_or_last = config.get("sliding_window_n_layers") or 0
+    if config.get("sliding_window") is None:
+        return None
+    if config.get("swa_layers") is not None:
+        slides = n in config["swa_layers"]
+    elif slides_first_or_last >= 0:
+        slides = n < slides_first_or_last
+    else:
+        slides = n >= layers + slides_first_or_last
+    if n in (config.get("unclamped_layers") or ()):
+        slides = False
+    return config["sliding_window"] if slides else None
+
+
+def uses_comm(config, kind):
+    """Whether late modules of this kind ("attention" or "mlp") exchange their outputs; older configs have one switch."""
+    return config.get(f"use_{kind}_comm", config.get("use_comm", True))
+
+
+# ---------------------------------------------------------------------------------------------------- building blocks
+
+
+def rmsnorm(x, gain, eps):
+    """x [..., D], gain [D] -> [..., D]."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+
+
+def silu(x):
+    """x / (1 + exp(-x)), any shape."""
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    """Over the last axis, any shape."""
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def rope_settings(config):
+    """-> (theta, scaling dict with at least "rope_type"), from whichever of the published spellings the config uses."""
+    new_style = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta") or new_style.get("rope_theta") or 10000.0
+    if config.get("rope_scaling_args"):
+        return theta, {"rope_type": "llama3", **config["rope_scaling_args"]}
+    scaling = dict(config.get("rope_scaling") or new_style)
+    scaling["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
+    return theta, scaling
+
+
+def rope_frequencies(config):
+    """-> (radians per position of each pair [e/2], factor on cos and sin)."""
+    theta, scaling = rope_settings(config)
+    e = head_size(config)
+    pair = np.arange(e // 2)
+    frequency = theta ** (-2.0 * pair / e)
+    factor = scaling.get("factor")
+    old_context = scaling.get("original_max_position_embeddings") or scaling.get("old_context_len")
+
+    if scaling["rope_type"] in ("default", "none"):
+        return frequency, 1.0
+
+    if scaling["rope_type"] == "linear":  # positions divided by the factor
+        return frequency / factor, 1.0
+
+    if scaling["rope_type"] == "llama3":  # long waves divided by the factor, short ones kept, a linear mix between
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = old_context * frequency / (2 * math.pi)  # how often the pair turns within the old context
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return frequency * kept + frequency / factor * (1 - kept), 1.0
+
+    if scaling["rope_type"] == "yarn":  # the same idea, the mix linear in the index of the pair
+        old_context = old_context or config["max_position_embeddings"]
+        factor = factor or config["max_position_embeddings"] / old_context
+
+        def pair_that_turns(turns):
+            return e * math.log(old_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first = pair_that_turns(scaling.get("beta_fast") or 32)
+        last = pair_that_turns(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, e - 1)
+        if first == last:
+            last += 0.001
+        kept = 1 - np.clip((pair - first) / (last - first), 0, 1)
+
+        def magnitude(mscale):
+            return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+        amplitude = scaling.get("attention_factor")
+        if amplitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            amplitude = magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+        if amplitude is None:
+            amplitude = magnitude(1.0)
+        return frequency * kept + frequency / factor * (1 - kept), amplitude
+
+    raise ValueError(f"unknown rope_type {scaling['rope_type']!r}")
+
+
+def rotate(config, x):
+    """Rotary embedding on interleaved pairs (x[2i], x[2i+1]); x [b, s, heads, e], positions 0..s-1 -> same shape."""
+    frequency, amplitude = rope_frequencies(config)
+    angle = np.arange(x.shape[1])[:, None, None] * frequency  # [s, 1, e/2]
+    cos, sin = amplitude * np.cos(angle), amplitude * np.sin(angle)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    rotated = np.empty_like(x)
+    rotated[..., 0::2] = even * cos - odd * sin
+    rotated[..., 1::2] = odd * cos + even * sin
+    return rotated
+
+
+def attend(config, q, k, v, window):
+    """Causal grouped-query attention; q [b, s, H', e], k and v [b, s, K', e] -> [b, s, H' e] (H', K': heads given)."""
+    b, s, heads, e = q.shape
+    q, k = rotate(config, q), rotate(config, k)
+    queries_per_key = heads // k.shape[2]
+    query_pos, key_pos = np.arange(s)[:, None], np.arange(s)[None, :]
+    visible = key_pos <= query_pos
+    if window is not None:
+        visible &= key_pos > query_pos - window
+    out = np.empty_like(q)
+    for j in range(heads):
+        kv = j // queries_per_key
+        scores = q[:, :, j] @ k[:, :, kv].swapaxes(1, 2) / math.sqrt(e)  # [b, s queries, s keys]
+        out[:, :, j] = softmax(np.where(visible, scores, -np.inf)) @ v[:, :, kv]
+    return out.reshape(b, s, heads * e)
+
+
+def norm_gain(weights, name, l):
+    """Gain [D] of a norm for lane l: "<name>.weight" [D] is shared by the lanes, "<name>.scale" [L, D] is not."""
+    return weights[f"{name}.weight"] if f"{name}.weight" in weights else weights[f"{name}.scale"][l]
+
+
+def attention(config, weights, n, l, x):
+    """Lane l's share of the attention of layer n, norm included: stream x [b, s, D] -> partial output [b, s, D]."""
+    name = f"model.layers.{n}.attention"
+    b, s, _ = x.shape
+    h = rmsnorm(x, norm_gain(weights, f"{name}_norm", l), epsilon(config))
+    q, k, v = (h @ weights[f"{name}.{part}.weight"][l].T for part in ("wq", "wk", "wv"))
+    q, k, v = (y.reshape(b, s, -1, head_size(config)) for y in (q, k, v))
+    a = attend(config, q, k, v, window_of_layer(config, n))
+    return a @ weights[f"{name}.wo.weight"][l].T
+
+
+def mlp(config, weights, n, l, x):
+    """Lane l's share of the MLP of layer n, norm included: stream x [b, s, D] -> partial output [b, s, D]."""
+    name = f"model.layers.{n}"
+    h = rmsnorm(x, norm_gain(weights, f"{name}.ffn_norm", l), epsilon(config))
+    w1, w2, w3 = (weights[f"{name}.feed_forward.{part}.weight"][l] for part in ("w1", "w2", "w3"))
+    return (silu(h @ w1.T) * (h @ w3.T)) @ w2.T
+
+
+def module(config, weights, m, X):
+    """Module m on every lane: streams X (L of [b, s, D]) -> partial outputs (L of [b, s, D])."""
+    compute = (attention, mlp)[m % 2]
+    return [compute(config, weights, m // 2, l, x) for l, x in enumerate(X)]
+
+
+def modules_of(config):
+    """range(2N): attention of layer 0, MLP of layer 0, attention of layer 1, ..."""
+    return range(2 * config["num_hidden_layers"])
+
+
+# --------------------------------------------------------------------------------------------- begin and end of the model
+
+
+def in_float64(weights):
+    """The same weights, every array in float64."""
+    return {name: np.asarray(w, np.float64) for name, w in weights.items()}
+
+
+def embed(config, weights, ids):
+    """ids [b, s] -> L equal streams [b, s, D]."""
+    return [weights["model.tok_embeddings.weight"][np.asarray(ids)] for _ in range(lanes_of(config))]
+
+
+def head(config, weights, X):
+    """Streams X (L of [b, s, D]) -> logits [b, s, V]."""
+    L, eps = lanes_of(config), epsilon(config)
+    kind = config.get("lm_head_type") or "replicate"
+    tied = config.get("tie_word_embeddings", False)
+
+    if config.get("pre_norm_lane_agg"):
+        assert kind == "replicate", "pre_norm_lane_agg needs the replicate head"
+        y = rmsnorm(sum(X), weights["model.norm.weight"], eps)
+    else:
+        normed = [rmsnorm(x, norm_gain(weights, "model.norm", l), eps) for l, x in enumerate(X)]
+        y = sum(normed) / L
+
+    if kind == "replicate":
+        matrix = weights["model.tok_embeddings.weight" if tied else "lm_head.weight"]  # [V, D]
+        return y @ matrix.T
+    if kind == "lane":
+        assert not tied, "a lane head reads L * D values: it cannot be the embedding"
+        return np.concatenate(normed, axis=-1) @ weights["lm_head.linear.weight"].T  # [V, L D]
+    if kind == "vocab_parallel":
+        parts = np.split(weights["model.tok_embeddings.weight"], L) if tied else weights["lm_head.weight"]  # [L, V/L, D]
+        return np.concatenate([normed[l] @ parts[l].T for l in range(L)], axis=-1)
+    raise ValueError(f"unknown lm_head_type {kind!r}")
+
+
+# ------------------------------------------------------------------------------------------------------- the Laneformer
+
+
+def reference_logits(config, weights, ids, trace=None):
+    """The Laneformer: ids [b, s] -> logits [b, s, V]. A list given as `trace` receives [b, s, L, D] after every layer."""
+    weights = in_float64(weights)
+    L, d = lanes_of(config), config["broadcast_delay"]
+    X = embed(config, weights, ids)
+    outputs = []  # outputs[m][j]: raw output of module m on lane j
+    for m in modules_of(config):
+        n = m // 2
+        o = module(config, weights, m, X)
+        outputs.append(o)
+        for l in range(L):
+            if n < d and config.get("use_early_comm", True):
+                X[l] = X[l] + sum(o)
+            elif n >= d and uses_comm(config, KINDS[m % 2]):
+                P = outputs[m - 2 * d]  # the same kind of module, d layers earlier
+                X[l] = X[l] + o[l] + sum(P[j] for j in range(L) if j != l)
+            else:
+                X[l] = X[l] + math.sqrt(L) * o[l]
+        if trace is not None and m % 2 == 1:
+            trace.append(np.stack(X, axis=2))
+    return head(config, weights, X)
+
+
+# ---------------------------------------------------------------------------------------------------- the other layouts
+# Each takes the embedded streams X (L of [b, s, D]) and returns them as the final norm reads them.
+
+
+def allreduce(values):
+    """One value per device -> their sum on every device."""
+    total = sum(values)
+    return [total for _ in values]
+
+
+def add(*lists):
+    """Device by device: [a0 + b0 + ..., a1 + b1 + ..., ...]."""
+    return [sum(values) for values in zip(*lists, strict=True)]
+
+
+def scaled(factor, values):
+    """Device by device: factor * value."""
+    return [factor * value for value in values]
+
+
+def others(values):
+    """One value per device -> on every device the sum of the other devices' values (an all-reduce less the own part)."""
+    return [total - own for total, own in zip(allreduce(values), values, strict=True)]
+
+
+def tp(config, weights, X):
+    """Tensor parallelism (Megatron): every module ends in an all-reduce."""
+    for m in modules_of(config):
+        X = add(X, allreduce(module(config, weights, m, X)))
+    return X
+
+
+def parallel(config, weights, X):
+    """PaLM, GPT-J: attention and MLP of a layer read the same stream, one all-reduce carries both."""
+    for n in range(config["num_hidden_layers"]):
+        both = add(module(config, weights, 2 * n, X), module(config, weights, 2 * n + 1, X))
+        X = add(X, allreduce(both))
+    return X
+
+
+def ladder(config, weights, X):
+    """Ladder-Residual: a module's all-reduce runs while the next module computes, so that one does not see its result."""
+    in_flight = None
+    for m in modules_of(config):
+        o = module(config, weights, m, X)
+        if in_flight is not None:
+            X = add(X, allreduce(in_flight))
+        in_flight = o
+    return add(X, allreduce(in_flight))
+
+
+def desync(config, weights, X, n):
+    """Desync-Residual: only every n-th module is reduced; that reduce also averages the streams that drifted apart."""
+    L = len(X)
+    for m in modules_of(config):
+        o = module(config, weights, m, X)
+        if m % n == n - 1:
+            X = allreduce([o[l] + X[l] / L for l in range(L)])
+        else:
+            X = add(X, o)
+    return X
+
+
+def spd(config, weights, X, drop):
+    """Sync-Point Drop: layers in `drop` skip the all-reduce after attention; the one after their MLP carries both parts."""
+    for n in range(config["num_hidden_layers"]):
+        a = module(config, weights, 2 * n, X)
+        if n in drop:
+            f = module(config, weights, 2 * n + 1, add(X, a))
+            X = add(X, allreduce(add(a, f)))
+        else:
+            X = add(X, allreduce(a))
+            X = add(X, allreduce(module(config, weights, 2 * n + 1, X)))
+    return X
+
+
+def caat(config, weights, X, p):
+    """CAAT-Net: only the first round(p D) channels are all-reduced, the rest of a partial output stays on its device."""
+    c = round(p * config["hidden_size"])
+    for m in modules_of(config):
+        o = module(config, weights, m, X)
+        shared = allreduce([part[..., :c] for part in o])
+        private = [part[..., c:] for part in o]
+        X = add(X, [np.concatenate(both, axis=-1) for both in zip(shared, private, strict=True)])
+    return X
+
+
+def kraken(config, weights, X):
+    """Kraken: a layer's two partial outputs travel together while the next layer's attention computes."""
+    in_flight = None
+    for n in range(config["num_hidden_layers"]):
+        a = module(config, weights, 2 * n, X)
+        X = add(X, a)
+        if in_flight is not None:
+            X = add(X, others(in_flight))
+        f = module(config, weights, 2 * n + 1, X)
+        X = add(X, f)
+        in_flight = add(a, f)
+    return add(X, others(in_flight))
+
+
+def track(config, weights, X, D):
+    """Parallel Track: devices run D layers on their own, then exchange all that they added (also after the last layer)."""
+    last = config["num_hidden_layers"] - 1
+    start = X
+    for n in range(config["num_hidden_layers"]):
+        X = add(X, module(config, weights, 2 * n, X))
+        X = add(X, module(config, weights, 2 * n + 1, X))
+        if (n + 1) % D == 0 or n == last:
+            X = start = add(start, allreduce(add(X, scaled(-1, start))))
+    return X
+
+
+def dtp(config, weights, X, delta):
+    """Delayed tensor parallelism: the other lanes' parts of module m arrive after module m + delta, or never."""
+    L = len(X)
+    sent = []
+    for m in modules_of(config):
+        o = module(config, weights, m, X)
+        sent.append(o)
+        if m < delta:
+            X = add(X, scaled(math.sqrt(L), o))
+        else:
+            X = add(X, o, others(sent[m - delta]))
+    return X
+
+
+def none(config, weights, X):
+    """No exchange at all: each lane adds its own output, scaled as if L independent ones were summed."""
+    for m in modules_of(config):
+        X = add(X, scaled(math.sqrt(len(X)), module(config, weights, m, X)))
+    return X
+
+
+LAYOUTS = {f.__name__: f for f in (tp, parallel, ladder, desync, spd, caat, kraken, track, dtp, none)}
+
+
+def layout_logits(name, args, config, weights, ids):
+    """Layout `name` with its arguments as a dict, e.g. ("desync", {"n": 2}): ids [b, s] -> logits [b, s, V]."""
+    weights = in_float64(weights)
+    X = LAYOUTS[name](config, weights, embed(config, weights, ids), **(args or {}))
+    return head(config, weights, X)
+
+
+# ------------------------------------------------------------------------------------------------------ the dense model
+
+
+def fold_rows(w):
+    """Row-split lanes [L, rows, D] -> dense [L rows, D]."""
+    return np.concatenate(list(w), axis=0)
+
+
+def fold_columns(w):
+    """Column-split lanes [L, D, columns] -> dense [D, L columns]."""
+    return np.concatenate(list(w), axis=1)
+
+
+def fold_gain(weights, name):
+    """The one gain [D] of a norm; per-lane gains have no dense counterpart unless they are equal."""
+    if f"{name}.weight" in weights:
+        return weights[f"{name}.weight"]
+    gains = weights[f"{name}.scale"]
+    assert (gains == gains[0]).all(), f"{name}: the lanes' gains differ"
+    return gains[0]
+
+
+def fold_head(config, weights):
+    """The dense output matrix [V, D] that gives the same logits when all lanes are equal."""
+    if config.get("tie_word_embeddings", False):
+        return weights["model.tok_embeddings.weight"]
+    if "lm_head.linear.weight" in weights:
+        return sum(np.split(weights["lm_head.linear.weight"], lanes_of(config), axis=1))
+    w = weights["lm_head.weight"]
+    return w if w.ndim == 2 else fold_rows(w)
+
+
+def dense_logits(config, weights, ids, wiring="sequential"):
+    """The Llama model on whole matrices: ids [b, s] -> logits [b, s, V].
+
+    wiring "sequential" is the usual one. "parallel" (attention and MLP read the same stream) and "ladder" (an output
+    is seen from the next module but one) are what those two layouts compute whatever the number of lanes.
+    """
+    weights = in_float64(weights)
+    eps, e = epsilon(config), head_size(config)
+    x = weights["model.tok_embeddings.weight"][np.asarray(ids)]
+    b, s, _ = x.shape
+    late = 0.0  # the output that "ladder" has not yet added
+    for n in range(config["num_hidden_layers"]):
+        name = f"model.layers.{n}"
+
+        def matrix(part, fold, name=name):
+            return fold(weights[f"{name}.{part}.weight"])
+
+        h = rmsnorm(x, fold_gain(weights, f"{name}.attention_norm"), eps)
+        q, k, v = ((h @ matrix(f"attention.{part}", fold_rows).T).reshape(b, s, -1, e) for part in ("wq", "wk", "wv"))
+        a = attend(config, q, k, v, window_of_layer(config, n)) @ matrix("attention.wo", fold_columns).T
+        seen_by_mlp = {"sequential": x + a, "parallel": x, "ladder": x + late}[wiring]
+
+        h = rmsnorm(seen_by_mlp, fold_gain(weights, f"{name}.ffn_norm"), eps)
+        gate, up = (h @ matrix(f"feed_forward.{part}", fold_rows).T for part in ("w1", "w3"))
+        f = (silu(gate) * up) @ matrix("feed_forward.w2", fold_columns).T
+        x = {"sequential": x + a + f, "parallel": x + a + f, "ladder": x + late + a}[wiring]
+        late = f if wiring == "ladder" else 0.0
+    return rmsnorm(x + late, fold_gain(weights, "model.norm"), eps) @ fold_head(config, weights).T
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def greedy(config, weights, prompt_ids, n, logits=reference_logits):
+    """The n most likely next tokens one after the other: prompt_ids [p] -> ids [n] (the whole sequence computed anew each time)."""
+    ids = [int(i) for i in prompt_ids]
+    for _ in range(n):
+        ids.append(int(np.argmax(logits(config, weights, np.array([ids]))[0, -1])))
+    return np.array(ids[len(prompt_ids) :])
+
+
+def random_weights(config, seed):
+    """Random float32 weights with the names and shapes that `config` asks for, scaled so that logits are a few units wide."""
+    rng = np.random.default_rng(seed)
+    D, V, F, L = config["hidden_size"], config["vocab_size"], config["intermediate_size"], lanes_of(config)
+    q_rows = config["num_attention_heads"] * head_size(config) // L
+    kv_rows = config["num_key_value_heads"] * head_size(config) // L
+    assert config["num_key_value_heads"] % L == 0, "every lane needs whole key/value heads"
+    shared = config.get("replicated_rmsn_scale", True)
+    tied = config.get("tie_word_embeddings", False)
+    kind = config.get("lm_head_type") or "replicate"
+    weights = {}
+
+    def normal(name, std, *shape):
+        weights[name] = (std * rng.standard_normal(shape)).astype(np.float32)
+
+    def norm(name, shared):
+        shape = (D,) if shared else (L, D)
+        weights[f"{name}.weight" if shared else f"{name}.scale"] = (1 + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    normal("model.tok_embeddings.weight", 2 / math.sqrt(D) if tied else 1.0, V, D)
+    for n in range(config["num_hidden_layers"]):
+        name = f"model.layers.{n}"
+        norm(f"{name}.attention_norm", shared)
+        normal(f"{name}.attention.wq.weight", 1.5 / math.sqrt(D), L, q_rows, D)
+        normal(f"{name}.attention.wk.weight", 1.5 / math.sqrt(D), L, kv_rows, D)
+        normal(f"{name}.attention.wv.weight", 1 / math.sqrt(D), L, kv_rows, D)
+        normal(f"{name}.attention.wo.weight", 1 / math.sqrt(L * q_rows), L, D, q_rows)
+        norm(f"{name}.ffn_norm", shared)
+        normal(f"{name}.feed_forward.w1.weight", 1 / math.sqrt(D), L, F // L, D)
+        normal(f"{name}.feed_forward.w3.weight", 1 / math.sqrt(D), L, F // L, D)
+        normal(f"{name}.feed_forward.w2.weight", 1 / math.sqrt(F), L, D, F // L)
+    norm("model.norm", shared or config.get("pre_norm_lane_agg", False))
+    if not tied and kind == "replicate":
+        normal("lm_head.weight", 2 / math.sqrt(D), V, D)
+    elif not tied and kind == "lane":
+        normal("lm_head.linear.weight", 2 / math.sqrt(L * D), V, L * D)
+    elif not tied:
+        normal("lm_head.weight", 2 / math.sqrt(D), L, V // L, D)
+    return weights

@@ -1,0 +1,1 @@
+"""Pretraining: data, optimizer, step, loop, checkpoints, metrics."""
