@@ -29,7 +29,7 @@ class Cache:
 
 def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", mesh=None) -> Cache:
     """An empty cache for `capacity` positions of `batch` sequences, spread over the mesh as the lanes are."""
-    shape = (config.num_lanes, batch, capacity, config.num_key_value_heads // config.num_lanes, config.head_dim)
+    shape = (config.num_lanes, batch, capacity, config.num_key_value_heads // config.num_lanes, config.head_size)
     device = sharding(CACHE_SPEC, shape, mesh) if mesh is not None else None
     layers = range(config.num_hidden_layers)
     keys, values = ([jnp.zeros(shape, dtype, device=device) for _ in layers] for _ in "kv")

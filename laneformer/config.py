@@ -78,7 +78,7 @@ class ModelConfig:
     num_key_value_heads: int
     """Key/value heads over all lanes (K); lanes must divide it."""
     head_dim: int | None = None
-    """Size of one head; hidden_size / num_attention_heads when not given."""
+    """Size of one head, where it is not hidden_size / num_attention_heads."""
     max_position_embeddings: int = 4096
     """Longest context in tokens."""
 
@@ -167,10 +167,10 @@ class ModelConfig:
                     f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = {self.num_attention_heads}: "
                     "change one of them or give head_dim"
                 )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        _require_int("head_dim", self.head_dim, at_least=2)
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim = {self.head_dim} must be even: rotary positions turn pairs of channels")
+        else:
+            _require_int("head_dim", self.head_dim, at_least=2)
+        if self.head_size % 2:
+            raise ConfigError(f"the size of a head, {self.head_size}, must be even: rotary positions turn pairs of channels")
 
     def _check_lanes(self):
         divided = ["num_key_value_heads", "num_attention_heads", "intermediate_size"]
@@ -199,6 +199,11 @@ class ModelConfig:
             raise ConfigError(f"swa_layers = {list(self.swa_layers)} needs sliding_window: say how many keys a sliding layer sees")
         if self.swa_layers and self.sliding_window_n_layers:
             raise ConfigError("swa_layers and sliding_window_n_layers both say which layers slide: give one of them")
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head (e)."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -136,7 +136,7 @@ _DENSE_NAMES = {
 
 def _dense_sources(config: ModelConfig) -> dict[str, _Source]:
     """Dense Llama and Qwen names. Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down)."""
-    lanes, e = config.num_lanes, config.head_dim
+    lanes, e = config.num_lanes, config.head_size
 
     def interleave(w: np.ndarray) -> np.ndarray:
         """Rotary pairs (i, i + e/2) of each head become (2i, 2i + 1)."""

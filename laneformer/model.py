@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         y = self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...])
         if self.config.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
-        y = y.reshape(*y.shape[:-1], -1, self.config.head_dim)
+        y = y.reshape(*y.shape[:-1], -1, self.config.head_size)
         if self.config.qk_norm and name != "v":
             y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
         return y

@@ -24,7 +24,7 @@ class Parameter:
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
     """Path in the module tree -> Parameter, for every weight of the config, in the order of the forward pass."""
-    d, v, lanes, e = config.hidden_size, config.vocab_size, config.num_lanes, config.head_dim
+    d, v, lanes, e = config.hidden_size, config.vocab_size, config.num_lanes, config.head_size
     q, kv = config.num_attention_heads * e // lanes, config.num_key_value_heads * e // lanes
     f = config.intermediate_size // lanes
     table = {"tok_embeddings": Parameter("model.tok_embeddings.weight", (v, d), P(None, "data"), "embedding")}
@@ -99,6 +99,6 @@ def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
     """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read their window."""
-    per_position = 2 * config.num_key_value_heads * config.head_dim * bytes_per_value
+    per_position = 2 * config.num_key_value_heads * config.head_size * bytes_per_value
     positions_read = [min(context, window - 1) if window else context for window in config.layer_windows]
     return per_position * (config.num_hidden_layers + sum(positions_read))

@@ -11,7 +11,7 @@ from laneformer.config import ModelConfig, RopeScaling
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Radians per position for each pair of channels, float32 [head_dim / 2], and the factor on cos and sin."""
-    half = config.head_dim // 2
+    half = config.head_size // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     factor, scaling = 1.0, config.rope_scaling
     if scaling is not None:
@@ -41,7 +41,7 @@ def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) ->
     low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.head_size - 1)
     stretched = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
 

@@ -1,0 +1,61 @@
+"""Finds a recipe by name and lets the command line change any of its fields."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from laneformer.errors import ConfigError
+from train.config import TrainConfig
+
+HOUSE = "configs"  # the package whose RECIPES table names our own
+
+
+def find_recipe(name: str) -> TrainConfig:
+    """The config of a recipe: NAME of the configs package, MODULE:FUNCTION, or FILE.py:FUNCTION of your own."""
+    if ":" in name:
+        place, function = name.rsplit(":", 1)
+        try:
+            module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            return getattr(module, function)()
+        except (ImportError, AttributeError, OSError) as error:
+            raise ConfigError(f"recipe {name!r}: {error}; write it as MODULE:FUNCTION or FILE.py:FUNCTION") from None
+    recipes = importlib.import_module(HOUSE).RECIPES
+    if name not in recipes:
+        raise ConfigError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION")
+    return recipes[name]()
+
+
+def _module_from_file(file: Path):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or not file.exists():
+        raise ConfigError(f"recipe file {file} does not exist")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def list_recipes() -> str:
+    """One line per recipe: its name and what it is for."""
+    recipes = importlib.import_module(HOUSE).RECIPES
+    return "\n".join(f"  {name:<16}{(make.__doc__ or '').strip().splitlines()[0]}" for name, make in recipes.items())
+
+
+def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainConfig:
+    """RECIPE [--section.option value ...] as a config; prints help and exits where that is asked for."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n\nrecipes:\n{list_recipes()}")
+        sys.exit(0 if arguments else 2)
+    if arguments[0].startswith("-"):
+        raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")
+    default = find_recipe(arguments[0])
+    return tyro.cli(
+        TrainConfig,
+        prog=f"{program} {arguments[0]}",
+        args=list(arguments[1:]),
+        default=default,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
