@@ -82,7 +82,8 @@ class Schedule:
     @property
     def exposed(self) -> tuple[Landing, ...]:
         """Landings with no module between issue and use: every lane waits for them."""
-        return tuple(landing for landing in self.landings if landing.at == landing.payload.complete_at)
+        last = self.num_modules - 1
+        return tuple(landing for landing in self.landings if min(landing.at, last) == landing.payload.complete_at)
 
 
 def _schedule(name: str, own: Iterable[Own], landings: Iterable[Landing]) -> Schedule:

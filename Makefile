@@ -1,0 +1,44 @@
+# make run    set up, tokenize the standard library, pretrain on it, plot the loss, write code: minutes on two CPU cores
+# make test   set up and run the tests        make lint   ruff        make clean   undo all of it
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+
+DATA   ?= data/stdlib
+RUN    ?= runs/stdlib
+TRAIN  ?=
+PROMPT ?= def read_lines(path, encoding="utf-8"):
+
+# The library of the Python that runs this, without its tests and bundled tools.
+STDLIB  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip)
+
+.PHONY: run test lint setup clean
+
+run: setup
+	$(PY) -m scripts.tokenize --out $(DATA) $(STDLIB) --glob '*.py' $(EXCLUDE)
+	$(PY) -m train stdlib --data.path $(DATA) --run $(RUN) $(TRAIN)
+	$(PY) -m scripts.plot $(RUN)
+	$(PY) -m infer generate --checkpoint $(RUN) --prompt '$(PROMPT)' --max-new-tokens 200 --temperature 0.6 --top-p 0.95
+
+test: setup
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+	  { echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -c "import ensurepip" 2>/dev/null || \
+	  { echo "error: $(PYTHON) has no venv module; on Debian: apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
