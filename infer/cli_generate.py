@@ -1,0 +1,152 @@
+"""python -m infer generate: continues a prompt, printing the text as it comes, then the speed with its conditions."""
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from infer.engine import Engine
+from infer.generation import Generation, Result
+from infer.sampling import Sampling
+from laneformer.errors import ConfigError, InputError
+from laneformer.mesh import use_host_devices
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Continue a prompt with a checkpoint. Text goes to standard output as it comes, everything else to standard error."""
+
+    checkpoint: Path
+    """HF folder (config.json + safetensors), training run, or one step of a run."""
+    prompt: str = ""
+    """Text to continue; - reads it from standard input."""
+    prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with the text to continue, UTF-8."""
+    prompt_ids: str = ""
+    """Token ids to continue, as in 1,2,3: for a checkpoint without tokenizer.json."""
+    max_new_tokens: int = 256
+    """Tokens to generate at most; the context ends it too."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
+    """How tokens are chosen (infer/sampling.py has the definition)."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End the text before this string; may be repeated."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-text token."""
+    backend: str = "auto"
+    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
+    devices: int = 1
+    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
+    """Convert the weights; without it they stay as stored (on a CPU the xla backend computes in float32)."""
+    json: bool = False
+    """Print one JSON object at the end instead of the text as it comes."""
+
+
+def run(options: Options) -> int:
+    _show_log()
+    if options.devices < 1:
+        raise ConfigError(f"--devices {options.devices}: give at least 1")
+    prompt = read_prompt(options)
+    if options.devices > 1:
+        use_host_devices(options.devices)
+    engine = Engine.load(options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes)
+    compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens)
+    generation = engine.generate(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling,
+        stop_tokens=() if options.ignore_eos else None,
+        stop_strings=options.stop,
+    )
+    try:
+        if not options.json:
+            stream(generation, prompt, engine.tokenizer is not None)
+        result = generation.result
+    except KeyboardInterrupt:
+        generation.cancel()
+        result = generation.result
+    if options.json:
+        print(json.dumps(report(engine, options, result, compiled), ensure_ascii=False))
+    else:
+        print(file=sys.stdout, flush=True)
+        print(summary(engine, options, result), file=sys.stderr)
+    return 130 if result.finish_reason == "cancelled" else 0
+
+
+def read_prompt(options: Options) -> str | list[int]:
+    """The text or the ids. Raises InputError when there is not exactly one of them."""
+    if sum(map(bool, (options.prompt, options.prompt_file, options.prompt_ids))) != 1:
+        raise InputError("give one of --prompt, --prompt-file and --prompt-ids")
+    if options.prompt_ids:
+        try:
+            return [int(word) for word in options.prompt_ids.split(",")]
+        except ValueError:
+            raise InputError(f"--prompt-ids {options.prompt_ids}: write whole numbers with commas between them, as in 1,2,3") from None
+    if options.prompt not in ("", "-"):
+        return options.prompt
+    name, source = ("standard input", sys.stdin.buffer) if options.prompt else (options.prompt_file, None)
+    try:
+        return (source.read() if source else options.prompt_file.read_bytes()).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{name} is not UTF-8 text: convert it, or give ids with --prompt-ids") from None
+
+
+def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
+    """Prints text, or ids where there is no tokenizer, as it comes; on a terminal after the prompt, dimmed."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of ending the run
+    if sys.stdout.isatty():
+        print(f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True)
+    for piece in generation.texts() if text else _ids(generation):
+        print(piece, end="", flush=True)
+
+
+def _ids(generation: Generation) -> Iterator[str]:
+    for n, token in enumerate(generation):
+        yield f"{',' if n else ''}{int(token)}"
+
+
+def summary(engine: Engine, options: Options, result: Result) -> str:
+    """One line: tokens, speed, and the conditions without which a speed means nothing."""
+    c = engine.conditions
+    ended = f"{result.finish_reason}{'' if result.stop_reason is None else f' {result.stop_reason!r}'}"
+    speed = "too few tokens for a rate" if result.time_per_token is None else f"{1 / result.time_per_token:,.1f} tokens/s sustained"
+    first = "no token" if result.time_to_first_token is None else f"first token after {1000 * result.time_to_first_token:.1f} ms"
+    weights = c["weights_dtype"] + (f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else "")
+    s = options.sampling
+    changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
+    chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty")
+    sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
+    return (
+        f"{len(result.tokens)} tokens ({ended}), {speed}, {first} | {c['model']}: {c['parameters']:,} parameters, weights {weights}; "
+        f"backend {c['backend']}, {c['devices']} x {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, "
+        f"context {c['context']}; {sampling}"
+    )
+
+
+def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
+    """For --json: everything the engine knows, times in seconds."""
+    return {
+        **dataclasses.asdict(result),
+        "conditions": {**engine.conditions, "sampling": dataclasses.asdict(options.sampling), "ignore_eos": options.ignore_eos},
+        "warmup_seconds": compiled,
+    }
+
+
+def _show_log() -> None:
+    """What the engine says of its choices goes to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("infer", "laneformer"):
+        logging.getLogger(name).handlers = [handler]
+        logging.getLogger(name).setLevel(logging.INFO)

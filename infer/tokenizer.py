@@ -1,0 +1,120 @@
+"""Text to token ids and back, from the tokenizer.json beside a checkpoint; and text as it comes, token by token."""
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+
+from laneformer.checkpoint import checkpoint_files
+from laneformer.errors import CheckpointError, InputError
+
+FILE = "tokenizer.json"
+# Decoders whose text for a token depends on the tokens before it at most through "there are some"; others cannot be streamed.
+STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"}
+RAW_BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # pieces of a vocabulary with byte fallback
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+
+
+BYTE_LEVEL = _byte_level_alphabet()
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer.json. Text is always plain text: the spelling of a special token in it is not that token."""
+
+    def __init__(self, file: str | Path, bos_token_id: int | None = None):
+        """bos_token_id: of the model's config; put before every text where set. Raises CheckpointError for an unusable file."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(Path(file).read_bytes())
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a readable tokenizer.json ({error}): copy it again") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.bos_token_id = bos_token_id
+        self._decoders = set(_types(json.loads(self._tokenizer.to_str())["decoder"]))
+        if unknown := self._decoders - STREAMABLE:
+            raise CheckpointError(f"{file}: the text of decoder {', '.join(unknown)} cannot be streamed; give prompts as ids instead")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, what in added.items() if what.special}
+        self._continued: dict[int, bytes] = {}
+
+    @classmethod
+    def find(cls, checkpoint: str | Path, bos_token_id: int | None = None) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint: an HF folder, a training run or one step of it. None where there is none."""
+        file = checkpoint_files(checkpoint) / FILE
+        return cls(file, bos_token_id) if file.is_file() else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, after the begin-of-text token where the model has one."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates, as Python makes of command lines that are not UTF-8
+            raise InputError("the text is not valid Unicode: write it in UTF-8") from None
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids if self.bos_token_id is None else [self.bos_token_id, *ids]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._tokenizer.decode([int(token) for token in tokens])
+
+    def token_bytes(self, token: int, *, first: bool = False) -> bytes:
+        """The UTF-8 bytes of one token of a text, b"" for special and unknown ones.
+
+        first: nothing stands before it, where sentencepiece-style decoders leave out a space.
+        """
+        if first:
+            return self._bytes(token, first=True)
+        if token not in self._continued:
+            self._continued[token] = self._bytes(token, first=False)
+        return self._continued[token]
+
+    def _bytes(self, token: int, first: bool) -> bytes:
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None or token in self._special:
+            return b""
+        if "ByteLevel" in self._decoders:
+            plain = all(character in BYTE_LEVEL for character in piece)
+            return bytes(BYTE_LEVEL[character] for character in piece) if plain else piece.encode()
+        if "ByteFallback" in self._decoders and piece in RAW_BYTES:
+            return RAW_BYTES[piece]
+        alone = self._tokenizer.decode([token])
+        return (alone if first else self._tokenizer.decode([token, token])[len(alone) :]).encode()
+
+
+class Detokenizer:
+    """Text as tokens come. A character whose bytes are spread over tokens is held back until it is whole.
+
+    The pieces joined are `tokenizer.decode` of all tokens; bytes that are no UTF-8 become U+FFFD as soon as that is certain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()):
+        """prompt: the tokens before the first one; only whether they have text matters."""
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = not any(tokenizer.token_bytes(int(token)) for token in prompt)
+
+    def add(self, token: int) -> str:
+        """The text that became printable with this token."""
+        raw = self._tokenizer.token_bytes(int(token), first=self._first)
+        self._first = self._first and not self._tokenizer.token_bytes(int(token))
+        return self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the text: U+FFFD for a character that was not completed, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _types(decoder: dict | None) -> Iterator[str]:
+    """The type names in a tokenizer.json's decoder."""
+    if decoder:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _types(part)

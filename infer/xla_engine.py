@@ -1,0 +1,155 @@
+"""The XLA backend: the whole decode loop is one compiled program, on any device and any mesh that JAX has."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from infer.backend import Chunk, Request
+from infer.sampling import sample
+from laneformer.cache import Cache
+from laneformer.model import Laneformer
+
+log = logging.getLogger("infer")
+
+PREFILL_BLOCK = 512  # longer prompts go in blocks: attention scores and logits of a whole long prompt would not fit
+SMALLEST_PREFILL, SMALLEST_CACHE = 16, 256
+LONGEST_DISPATCH = 1024  # tokens, the size of the output buffer
+DISPATCH_SECONDS = 0.075
+GROWTH = 4  # at most, from one dispatch to the next
+
+
+class State(NamedTuple):
+    """Carried from token to token."""
+
+    cache: Cache
+    token: jax.Array
+    """int32 scalar: drawn, not yet in the cache."""
+    seen: jax.Array
+    """bool [v]: tokens of the prompt and the answer so far."""
+
+
+class XlaBackend:
+    """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size."""
+
+    name = "xla"
+
+    @classmethod
+    def unavailable(cls, model: Laneformer) -> str | None:
+        return None
+
+    def __init__(self, model: Laneformer):
+        self.model = _for_its_devices(model)
+        self._cache: tuple[list, list] | None = None  # keys and values, when no dispatch has them
+        weight = self.model.tok_embeddings[...].sharding
+        everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
+
+        def share(logits_v):
+            """Where the head is split each device has a part of the logits: all of them draw the token, from all of it."""
+            return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
+
+        def draw(state: State, logits_v, params) -> tuple[State, jax.Array]:
+            token, logprob = sample(share(logits_v), state.seen, state.cache.length, params)
+            return State(state.cache, token, state.seen.at[token].set(True)), logprob
+
+        def absorb(model, cache, ids_bs) -> Cache:
+            return model.extend(ids_bs, cache, last_only=True)[1]
+
+        def begin(model, cache, ids_bs, real, seen, params) -> tuple[State, jax.Array]:
+            """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any attention reads it."""
+            start = cache.length
+            logits, cache = model.extend(ids_bs, cache)
+            return draw(State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen), logits[0, real - 1], params)
+
+        def decode(model, state, params, stop_tokens, count) -> tuple[State, tuple]:
+            """Up to `count` tokens, none after a stop token; tokens, logprobs [LONGEST_DISPATCH] and how many there are."""
+
+            def unfinished(carry):
+                _, _, _, n, stopped = carry
+                return (n < count) & ~stopped
+
+            def step(carry):
+                state, tokens, logprobs, n, _ = carry
+                logits, cache = model.extend(state.token[None, None], state.cache, last_only=True)
+                state, logprob = draw(state._replace(cache=cache), logits[0, 0], params)
+                stopped = (state.token == stop_tokens).any()
+                return state, tokens.at[n].set(state.token), logprobs.at[n].set(logprob), n + 1, stopped
+
+            tokens, logprobs = jnp.zeros(LONGEST_DISPATCH, jnp.int32), jnp.zeros(LONGEST_DISPATCH, jnp.float32)
+            state, *drawn, _ = jax.lax.while_loop(unfinished, step, (state, tokens, logprobs, jnp.int32(0), jnp.bool_(False)))
+            return state, tuple(drawn)
+
+        # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for the first.
+        place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
+        layers = [place] * self.model.config.num_hidden_layers
+        self._place = Cache(layers, layers, everywhere)
+        state = State(self._place, everywhere, everywhere)
+        self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
+        self._begin = jax.jit(begin, donate_argnums=1, out_shardings=(state, everywhere))
+        self._decode = jax.jit(decode, donate_argnums=1, out_shardings=(state, everywhere))
+
+    def start(self, request: Request) -> Iterator[Chunk]:
+        model, prompt = self.model, request.prompt
+        cache = self._take_cache(len(prompt) + request.limit)
+        whole = (len(prompt) - 1) // PREFILL_BLOCK * PREFILL_BLOCK
+        for n in range(0, whole, PREFILL_BLOCK):
+            cache = self._absorb(model, cache, prompt[None, n : n + PREFILL_BLOCK])
+            jax.block_until_ready(cache.length)  # launches with collectives must not queue up on host devices
+        real = len(prompt) - whole
+        padded = np.zeros((1, min(max(SMALLEST_PREFILL, _power_of_two(real)), cache.capacity - whole)), np.int32)
+        padded[0, :real] = prompt[whole:]
+        seen = np.zeros(model.config.vocab_size, bool)
+        seen[prompt] = True
+        params = request.sampling.parameters()
+        return self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params))
+
+    def _chunks(self, request: Request, params, state: State, logprob: jax.Array) -> Iterator[Chunk]:
+        token, logprob = jax.device_get((state.token, logprob))
+        stop_tokens = np.full(_power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
+        stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
+        chunk, drawn, pace = Chunk([int(token)], [float(logprob)]), 1, 1
+        while True:
+            self._cache = (state.cache.keys, state.cache.values)
+            yield chunk
+            if drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens:
+                return
+            count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
+            began, self._cache = time.perf_counter(), None
+            state, arrays = self._decode(self.model, state, params, stop_tokens, np.int32(count))
+            tokens, logprobs, n = jax.device_get(arrays)
+            seconds = (time.perf_counter() - began) / n
+            pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
+            chunk, drawn = Chunk(tokens[:n].tolist(), logprobs[:n].tolist()), drawn + int(n)
+
+    def _take_cache(self, positions: int) -> Cache:
+        """An empty cache with room for so many positions: a power of two, or the whole context."""
+        capacity = min(max(SMALLEST_CACHE, _power_of_two(positions)), self.model.config.max_position_embeddings)
+        kept, self._cache = self._cache, None
+        if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it lies after the positions that attention reads
+            cache = Cache(*kept, jnp.zeros((), jnp.int32))
+        else:
+            cache = self.model.make_cache(1, capacity)
+        return jax.device_put(cache, self._place)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _for_its_devices(model: Laneformer) -> Laneformer:
+    """The model itself, or in float32 on a CPU, where XLA multiplies 16-bit weights some twenty times more slowly."""
+    weight = model.tok_embeddings[...]
+    if next(iter(weight.devices())).platform != "cpu" or (weight.dtype == jnp.float32 and model.precision.compute == "float32"):
+        return model
+    log.info("backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype)
+    precision = dataclasses.replace(model.precision, param="float32", compute="float32")
+    convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time
+    return Laneformer(model.config, convert(model.weights()), precision, model.mesh)

@@ -1,0 +1,178 @@
+"""Sampling against a float64 reference written from the definition, and against the distributions it should draw from."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infer.noise import gumbel
+from infer.sampling import Sampling, sample
+from laneformer.errors import ConfigError
+
+V = 24
+jitted = jax.jit(sample)
+noise_of = jax.jit(gumbel)
+many = jax.jit(jax.vmap(sample, (None, None, 0, None)))
+
+
+def draw(logits, s, seen=None, position=5):
+    seen = np.zeros(len(logits), bool) if seen is None else seen
+    token, logprob = jitted(np.asarray(logits, np.float32), seen, np.int32(position), s.parameters())
+    return int(token), float(logprob)
+
+
+def penalised(logits, seen, s):
+    z = np.asarray(logits, np.float64)
+    return np.where(seen, np.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+
+
+def softmax(z):
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def kept_tokens(z, s):
+    """The kept tokens and how far the nearest decision was from going the other way; z after temperature, float64."""
+    kept = np.ones(len(z), bool)
+    if 0 < s.top_k < len(z):
+        kept = z >= np.sort(z)[-s.top_k]
+    margin = 1.0
+    if s.top_p < 1:
+        p = softmax(np.where(kept, z, -np.inf))
+        sets = [(t, p[z >= t].sum()) for t in np.unique(z)[::-1]]
+        margin = min(abs(total - s.top_p) for _, total in sets)
+        kept &= z >= next((t for t, total in sets if total >= s.top_p), -np.inf)
+    if s.min_p > 0:
+        bound = z.max() + math.log(s.min_p)
+        margin = min(margin, np.abs(z - bound)[z != z.max()].min(initial=1.0))
+        kept &= (z >= bound) | (z == z.max())
+    return kept, margin
+
+
+settings_of_sampling = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.25, 1.0, 4.0]),
+    top_k=st.integers(0, V + 3),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 2.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=V, max_size=V),
+    st.lists(st.booleans(), min_size=V, max_size=V),
+    st.integers(0, 5000),
+    settings_of_sampling,
+)
+@settings(deadline=None, max_examples=400)
+def test_equals_the_float64_reference(logits, seen, position, s):
+    logits, seen = np.array(logits), np.array(seen)
+    token, logprob = draw(logits, s, seen, position)
+    assert logprob == pytest.approx(math.log(softmax(logits)[token]), abs=1e-5)
+    z = penalised(logits, seen, s)
+    if s.temperature == 0:
+        close = np.flatnonzero(z.astype(np.float32) == z.astype(np.float32).max())
+        assert token == close[0]
+        return
+    z = z / s.temperature
+    kept, margin = kept_tokens(np.round(z, 6), s)  # 1/3 * 3 and the like are equal in the definition
+    assume(margin > 1e-4)
+    assert kept[token]
+    score = np.where(kept, z + np.asarray(noise_of(s.parameters().key, np.int32(position), np.arange(V))), -np.inf)
+    assert score[token] >= score.max() - 1e-4
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, seed=2**63 + 11),
+        Sampling(temperature=2.0, top_k=5),
+        Sampling(temperature=1.0, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=1.5, top_k=8, top_p=0.7, min_p=0.05, repetition_penalty=1.5),
+    ],
+)
+def test_draws_from_the_filtered_distribution(s):
+    logits = np.linspace(-2, 2, V).astype(np.float32)[np.random.default_rng(0).permutation(V)]
+    seen = np.arange(V) % 3 == 0
+    n = 40_000
+    tokens = np.asarray(many(logits, seen, np.arange(n), s.parameters())[0])
+    z = penalised(logits, seen, s) / s.temperature
+    kept, _ = kept_tokens(z, s)
+    expected = softmax(np.where(kept, z, -np.inf)) * n
+    counts = np.bincount(tokens, minlength=V)
+    assert not counts[~kept].any()
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = kept.sum() - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)  # mean + 5 standard deviations; the seeds are fixed
+
+
+def test_greedy_takes_the_lowest_of_equals_whatever_the_filters():
+    logits = np.zeros(V)
+    logits[[7, 3, 20]] = 1
+    assert draw(logits, Sampling(top_k=1, top_p=0.1, min_p=1.0, seed=9))[0] == 3
+    assert draw(np.zeros(V), Sampling())[0] == 0
+
+
+def test_equals_are_kept_together():
+    logits = np.zeros(V)
+    logits[:6] = 2
+    for s in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.0, top_p=0.01), Sampling(temperature=1.0, min_p=1.0)):
+        tokens = np.asarray(many(logits.astype(np.float32), np.zeros(V, bool), np.arange(500), s.parameters())[0])
+        assert set(tokens.tolist()) == set(range(6))
+
+
+def test_zeros_of_both_signs_are_equal():
+    logits = np.full(V, -9, np.float32)
+    logits[[2, 5]] = 0.0, -0.0
+    tokens = many(logits, np.zeros(V, bool), np.arange(200), Sampling(temperature=1.0, top_k=1).parameters())[0]
+    assert set(np.asarray(tokens).tolist()) == {2, 5}
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
+@pytest.mark.parametrize(
+    "s",
+    [
+        Sampling(temperature=1e-6),
+        Sampling(temperature=1e6, top_p=1e-30),
+        Sampling(temperature=1e-6, top_k=3, top_p=0.999999, repetition_penalty=1e6),
+        Sampling(temperature=1.0, top_k=2**40, min_p=1e-40),
+        Sampling(temperature=1.0, top_p=0.99999999999),
+    ],
+)
+def test_extremes_give_a_token_and_a_finite_logprob(s, scale):
+    logits = np.random.default_rng(1).normal(size=V) * scale
+    token, logprob = draw(logits, s, np.ones(V, bool))
+    assert 0 <= token < V and math.isfinite(logprob)
+    if s.temperature == 1e-6 and scale > 1 and s.repetition_penalty == 1:
+        assert token == logits.argmax()
+
+
+def test_one_program_serves_every_setting():
+    before = jitted._cache_size()
+    for s in (Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.0, top_p=0.5, min_p=0.1, seed=2**64 - 1)):
+        draw(np.zeros(V), s)
+    assert jitted._cache_size() <= before + 1
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("temperature", -1.0), ("temperature", math.nan), ("temperature", 1e-9), ("temperature", math.inf), ("temperature", "warm"),
+        ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan), ("min_p", -0.1),
+        ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("seed", -1), ("seed", 2**64), ("seed", 0.5),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} = .*: write"):
+        Sampling(**{name: value})
+
+
+def test_whole_numbers_and_numpy_scalars_are_taken():
+    assert Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5)) == Sampling(temperature=1.0, top_k=4, top_p=0.5)
