@@ -10,9 +10,9 @@ RUN    ?= runs/stdlib
 TRAIN  ?=
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-# The library of the Python that runs this, without its tests and bundled tools.
+# The library of the Python that runs this, without tests, bundled tools and tables.
 STDLIB  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
-EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip)
+EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data)
 
 .PHONY: run test lint setup clean
 

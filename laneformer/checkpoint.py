@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from laneformer.config import ModelConfig
-from laneformer.errors import CheckpointError
+from laneformer.errors import CheckpointError, ConfigError
 from laneformer.hf import load_hf
 from laneformer.hf_config import config_from_hf
 from laneformer.mesh import sharding
@@ -29,6 +30,8 @@ def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = Non
     `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file and remedy.
     """
     path = Path(path)
+    if dtype is not None:
+        _check_dtype(dtype)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run")
     if (path / "config.json").exists():
@@ -41,6 +44,15 @@ def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = Non
         raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {config.num_lanes} lanes")
     weights = restore_params(step, config, dtype, mesh)
     return Laneformer(config, weights, precision, mesh)
+
+
+def _check_dtype(dtype) -> None:
+    try:
+        known = jnp.dtype(dtype).name in ("float32", "float16", "bfloat16")
+    except TypeError:
+        known = False
+    if not known:
+        raise ConfigError(f"dtype = {dtype!r}: weights are float32, float16 or bfloat16")
 
 
 def checkpoint_files(path: str | Path) -> Path:
@@ -66,7 +78,10 @@ def newest_step(run: Path) -> Path:
 def read_meta(step: Path) -> dict:
     """What a step says of itself: config, step, versions, tokenizer. Raises CheckpointError if unreadable."""
     try:
-        return json.loads((step / META / "metadata").read_text(encoding="utf-8"))
+        meta = json.loads((step / META / "metadata").read_text(encoding="utf-8"))
+        if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or "param_dtype" not in meta:
+            raise ValueError(f"{META} does not say config and param_dtype")
+        return meta
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
 

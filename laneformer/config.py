@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,8 @@ class RopeScaling:
                 _require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
         if self.type in ("llama3", "yarn"):
             _require_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1)
+        if not isinstance(self.truncate, bool):
+            raise ConfigError(f"rope_scaling.truncate = {self.truncate!r}: write true or false")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor = {self.low_freq_factor}"
@@ -145,8 +148,11 @@ class ModelConfig:
         _require_number("rope_theta", self.rope_theta, above=0.0)
         _require_number("norm_eps", self.norm_eps, above=0.0)
         for name in ("unclamped_layers", "swa_layers", "eos_token_id"):  # JSON gives lists; tuples keep the config hashable
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple):
+                raise ConfigError(f"{name} = {value!r}: write a list of whole numbers")
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
         self._check_heads()
         self._check_lanes()
         self._check_windows()
@@ -170,7 +176,9 @@ class ModelConfig:
         else:
             _require_int("head_dim", self.head_dim, at_least=2)
         if self.head_size % 2:
-            raise ConfigError(f"the size of a head, {self.head_size}, must be even: rotary positions turn pairs of channels")
+            raise ConfigError(
+                f"head_dim (or hidden_size / num_attention_heads) = {self.head_size} must be even: rotary positions turn pairs of channels"
+            )
 
     def _check_lanes(self):
         divided = ["num_key_value_heads", "num_attention_heads", "intermediate_size"]
@@ -241,7 +249,7 @@ def _require_int(name: str, value, *, at_least: int | None = None, at_most: int 
 
 
 def _require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # NaN is never <=
         raise ConfigError(f"{name} = {value!r}: write a finite number")
     if value <= above or value < at_least:
         raise ConfigError(f"{name} = {value}: it must be {f'above {above}' if above > -math.inf else f'at least {at_least}'}")

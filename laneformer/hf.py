@@ -61,8 +61,8 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, safe_open]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged ({error!r}): copy the folder again") from None
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
@@ -195,7 +195,7 @@ def save_hf(model: Laneformer, path: str | Path, *, spelling: str = "laneformer_
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
         for file in stale:  # of an earlier, differently split save
             file.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}") from None
     return path
 

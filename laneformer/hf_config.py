@@ -96,17 +96,26 @@ def _dense_fields(values: Mapping, kind: str) -> dict:
     fields.setdefault("num_key_value_heads", values.get("num_attention_heads"))
     fields |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
     if values.get("use_sliding_window") and values.get("sliding_window"):
-        layers = values.get("num_hidden_layers", 0)
-        kinds = values.get("layer_types") or ["sliding_attention" if n >= values.get("max_window_layers", 0) else "" for n in range(layers)]
+        layers, first = (_typed(values, name, int) or 0 for name in ("num_hidden_layers", "max_window_layers"))
+        kinds = _typed(values, "layer_types", list) or ["sliding_attention" if n >= first else "" for n in range(layers)]
         fields |= {"sliding_window": values["sliding_window"]}
         fields |= {"swa_layers": tuple(n for n, name in enumerate(kinds) if name == "sliding_attention")}
     return fields
 
 
+def _typed(values: Mapping, name: str, kind: type):
+    """values[name], None if absent. Raises ConfigError when it is not of that kind."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, kind):
+        wanted = {int: "a whole number", list: "a list", Mapping: "an object with named values"}[kind]
+        raise ConfigError(f"{name} = {value!r}: write {wanted}")
+    return value
+
+
 def _rope(values: Mapping) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer: llama3)."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    args = dict(values.get("rope_scaling_args") or {})
+    parameters, older, args = (dict(_typed(values, f"rope_{n}", Mapping) or {}) for n in ("parameters", "scaling", "scaling_args"))
+    scaling = parameters or older
     theta = scaling.pop("rope_theta", None) or values.get("rope_theta", 10000.0)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or ("llama3" if args else "default")
     scaling.pop("type", None)

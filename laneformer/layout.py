@@ -207,6 +207,8 @@ def make_schedule(config) -> Schedule:
 
     Raises ConfigError for an unknown name or arguments that do not fit.
     """
+    if not isinstance(config.layout, str):
+        raise ConfigError(f"layout = {config.layout!r}: write it as text, one of {', '.join(LAYOUTS)}")
     fields = (config.broadcast_delay, config.use_early_comm, config.early_lands_twice, config.use_attention_comm, config.use_mlp_comm)
     return _make(config.layout, config.num_hidden_layers, config.num_lanes, fields)
 
@@ -246,8 +248,7 @@ def _check_argument(layout: str, name: str, value: float, *, at_least=None, abov
     whole = layout not in ("caat", "dtp")
     bounds = [("at least", at_least), ("above", above), ("below", below), ("at most", at_most)]
     fits = (
-        (not whole or isinstance(value, int))
-        and math.isfinite(value)
+        (isinstance(value, int) or (not whole and math.isfinite(value)))
         and (at_least is None or value >= at_least)
         and (above is None or value > above)
         and (below is None or value < below)

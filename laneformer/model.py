@@ -21,7 +21,7 @@ from laneformer.cache import Cache, make_cache
 from laneformer.config import ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
-from laneformer.mesh import LANE, fit_spec, lane_spec, sharding
+from laneformer.mesh import LANE, check_mesh, fit_spec, lane_spec, sharding
 from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
 from laneformer.rotary import rotary_tables, rotate
@@ -94,7 +94,8 @@ def _attend(q, k, v, *, causal: bool = False, window: int | None = None, mask: j
             q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
         )
 
-    return jax.vmap(lane)(q, k, v)
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):  # as in Precision.einsum: no TF32
+        return jax.vmap(lane)(q, k, v)
 
 
 class FeedForward(nnx.Module):
@@ -128,10 +129,11 @@ class Laneformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], precision: Precision | None = None, mesh: Mesh | None = None):
-        """weights: path -> array for every entry of `parameter_table(config)`."""
+        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that the lanes do not fit."""
         first = weights["tok_embeddings"]
         self.config, self.mesh = config, mesh
         self.precision = precision or Precision.default(first.dtype)
+        check_mesh(config.num_lanes, mesh, self.precision.stream)
         self.tok_embeddings = nnx.Param(first)
         self.layers = nnx.List(
             [Layer(_within(weights, f"layers.{n}"), config, self.precision, window) for n, window in enumerate(config.layer_windows)]
@@ -143,6 +145,7 @@ class Laneformer(nnx.Module):
     @classmethod
     def init(cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None) -> "Laneformer":
         """A model with fresh weights, each made on the devices that hold it."""
+        check_mesh(config.num_lanes, mesh)
         precision = precision or Precision.default()
         shardings = None if mesh is None else {k: sharding(p.spec, p.shape, mesh) for k, p in parameter_table(config).items()}
         make = jax.jit(initial_weights, static_argnums=(0, 1, 2), out_shardings=shardings)
@@ -169,13 +172,18 @@ class Laneformer(nnx.Module):
         where the length is known, and must check it where it is traced.
         """
         check_ids(self.config, ids_bs)
+        if ids_bs.shape[0] != cache.keys[0].shape[1]:
+            raise InputError(f"token ids of {ids_bs.shape[0]} sequences do not fit a cache made for {cache.keys[0].shape[1]}")
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
             raise InputError(f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity} positions")
         return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only, remat=False)
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
         """An empty cache for extend(), in the compute dtype; capacity: positions, by default the whole context."""
-        return make_cache(self.config, batch, capacity or self.config.max_position_embeddings, self.precision.compute, self.mesh)
+        capacity = self.config.max_position_embeddings if capacity is None else capacity
+        if batch < 1 or capacity < 1:
+            raise InputError(f"a cache for {batch} sequences of {capacity} positions: both must be at least 1")
+        return make_cache(self.config, batch, capacity, self.precision.compute, self.mesh)
 
     @partial(jax.jit, static_argnames=("last_only", "remat"))  # eagerly, shard_map would compile every operation by itself
     def _forward(self, ids_bs, cache, *, last_only, remat):
@@ -243,12 +251,14 @@ class Laneformer(nnx.Module):
             return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
         if config.lm_head_type == "lane":
             logits = einsum("lbsd,lvd->lbsv", self.norm(x_lbsd), self.lm_head[...])
-            return self._sum_lanes(logits)[0].astype(jnp.float32)
+            return self._sum_lanes(logits.astype(jnp.float32))[0]
         if config.pre_norm_lane_agg:
             y_bsd = self.norm(self._sum_lanes(x_lbsd))[0]
         else:
             y_bsd = self._sum_lanes(self.norm(x_lbsd))[0] / config.num_lanes
         head = self.tok_embeddings if config.tie_word_embeddings else self.lm_head
+        if self.mesh is not None and self._head_is_split():  # here, so that its gradient is summed in float32
+            y_bsd = jax.lax.pcast(y_bsd, (LANE,), to="varying")
         return einsum("bsd,vd->bsv", y_bsd, head[...]).astype(jnp.float32)
 
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:

@@ -42,7 +42,7 @@ def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) ->
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_size - 1)
-    stretched = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    stretched = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
 
 

@@ -1,24 +1,29 @@
 """Saves and restores a run with Orbax: asynchronous, atomic, on any mesh."""
 
-import logging
+import itertools
 import os
 import platform
+import re
+import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import flax
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from laneformer.checkpoint import META, PARAMS, STEPS, complete_steps
+from laneformer.checkpoint import META, PARAMS, STEPS
 from laneformer.errors import CheckpointError
 from laneformer.hf_config import config_to_hf
 from train.config import TrainConfig, recorded
 from train.step import State, Trainer
-
-log = logging.getLogger("laneformer")
 
 OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and meta that inference reads
 
@@ -26,12 +31,15 @@ OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and m
 class Checkpoints:
     """The saved steps of one run: RUN/checkpoints/STEP/{params, optimizer, meta}.
 
-    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones.
+    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. What is read back
+    must have the fingerprint noted when it was saved.
     """
 
     def __init__(self, config: TrainConfig, tokenizer_sha256: str):
-        self.run, self.config = config.run_folder.absolute(), config
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, enable_async_checkpointing=True, create=True)
+        self.run, self.saving = config.run_folder.absolute(), None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=True
+        )
         self.manager = ocp.CheckpointManager(self.run / STEPS, options=options)
         self.meta = {
             "config": config_to_hf(config.model),
@@ -43,51 +51,126 @@ class Checkpoints:
 
     def save(self, state: State, step: int) -> None:
         """Starts writing the state and returns once it is copied. Raises CheckpointError if this or the previous save failed."""
+        self.wait()
+        self.saving = step
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
+        if free < needed:
+            raise self._failed(f"it takes {needed:,} bytes and the disk has {free:,} left")
+        optimizer = {"state": state.optimizer, "step": state.step}
+        meta = self.meta | {
+            "step": step,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "fingerprint": {PARAMS: fingerprint(state.params), OPTIMIZER: fingerprint(optimizer)},
+        }
         items = {
             PARAMS: ocp.args.StandardSave(state.params),
-            OPTIMIZER: ocp.args.StandardSave({"state": state.optimizer, "step": state.step}),
-            META: ocp.args.JsonSave(self.meta | {"step": step, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}),
+            OPTIMIZER: ocp.args.StandardSave(optimizer),
+            META: ocp.args.JsonSave(meta),
         }
-        try:
-            self.manager.save(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot save step {step} in {self.run / STEPS}: {_first_line(error)}") from error
+        with self._saving():
+            if not self.manager.save(step, args=ocp.args.Composite(**items)):
+                raise self._failed("there is a later one")
 
     def restore(self, trainer: Trainer) -> State | None:
         """The newest step that can be read, on the trainer's mesh; None if nothing was ever saved.
 
-        A damaged step is moved aside, reported, and the one before it taken. Raises CheckpointError if none can be read.
+        Damaged steps newer than it are reported and moved aside. Raises CheckpointError, and moves nothing, if none can be read.
         """
-        steps = complete_steps(self.run)
-        for step in reversed(steps):
-            wanted = trainer.abstract_state()
-            items = {
-                PARAMS: ocp.args.StandardRestore(wanted.params),
-                OPTIMIZER: ocp.args.StandardRestore({"state": wanted.optimizer, "step": wanted.step}),
-            }
+        damaged: dict[int, str] = {}
+        for step in reversed(saved_steps(self.run)):
             try:
-                found = self.manager.restore(step, args=ocp.args.Composite(**items))
-            except (OSError, ValueError, KeyError) as error:
-                aside = self.run / f"damaged-{step}"
-                log.warning("checkpoint of step %d is damaged (%s): moved to %s", step, _first_line(error), aside)
-                os.rename(self.run / STEPS / str(step), aside)
-                self.manager.reload()
+                state = self._read(step, trainer)
+            except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
+                damaged[step] = _reason(error)
                 continue
-            return State(found[PARAMS], found[OPTIMIZER]["state"], found[OPTIMIZER]["step"])
-        if steps:
-            raise CheckpointError(f"no checkpoint in {self.run / STEPS} can be read; to start anew, choose another folder with --run")
+            for number, reason in damaged.items():
+                self._move_aside(number, reason)
+            return state
+        if damaged:
+            reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise CheckpointError(
+                f"no checkpoint in {self.run / STEPS} can be read ({reasons}): put back a copy, or start anew in another folder with --run"
+            )
         return None
+
+    def check(self) -> None:
+        """Raises CheckpointError if the save in the background has failed."""
+        with self._saving():
+            self.manager.check_for_errors()
 
     def wait(self) -> None:
         """Returns when the last save is on disk. Raises CheckpointError if it failed."""
-        try:
+        with self._saving():
             self.manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot save in {self.run / STEPS}: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Waits for the last save and ends its threads."""
-        self.manager.close()
+        with self._saving():
+            self.manager.close()
+
+    def _read(self, step: int, trainer: Trainer) -> State:
+        wanted = trainer.abstract_state()
+        items = {
+            PARAMS: ocp.args.StandardRestore(wanted.params),
+            OPTIMIZER: ocp.args.StandardRestore({"state": wanted.optimizer, "step": wanted.step}),
+            META: ocp.args.JsonRestore(),
+        }
+        found = self.manager.restore(step, args=ocp.args.Composite(**items))
+        for item in (PARAMS, OPTIMIZER):
+            if fingerprint(found[item]) != found[META]["fingerprint"][item]:
+                raise CheckpointError(f"{item} is not what was saved: its fingerprint differs")
+        return State(found[PARAMS], found[OPTIMIZER]["state"], found[OPTIMIZER]["step"])
+
+    def _move_aside(self, step: int, reason: str) -> None:
+        names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
+        aside = next(self.run / name for name in names if not (self.run / name).exists())
+        print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
+        os.rename(self.run / STEPS / str(step), aside)
+        self.manager.reload()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Makes whatever Orbax raises a CheckpointError that names the step being saved."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._failed(_reason(error)) from error
+
+    def _failed(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on from the step before"
+        )
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps that have a folder of their own in a run, ascending, damaged ones included."""
+    folder = run / STEPS
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def fingerprint(tree) -> int:
+    """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
+
+    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and whole numbers
+    add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a wrong weight looks like any other.
+    """
+    total, first = 0, 0
+    for x in jax.tree.leaves(tree):  # one after the other: on a CPU, many queued programs with sums over devices block each other
+        total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
+        first += x.size
+    return total % 2**32
+
+
+@jax.jit
+def _leaf_fingerprint(x: jax.Array, first: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    index, stride = first, 1
+    for axis in reversed(range(x.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 def versions() -> dict[str, str | None]:
@@ -107,5 +190,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _reason(error: Exception) -> str:
+    """One line of an error. TensorStore's are long, begin with what it did, end with the cause, and then give its settings."""
+    text = " ".join(re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)", str(error))[0].split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-190:]}"

@@ -4,10 +4,12 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
+
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class TrainConfig:
     """Decides the first weights."""
     accumulate: int = 1
     """Parts into which a step's batch is cut, one after the other, to save memory."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: ComputeDtype = "auto"
     """Of matrix products; auto: bfloat16, but float32 on a CPU. Master weights, streams and sums are float32."""
     remat: bool = False
     """Recompute each module in the backward pass instead of keeping its activations."""
@@ -97,9 +99,14 @@ class TrainConfig:
             "save_every": self.save_every, "keep": self.keep, "mesh.data": self.mesh.data, "data.batch_size": self.data.batch_size,
             "data.sequence_length": self.data.sequence_length,
         }  # fmt: skip
-        for name, value in positive.items():
+        optional = {"mesh.lane": self.mesh.lane, "mesh.host_devices": self.mesh.host_devices}
+        for name, value in {**positive, **{name: value for name, value in optional.items() if value is not None}}.items():
             if value < 1:
                 raise ConfigError(f"{name} = {value}: it must be at least 1")
+        if self.data.validation_batches < 0:
+            raise ConfigError(f"data.validation_batches = {self.data.validation_batches}: it must be at least 0")
+        if self.compute_dtype not in get_args(ComputeDtype):
+            raise ConfigError(f"compute_dtype = {self.compute_dtype!r}: known are {', '.join(get_args(ComputeDtype))}")
         shares = self.accumulate * self.mesh.data
         if self.data.batch_size % shares:
             raise ConfigError(f"data.batch_size = {self.data.batch_size} must be a multiple of accumulate x mesh.data = {shares}")

@@ -129,8 +129,8 @@ def validation_batches(store: TokenStore, split: str, *, seq_len: int, batch_siz
     count = min(max_batches, windows // batch_size)
     if count < 1:
         raise InputError(f"split {split!r} of {store.path} has {windows} windows of seq_len {seq_len}, a validation batch takes "
-                         f"{batch_size}: lower the validation batch size to at most {windows}, or tokenize with a larger "
-                         "--validation-fraction")
+                         f"{batch_size}: lower the batch size to at most {windows}, tokenize with a larger --validation-fraction, "
+                         "or go without (--data.validation-batches 0)")
     chosen = np.arange(count * batch_size) * windows // (count * batch_size)
     return [np.stack([source.window(index) for index in batch[rows]]) for batch in chosen.reshape(count, batch_size)]
 

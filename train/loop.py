@@ -14,20 +14,27 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 import laneformer as lf
-from laneformer.errors import CheckpointError, ConfigError, InputError
-from train.checkpoint import Checkpoints, versions
+from laneformer.errors import CheckpointError, ConfigError, InputError, LaneformerError
+from train.checkpoint import Checkpoints, saved_steps, versions
 from train.config import TrainConfig, check_same_run, recorded
 from train.data import Batches, Prefetch, validation_batches
 from train.metrics import MetricsLog
 from train.shards import TokenStore
 from train.step import State, Trainer
 
+METRICS = "metrics.jsonl"  # of a run folder
+
 
 class Interrupted(Exception):
     """A signal asked the run to stop; its state is saved."""
+
+    def __init__(self, number: int, step: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}, which is saved")
+        self.signal = number
 
 
 def train(config: TrainConfig) -> None:
@@ -46,6 +53,8 @@ def train(config: TrainConfig) -> None:
             f"set --model.vocab-size {store.manifest.vocab_size}"
         )
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
+    data = Batches(store, "train", seq_len=config.data.sequence_length, batch_size=config.data.batch_size, seed=config.data.seed)
+    validation = _validation(config, store)
     run = config.run_folder
     run.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -60,14 +69,13 @@ def train(config: TrainConfig) -> None:
             print(f"{run}: all {config.steps} steps are done; nothing to do")
             return
         print(_greeting(config, store, trainer, first))
-        data = Batches(store, "train", seq_len=config.data.sequence_length, batch_size=config.data.batch_size, seed=config.data.seed)
         stop = stack.enter_context(_stop_signals())
-        metrics = stack.enter_context(MetricsLog(run / "metrics.jsonl", first))
+        metrics = stack.enter_context(MetricsLog(run / METRICS, first))
         batches = Prefetch(lambda step: trainer.put_batch(lambda rows: data.batch_at(step, rows)), itertools.count(first))
         stream = stack.enter_context(batches)
         bar = tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
         stack.callback(bar.close)
-        run_loop = _Loop(config, trainer, checkpoints, data, metrics, bar)
+        run_loop = _Loop(config, trainer, checkpoints, data, validation, metrics, bar)
         run_loop.run(trainer.init() if state is None else state, stream, stop)
         print(f"{run}: {config.steps} steps done, last checkpoint in {run / 'checkpoints' / str(config.steps)}")
 
@@ -75,21 +83,40 @@ def train(config: TrainConfig) -> None:
 class _Loop:
     """One step after another; the metrics of a step are fetched while the next one runs."""
 
-    def __init__(self, config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, data: Batches, metrics: MetricsLog, bar: tqdm):
-        self.config, self.trainer, self.checkpoints, self.data = config, trainer, checkpoints, data
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        data: Batches,
+        validation: list[np.ndarray],
+        metrics: MetricsLog,
+        bar: tqdm,
+    ):
+        self.config, self.trainer, self.checkpoints, self.data, self.validation = config, trainer, checkpoints, data, validation
         self.metrics, self.bar = metrics, bar
-        self.validation = self._validation_batches()
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
         self.speeds: list[float] = []
 
     def run(self, state: State, stream: Prefetch, stop: list[int]) -> None:
-        pending, last_fetch = None, time.perf_counter()
-        for before, batch, wait in _timed(stream):
+        pending, step, last_fetch = None, None, time.perf_counter()
+        while True:
+            asked = time.perf_counter()
+            try:
+                before, batch = next(stream)
+            except (LaneformerError, OSError):  # of the data: whoever repairs it goes on from here
+                if pending is not None:
+                    self._fetch(*pending, last_fetch)
+                    self._save(state, step)
+                    self.checkpoints.wait()
+                raise
+            wait = time.perf_counter() - asked
             state, values = self.trainer.step(state, batch)
             if pending is not None:
                 last_fetch = self._fetch(*pending, last_fetch)
             step = before + 1
             pending = (step, values, wait)
+            self.checkpoints.check()
             done, stopping = step == self.config.steps, bool(stop)
             validating = bool(self.validation) and (done or step % self.config.validate_every == 0)
             saving = done or stopping or step % self.config.save_every == 0
@@ -99,21 +126,21 @@ class _Loop:
                 if validating:
                     self._validate(state, step)
                 if saving:
-                    self.checkpoints.save(state, step)
+                    self._save(state, step)
                 last_fetch = time.perf_counter()
             if done or stopping:
                 self.checkpoints.wait()
             if done:
                 return
             if stopping:
-                raise Interrupted(f"stopped by {signal.Signals(stop[0]).name} after step {step}, which is saved")
+                raise Interrupted(stop[0], step)
 
     def _fetch(self, step: int, values: dict, wait: float, last_fetch: float) -> float:
         """Waits for a step, records it, and returns the time at which it was done."""
         values = {name: float(value) for name, value in jax.device_get(values).items()}
         now = time.perf_counter()
         seconds = now - last_fetch
-        if not math.isfinite(values["loss"]):
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             raise InputError(
                 f"the loss is {values['loss']} at step {step} (gradient norm {values['grad_norm']}): lower optimizer.learning_rate or "
                 f"lengthen optimizer.warmup_steps; checkpoints up to the last save are intact"
@@ -131,14 +158,9 @@ class _Loop:
             print(f"step {step}/{self.config.steps}  loss {values['loss']:.4f}  {speed}  {left:.0f} s left", flush=True)
         return now
 
-    def _validation_batches(self) -> list:
-        config = self.config
-        if config.data.validation_batches == 0 or "validation" not in self.data.store.splits:
-            return []
-        return validation_batches(
-            self.data.store, "validation", seq_len=config.data.sequence_length, batch_size=config.data.batch_size,
-            max_batches=config.data.validation_batches,
-        )  # fmt: skip
+    def _save(self, state: State, step: int) -> None:
+        self.metrics.sync()
+        self.checkpoints.save(state, step)
 
     def _validate(self, state: State, step: int) -> None:
         """Mean loss over the held-out batches, in nats per token and in bits per byte of their text."""
@@ -149,12 +171,14 @@ class _Loop:
         self.bar.write(f"step {step}: validation loss {loss:.4f}, {bits_per_byte:.4f} bits per byte")
 
 
-def _timed(stream: Prefetch) -> Iterator[tuple[int, jax.Array, float]]:
-    """(step, batch, seconds waited for the batch)."""
-    while True:
-        before = time.perf_counter()
-        step, batch = next(stream)
-        yield step, batch, time.perf_counter() - before
+def _validation(config: TrainConfig, store: TokenStore) -> list[np.ndarray]:
+    """The held-out batches; none where none are asked for or the store has no such split."""
+    if config.data.validation_batches == 0 or "validation" not in store.splits:
+        return []
+    return validation_batches(
+        store, "validation", seq_len=config.data.sequence_length, batch_size=config.data.batch_size,
+        max_batches=config.data.validation_batches,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -187,20 +211,30 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _record_run(run: Path, config: TrainConfig, store: TokenStore) -> None:
-    """Writes run.json and tokenizer.json for a new run, or checks that this is the run that the folder holds."""
-    record = run / "run.json"
-    if record.exists():
+    """Writes run.json and tokenizer.json for a new run, or checks that this is the run that the folder holds.
+
+    A run is new until its first step is recorded: what failed before that binds nobody to its settings.
+    """
+    record, metrics = run / "run.json", run / METRICS
+    if saved_steps(run) or (metrics.exists() and metrics.stat().st_size):
         try:
             before = json.loads(record.read_text(encoding="utf-8"))
-            check_same_run(before["config"], config, run)
-            store.require_tokenizer(before["tokenizer_sha256"])
-        except (ValueError, KeyError) as error:
-            if isinstance(error, ConfigError | InputError):
-                raise
-            raise CheckpointError(f"{record} is damaged ({error!r}): restore it, or give another folder with --run") from None
+            settings, tokenizer, tokens = before["config"].copy(), before["tokenizer_sha256"], before["train_tokens_sha256"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{record} is damaged or missing ({error!r}): put it back, or choose another folder with --run") from None
+        check_same_run(settings, config, run)
+        store.require_tokenizer(tokenizer)
+        if tokens != store.digest("train"):
+            raise InputError(f"{store.path} holds other tokens than those {run} began with: tokenize the same text, or choose another "
+                             "folder with --run")
         return
     shutil.copyfile(store.path / "tokenizer.json", run / "tokenizer.json")
-    contents = {"config": recorded(config), "tokenizer_sha256": store.manifest.tokenizer_sha256, "versions": versions()}
+    contents = {
+        "config": recorded(config),
+        "tokenizer_sha256": store.manifest.tokenizer_sha256,
+        "train_tokens_sha256": store.digest("train"),
+        "versions": versions(),
+    }
     part = run / "run.json.part"
     part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     os.replace(part, record)

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Self
 
+from laneformer.errors import InputError
+
 
 class MetricsLog:
     """Appends records {"step": n, ...} to a JSONL file; opened at a step it drops what an interrupted run wrote after it."""
@@ -21,6 +23,10 @@ class MetricsLog:
         """One record. Floats keep all their digits: equal lines mean bitwise equal losses."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
 
+    def sync(self) -> None:
+        """Returns when all records are on disk, as they must be before the checkpoint that they lead to."""
+        os.fsync(self._file.fileno())
+
     def __enter__(self) -> Self:
         return self
 
@@ -29,8 +35,18 @@ class MetricsLog:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a metrics file, without a last line that was cut off; empty if there is no file."""
+    """The records of a metrics file, without a last line that was cut off; empty if there is no file.
+
+    Raises InputError for a line that is no record.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            if line.endswith(b"\n"):
+                records.append(json.loads(line))
+                int(records[-1]["step"])
+        except (ValueError, TypeError, KeyError):
+            raise InputError(f"{path}, line {number}, is damaged: remove that line, or move the file away") from None
+    return records

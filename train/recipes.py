@@ -1,7 +1,10 @@
 """Finds a recipe by name and lets the command line change any of its fields."""
 
+import contextlib
 import importlib
 import importlib.util
+import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +23,13 @@ def find_recipe(name: str) -> TrainConfig:
         place, function = name.rsplit(":", 1)
         try:
             module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-            return getattr(module, function)()
+            recipe = getattr(module, function)
         except (ImportError, AttributeError, OSError) as error:
             raise ConfigError(f"recipe {name!r}: {error}; write it as MODULE:FUNCTION or FILE.py:FUNCTION") from None
+        config = recipe() if callable(recipe) else recipe
+        if not isinstance(config, TrainConfig):
+            raise ConfigError(f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a TrainConfig")
+        return config
     recipes = importlib.import_module(HOUSE).RECIPES
     if name not in recipes:
         raise ConfigError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION")
@@ -45,17 +52,35 @@ def list_recipes() -> str:
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainConfig:
-    """RECIPE [--section.option value ...] as a config; prints help and exits where that is asked for."""
+    """RECIPE [--section.option value ...] as a config; prints help and exits where that is asked for.
+
+    Raises ConfigError for an unknown recipe or option and for values that cannot work.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n\nrecipes:\n{list_recipes()}")
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")
     default = find_recipe(arguments[0])
-    return tyro.cli(
-        TrainConfig,
-        prog=f"{program} {arguments[0]}",
-        args=list(arguments[1:]),
-        default=default,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-    )
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                TrainConfig,
+                prog=f"{program} {arguments[0]}",
+                args=list(arguments[1:]),
+                default=default,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # help
+        raise ConfigError(f"{_unboxed(said.getvalue())}; {program} {arguments[0]} --help shows all options") from None
+
+
+def _unboxed(text: str) -> str:
+    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line."""
+    lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
+    said = parts[1] if len(parts) > 1 else " ".join(parts)
+    return re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", said)

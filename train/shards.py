@@ -160,6 +160,10 @@ class TokenStore:
         for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
             self._checked(shard, 0, shard.tokens)
 
+    def digest(self, split: str) -> str:
+        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal tokens in equal shards."""
+        return hashlib.sha256(repr([(shard.tokens, shard.crc32) for shard in self._shards(split)]).encode()).hexdigest()
+
     def require_tokenizer(self, sha256: str) -> None:
         """InputError unless the tokens were made by the tokenizer.json with this hash, e.g. the one a checkpoint was trained with."""
         if sha256 != self.manifest.tokenizer_sha256:

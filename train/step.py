@@ -130,5 +130,5 @@ class Trainer:
         with jax.named_scope("optimizer"):
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": jnp.asarray(self.learning_rate(state.step))}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": jnp.asarray(self.learning_rate(state.step))}
         return State(params, optimizer, state.step + 1), metrics

@@ -1,0 +1,109 @@
+"""laneformer.load on training runs and their steps, and on folders that are neither."""
+
+import json
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tiny
+
+from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
+from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
+from laneformer.hf_config import config_to_hf
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.random_model(tiny.values(num_hidden_layers=1, lm_head_type="lane"))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory, model):
+    """A run folder as training writes it: two complete steps and one that was cut short."""
+    run = tmp_path_factory.mktemp("run")
+    for number in (5, 10):
+        step = run / "checkpoints" / str(number)
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(step / "params", {path: w * number for path, w in model.weights().items()})
+        write_meta(step, {"config": config_to_hf(model.config), "step": number, "param_dtype": "float32"})
+    (run / "checkpoints" / "15" / "params").mkdir(parents=True)
+    return run
+
+
+def write_meta(step, values):
+    """What Orbax's JsonSave writes for the item meta."""
+    (step / "meta").mkdir(parents=True, exist_ok=True)
+    (step / "meta" / "metadata").write_text(values if isinstance(values, str) else json.dumps(values))
+
+
+def test_runs_and_steps(saved_run, model):
+    assert complete_steps(saved_run) == [5, 10]
+    assert newest_step(saved_run) == saved_run / "checkpoints" / "10"
+    for path, factor in ((saved_run, 10), (str(saved_run), 10), (saved_run / "checkpoints" / "5", 5)):
+        loaded = load(path)
+        assert loaded.config == model.config
+        assert all((np.asarray(w) == factor * np.asarray(model.weights()[name])).all() for name, w in loaded.weights().items())
+
+
+def test_a_run_on_a_mesh_in_another_dtype(saved_run, model):
+    loaded = load(saved_run, "bfloat16", mesh=make_mesh(4, data=2, lane=4), num_lanes=4)
+    w = loaded.weights()["layers.0.attention.wq"]
+    assert w.dtype == "bfloat16" and w.sharding.shard_shape(w.shape) == (1, 8, 16)
+    expected = (10 * np.asarray(model.weights()["layers.0.attention.wq"])).astype("bfloat16")
+    assert (np.asarray(w) == expected).all()
+
+
+def test_where_the_tokenizer_lies(saved_run):
+    assert checkpoint_files(saved_run / "checkpoints" / "5") == saved_run
+    assert checkpoint_files(saved_run) == saved_run
+
+
+def test_folders_that_are_no_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder: give an HF folder .* or a training run"):
+        load(tmp_path / "nowhere")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="file is not a folder"):
+        load(file)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty has neither config\.json .* nor checkpoints/"):
+        load(tmp_path / "empty")
+
+
+def test_a_run_without_a_complete_step(tmp_path):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint yet: train until"):
+        load(tmp_path)
+
+
+def test_lanes_are_those_of_the_run(saved_run):
+    with pytest.raises(CheckpointError, match=r"num_lanes = 2: .*10 was trained with 4 lanes"):
+        load(saved_run, num_lanes=2)
+    with pytest.raises(ConfigError, match="mesh of 8 devices for 4 lanes"):
+        load(saved_run, mesh=make_mesh(8))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"config": 3}', '{"param_dtype": "float32"}'])
+def test_damaged_meta(tmp_path, text):
+    step = tmp_path / "checkpoints" / "5"
+    write_meta(step, text)
+    with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged .*use another step"):
+        load(tmp_path)
+
+
+def test_weights_that_do_not_fit_or_are_gone(tmp_path, model):
+    step = tmp_path / "checkpoints" / "5"
+    write_meta(step, {"config": config_to_hf(model.config), "param_dtype": "float32"})
+    with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
+        load(tmp_path)
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(step / "params", model.weights())
+    write_meta(step, {"config": config_to_hf(model.config.replace(num_hidden_layers=2)), "param_dtype": "float32"})
+    with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
+        load(tmp_path)
+
+
+def test_an_hf_folder_is_taken_before_anything_else(tmp_path, saved_run):
+    model = tiny.random_model(tiny.values())
+    save_hf(model, tmp_path)
+    assert load(tmp_path).config == model.config

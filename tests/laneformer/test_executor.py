@@ -1,0 +1,253 @@
+"""The executor and every row of the table against literal per-device transcriptions, and the all-reduces that it really issues."""
+
+import math
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import tiny
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from laneformer.executor import run_schedule
+
+D = 8  # channels of the toy streams
+
+
+def toy_run(schedule, x0, weights):
+    """run_schedule on toy modules tanh(weights[m, lane] x); -> final streams and the log of modules and reductions."""
+    log = []
+
+    def module(m, x):
+        log.append(("module", m))
+        return jnp.tanh(jnp.einsum("lbsd,led->lbse", x, weights[m]))
+
+    def sum_lanes(x):
+        log.append(("reduce", x.shape[-1]))
+        return x.sum(0, keepdims=True)
+
+    lanes = weights.shape[1]
+    streams = jnp.broadcast_to(jnp.asarray(x0), (lanes, *x0.shape))
+    return np.asarray(run_schedule(schedule, streams, module, sum_lanes, lanes)), log
+
+
+def toy_transcription(run, x0, weights):
+    """`run(X)`, a layout of the reference, with the same toy modules in place of attention and MLP."""
+
+    def module(config, _, m, X):
+        return [np.tanh(x @ weights[m, l].T) for l, x in enumerate(X)]
+
+    streams = [x0.astype(np.float64) for _ in range(weights.shape[1])]
+    with mock.patch.object(reference, "module", module):
+        return np.stack(run(streams))
+
+
+def expected_log(schedule, width=D):
+    """Every module, each reduction at once when its last part exists."""
+    log = []
+    for m in range(schedule.num_modules):
+        log.append(("module", m))
+        log += [("reduce", width)] * sum(payload.complete_at == m for payload in schedule.payloads)
+    return log
+
+
+def toy(lanes, n, seed):
+    """Random toy weights [m, l, d, d] and a stream [1, 2, d]."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((2 * n, lanes, D, D)) / 2).astype(np.float32), rng.standard_normal((1, 2, D)).astype(np.float32)
+
+
+# The package's spelling and the reference's arguments, for a depth of n layers.
+rows = st.one_of(
+    st.sampled_from([("tp", {}), ("parallel", {}), ("ladder", {}), ("kraken", {}), ("none", {})]),
+    st.integers(1, 9).map(lambda k: (f"desync({k})", {"n": k})),
+    st.integers(1, 5).map(lambda k: (f"track({k})", {"D": k})),
+    st.integers(0, 9).map(lambda k: (f"dtp({k})", {"delta": k})),
+    st.sampled_from([0.04, 0.3, 0.5, 0.8, 1.0]).map(lambda p: (f"caat({p})", {"p": p})),
+    st.sets(st.integers(0, 3)).map(lambda drop: ("spd", {"drop": drop})),
+)
+
+
+@settings(max_examples=60)
+@given(row=rows, lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 4), seed=st.integers(0, 99))
+@example(row=("desync(4)", {"n": 4}), lanes=4, n=3, seed=0)
+@example(row=("kraken", {}), lanes=4, n=3, seed=0)
+def test_rows_against_literal_transcriptions(row, lanes, n, seed):
+    layout, args = row
+    if layout == "spd":
+        args = {"drop": {layer for layer in args["drop"] if layer < n}}
+        layout = f"spd({', '.join(map(str, sorted(args['drop'])))})"
+    schedule = tiny.config(layout=layout, num_hidden_layers=n, num_lanes=lanes).schedule
+    weights, x0 = toy(lanes, n, seed)
+    name = layout.split("(")[0]
+    values = {"hidden_size": D, "num_hidden_layers": n}
+    expected = toy_transcription(lambda X: reference.LAYOUTS[name](values, None, X, **args), x0, weights)
+    found, log = toy_run(schedule, x0, weights)
+    assert tiny.difference(found, expected) < 1e-4
+    assert log == expected_log(schedule, round(args["p"] * D) if name == "caat" else D)
+
+
+def laneformer_literally(X, n, d, early, twice, exchanged):
+    """Section "how outputs reach the lanes" of the published model, with the corrected form of the early layers as a choice."""
+    sent = []
+    for m in range(2 * n):
+        o = reference.module(None, None, m, X)
+        sent.append(o)
+        for l in range(len(X)):
+            if m // 2 < d:
+                X[l] = X[l] + (sum(o) if early else math.sqrt(len(X)) * o[l])
+            elif exchanged[m % 2]:
+                late = sum(p for j, p in enumerate(sent[m - 2 * d]) if j != l)
+                X[l] = X[l] + o[l] + (late if twice or not (early and m // 2 < 2 * d) else 0)
+            else:
+                X[l] = X[l] + math.sqrt(len(X)) * o[l]
+    return X
+
+
+@settings(max_examples=40)
+@given(
+    lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 5), d=st.integers(0, 6), early=st.booleans(), twice=st.booleans(),
+    exchanged=st.tuples(st.booleans(), st.booleans()), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(lanes=4, n=5, d=2, early=True, twice=True, exchanged=(True, True), seed=0)
+@example(lanes=4, n=5, d=2, early=True, twice=False, exchanged=(True, True), seed=0)
+@example(lanes=4, n=4, d=1, early=False, twice=True, exchanged=(False, True), seed=0)
+def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice, exchanged, seed):
+    """Among it that the sum which an early landing shares with a late one is right in both places."""
+    schedule = tiny.config(
+        model_type="laneformer", num_hidden_layers=n, num_lanes=lanes, broadcast_delay=d, use_early_comm=early, early_lands_twice=twice,
+        use_attention_comm=exchanged[0], use_mlp_comm=exchanged[1],
+    ).schedule  # fmt: skip
+    weights, x0 = toy(lanes, n, seed)
+    expected = toy_transcription(lambda X: laneformer_literally(X, n, d, early, twice, exchanged), x0, weights)
+    found, log = toy_run(schedule, x0, weights)
+    assert tiny.difference(found, expected) < 1e-4
+    assert log == expected_log(schedule)
+
+
+@settings(max_examples=20)
+@given(
+    lanes=st.sampled_from([2, 4]), n=st.integers(1, 4), k=st.integers(0, 4), a=st.sampled_from([0.25, 0.5, 0.75]), seed=st.integers(0, 9)
+)
+def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed):
+    """Weight 1 - a of the others arrives after k modules, a after k + 1; what will never be joined counts sqrt(L) times."""
+
+    def literally(X):
+        sent = []
+        for m in range(2 * n):
+            o = reference.module(None, None, m, X)
+            sent.append(o)
+            joined = [(1 - a, m - k), (a, m - k - 1)]
+            alone = sum(w for w, source in joined if source < 0)
+            X = reference.add(X, reference.scaled(1 + (math.sqrt(lanes) - 1) * alone, o))
+            for w, source in joined:
+                if source >= 0:
+                    X = reference.add(X, reference.scaled(w, reference.others(sent[source])))
+        return X
+
+    weights, x0 = toy(lanes, n, seed)
+    schedule = tiny.config(layout=f"dtp({k + a})", num_hidden_layers=n, num_lanes=lanes).schedule
+    found, log = toy_run(schedule, x0, weights)
+    assert tiny.difference(found, toy_transcription(literally, x0, weights)) < 1e-4
+    assert log == expected_log(schedule)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_fractional_delay_tends_to_the_whole_ones(k):
+    weights, x0 = toy(4, 3, 0)
+    for a, whole in ((1e-7, k), (1 - 1e-7, k + 1)):
+        near, limit = (toy_run(tiny.config(layout=f"dtp({delta})").schedule, x0, weights)[0] for delta in (k + a, whole))
+        assert tiny.difference(near, limit) < 1e-4
+
+
+def test_lanes_stay_equal_where_everything_is_summed_at_once():
+    weights, x0 = toy(4, 3, 1)
+    for layout in ("tp", "parallel", "ladder"):
+        streams, _ = toy_run(tiny.config(layout=layout).schedule, x0, weights)
+        assert tiny.difference(streams, np.broadcast_to(streams[:1], streams.shape)) < 1e-5
+    streams, _ = toy_run(tiny.config(layout="dtp(1)").schedule, x0, weights)
+    assert tiny.difference(streams, np.broadcast_to(streams[:1], streams.shape)) > 0.1
+
+
+# ------------------------------------------------------------------------------------------------------ in the whole model
+
+LAYOUTS = {
+    "tp": {}, "parallel": {}, "ladder": {}, "desync(2)": {"n": 2}, "desync(4)": {"n": 4}, "spd(0, 2)": {"drop": {0, 2}},
+    "caat(0.5)": {"p": 0.5}, "caat(0.3)": {"p": 0.3}, "kraken": {}, "track(1)": {"D": 1}, "track(2)": {"D": 2},
+    "dtp(1)": {"delta": 1}, "dtp(3)": {"delta": 3}, "none": {},
+}  # fmt: skip
+TWICE = ("desync(4)", "caat(0.3)", "track(1)", "dtp(3)")  # rows that have other arguments above as well: one device only
+LANE_NORMS = {"replicated_rmsn_scale": False, "sliding_window": 5, "sliding_window_n_layers": 1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_row_in_the_model_on_one_device_and_on_a_mesh(layout):
+    """With norm scales of each lane's own, so that no two lanes can be mistaken for each other."""
+    values = tiny.values(layout=layout, **LANE_NORMS)
+    ids = tiny.token_ids(40)
+    expected = reference.layout_logits(layout.split("(")[0], LAYOUTS[layout], values, tiny.random_weights(values), ids)
+    assert tiny.difference(tiny.random_model(values)(ids), expected) < 1e-4
+    if layout not in TWICE:
+        assert tiny.difference(tiny.random_model(values, lane_devices=4)(ids), expected) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["desync(2)", "dtp(1.5)"])
+def test_rows_on_two_devices_and_in_pieces(layout):
+    """A cached prefill and steps on two devices give the uncached logits of one."""
+    values = tiny.values(layout=layout, **LANE_NORMS)
+    ids, two = tiny.token_ids(40), tiny.random_model(values, lane_devices=2)
+    expected = tiny.random_model(values)(ids)
+    cache, pieces = two.make_cache(2, 12), []
+    for piece in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
+        logits, cache = two.extend(piece, cache)
+        pieces.append(np.asarray(logits))
+    assert tiny.difference(np.concatenate(pieces, 1), expected) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["track(2)", "desync(3)", "caat(0.4)", "kraken", "laneformer"])
+def test_one_lane_is_the_dense_model(layout):
+    """Every row that adds modules in order; the parallel and the ladder wiring differ from it by design."""
+    values = tiny.values(layout=layout, num_lanes=1, broadcast_delay=2)
+    ids, weights = tiny.token_ids(40), tiny.random_weights(values)
+    assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids)) < 1e-4
+
+
+@pytest.mark.parametrize(("layout", "wiring"), [("tp", "sequential"), ("parallel", "parallel"), ("ladder", "ladder")])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_layouts_without_drift_are_dense_models_whatever_the_lanes(layout, wiring, lanes):
+    values = tiny.values(layout=layout, num_lanes=lanes)
+    ids, weights = tiny.token_ids(40), tiny.random_weights(values)
+    assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids, wiring)) < 1e-4
+
+
+COUNTED = [
+    *((layout, {}) for layout in LAYOUTS), ("desync(1)", {}), ("dtp(0)", {}), ("dtp(9)", {}),
+    ("dtp(1.5)", {}), ("laneformer", {"broadcast_delay": 0}), ("laneformer", {"broadcast_delay": 1, "use_early_comm": False}),
+    ("laneformer", {"broadcast_delay": 2}), ("laneformer", {"broadcast_delay": 1}), ("laneformer", {"broadcast_delay": 5}),
+    ("laneformer", {"broadcast_delay": 1, "use_comm": False}), ("laneformer", {"broadcast_delay": 1, "early_lands_twice": False}),
+]  # fmt: skip
+HEADS = {"replicate": 1, "lane": 1, "vocab_parallel": 0}
+
+
+@pytest.mark.parametrize(("layout", "changes"), COUNTED, ids=str)
+def test_all_reduces_in_stablehlo(layout, changes):
+    for head, of_the_head in HEADS.items():
+        model = tiny.random_model(tiny.values(layout=layout, lm_head_type=head, **changes), lane_devices=2)
+        assert tiny.all_reduces(tiny.lowered(model)) == model.config.schedule.num_reductions + of_the_head
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 41}, {"pre_norm_lane_agg": True}, {"tie_word_embeddings": True}], ids=str)
+def test_all_reduces_of_other_heads(changes):
+    model = tiny.random_model(tiny.values(**changes), lane_devices=4)
+    text = tiny.lowered(model)
+    assert tiny.all_reduces(text) == model.config.schedule.num_reductions + 1
+    assert "all_gather" not in text and "all_to_all" not in text
+
+
+def test_all_reduce_payloads():
+    """caat sends its share of the channels only, and one device without a mesh sends nothing."""
+    text = tiny.lowered(tiny.random_model(tiny.values(layout="caat(0.25)"), lane_devices=4), length=6)
+    assert text.count("}) : (tensor<1x1x6x8xf32>) -> tensor<1x1x6x8xf32>") == 6
+    assert tiny.all_reduces(tiny.lowered(tiny.random_model(tiny.values(layout="tp")))) == 0

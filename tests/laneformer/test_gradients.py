@@ -1,0 +1,130 @@
+"""Gradients: against differences of the float64 reference, the same on every mesh, and the same when activations are recomputed."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import tiny
+
+from laneformer import Laneformer, Precision, make_mesh
+from laneformer.parameters import parameter_table
+
+IDS = tiny.token_ids(40, (2, 9))
+PROJECTION = np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27  # makes one number of the logits
+
+
+@partial(jax.jit, static_argnames="remat")
+def gradient_of(model: Laneformer, ids, *, remat=False) -> Laneformer:
+    """d(projection of the logits) / d(weights)."""
+    return jax.grad(lambda model: (model(ids, remat=remat) * PROJECTION).sum())(model)
+
+
+def flat(gradient: Laneformer) -> dict[str, np.ndarray]:
+    """Path -> array."""
+    return {path: np.asarray(g) for path, g in gradient.weights().items()}
+
+
+def apart(one: dict, other: dict) -> float:
+    """The largest difference of two gradients, over the largest entry of each weight's."""
+    assert one.keys() == other.keys()
+    return max(tiny.difference(one[path], other[path]) / max(np.abs(one[path]).max(), 1e-3) for path in one)
+
+
+SMALL = {"num_hidden_layers": 2, "num_lanes": 2, "num_key_value_heads": 2, "num_attention_heads": 4, "vocab_size": 40, "broadcast_delay": 1}
+CASES = {
+    "laneformer early": {},
+    "laneformer alone, lane head": {"use_early_comm": False, "lm_head_type": "lane", "sliding_window": 4, "sliding_window_n_layers": 1},
+    "dtp(1), lane norms, yarn": {
+        "layout": "dtp(1)",
+        "replicated_rmsn_scale": False,
+        "lm_head_type": "vocab_parallel",
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    },
+    "desync(3), tied": {"layout": "desync(3)", "tie_word_embeddings": True},
+    "caat(0.5), aggregation before the norm": {"layout": "caat(0.5)", "pre_norm_lane_agg": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_differences_of_the_reference(case):
+    """Along one random direction per weight: (f(w + t v) - f(w - t v)) / 2t in float64 against the gradient's product with v."""
+    values = tiny.values(**(SMALL | CASES[case]))
+    arrays = reference.in_float64(tiny.random_weights(values))
+    name, _, argument = values.get("layout", "laneformer").rstrip(")").partition("(")
+    args = {"dtp": {"delta": 1}, "desync": {"n": 3}, "caat": {"p": 0.5}}.get(name, {})
+    assert not argument or [float(argument)] == [float(v) for v in args.values()]
+
+    def loss(arrays):
+        if name == "laneformer":
+            logits = reference.reference_logits(values, arrays, IDS)
+        else:
+            logits = reference.layout_logits(name, args, values, arrays, IDS)
+        return float((logits * PROJECTION).sum())
+
+    model = tiny.random_model(values)
+    gradient = flat(gradient_of(model, IDS))
+    rng, step = np.random.default_rng(1), 1e-5
+    for path, parameter in parameter_table(model.config).items():
+        direction = rng.standard_normal(arrays[parameter.file_name].shape)
+        shifted = [loss(arrays | {parameter.file_name: arrays[parameter.file_name] + sign * step * direction}) for sign in (1, -1)]
+        slope = gradient[path]
+        if values.get("lm_head_type") == "lane" and path == "lm_head":
+            slope = np.concatenate(list(slope), axis=-1)  # as in files
+        expected = (shifted[0] - shifted[1]) / (2 * step)
+        assert float((slope * direction).sum()) == pytest.approx(expected, rel=1e-3, abs=1e-3), path
+
+
+EIGHT = {"num_hidden_layers": 2, "num_lanes": 8, "num_key_value_heads": 8, "num_attention_heads": 8, "broadcast_delay": 1}
+ROWS = ["laneformer", "dtp(1.5)", "desync(2)", "caat(0.5)"]
+
+
+@cache
+def of_one_device(layout: str) -> dict[str, np.ndarray]:
+    return flat(gradient_of(tiny.random_model(tiny.values(layout=layout, **EIGHT)), IDS))
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_eight_devices_give_the_gradients_of_one(layout):
+    model = tiny.random_model(tiny.values(layout=layout, **EIGHT), lane_devices=8)
+    gradient = gradient_of(model, IDS)
+    assert gradient.layers[0].attention.wq[...].sharding.is_equivalent_to(model.layers[0].attention.wq[...].sharding, 3)
+    assert apart(of_one_device(layout), flat(gradient)) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["laneformer", "desync(2)"])
+def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
+    """(data = 2, lane = 4): weights split over both axes, the batch over data."""
+    values = tiny.values(layout=layout, **EIGHT)
+    mesh = make_mesh(8, data=2, lane=4)
+    model = tiny.model_of(values, tiny.random_weights(values), mesh)
+    ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
+    assert tiny.difference(model(ids), tiny.random_model(values)(IDS)) < 1e-4
+    assert apart(of_one_device(layout), flat(gradient_of(model, ids))) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["laneformer", "caat(0.5)"])
+def test_remat_changes_no_gradient(layout):
+    values = tiny.values(layout=layout, **EIGHT)
+    model = tiny.random_model(values)
+    assert apart(of_one_device(layout), flat(gradient_of(model, IDS, remat=True))) < 1e-5
+
+
+def test_remat_on_eight_devices_repeats_no_reduction():
+    model = tiny.random_model(tiny.values(**EIGHT), lane_devices=8)
+    assert apart(of_one_device("laneformer"), flat(gradient_of(model, IDS, remat=True))) < 1e-4
+    kept, recomputed = (gradient_of.lower(model, IDS, remat=remat).as_text() for remat in (False, True))
+    assert tiny.all_reduces(recomputed) == tiny.all_reduces(kept)
+    assert recomputed.count("dot_general") > kept.count("dot_general")  # and remat does recompute
+
+
+def test_bfloat16_products_have_gradients_on_a_mesh():
+    """XLA:CPU ends the process on a bfloat16 all-reduce: what the backward pass sums over devices is float32."""
+    values = tiny.values(**SMALL)
+    model = tiny.random_model(values, precision=Precision(compute="bfloat16"), lane_devices=2)
+    exact = flat(gradient_of(tiny.random_model(values), IDS))
+    rounded = flat(gradient_of(model, IDS))
+    assert rounded["tok_embeddings"].dtype == jnp.float32
+    assert apart(exact, rounded) < 0.15

@@ -1,0 +1,315 @@
+"""Hugging Face folders: dense models against transformers, saved and loaded bit for bit, and every kind of damage."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import laneformer.hf
+from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
+
+DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
+OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
+
+
+def name_of(value) -> str:
+    """A folder's name as test id."""
+    return getattr(value, "name", str(value))
+
+
+# --------------------------------------------------------------------------------------------------------- dense imports
+
+
+def test_the_dense_fixtures_are_there():
+    assert [folder.name for folder in DENSE] == ["llama2", "llama3", "llama_linear", "llama_yarn", "qwen2", "qwen3"]
+    assert [folder.name for folder in OLD_STYLE] == ["llama3", "llama_linear", "llama_yarn", "qwen2"]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("folder", DENSE, ids=name_of)
+def test_dense_models_become_lanes(folder, lanes):
+    io = np.load(folder / "io.npz")
+    model = load(folder, num_lanes=lanes)
+    assert (model.config.num_lanes, model.config.layout) == (lanes, "tp")
+    assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
+
+
+@pytest.mark.parametrize(("folder", "devices"), [(folder, 2 if i % 2 else 4) for i, folder in enumerate(DENSE)], ids=name_of)
+def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
+    """Greedy tokens by cached steps, and what was spread over devices is what one device has."""
+    io = np.load(folder / "io.npz")
+    mesh = make_mesh(4, lane=devices)
+    model, one = load(folder, num_lanes=4, mesh=mesh), load(folder, num_lanes=4)
+    assert all((np.asarray(w) == np.asarray(one.weights()[path])).all() for path, w in model.weights().items())
+    assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("folder", OLD_STYLE, ids=name_of)
+def test_old_spelling_of_dense_configs(folder, tmp_path):
+    """The same model: the same config, and so the same logits, which one of them is asked for."""
+    for file in folder.glob("*.safetensors*"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(folder / "config_old_style.json", tmp_path / "config.json")
+    io, model = np.load(folder / "io.npz"), load(tmp_path, num_lanes=2)
+    assert model.config == load(folder, num_lanes=2).config
+    if folder.name in ("llama3", "llama_yarn"):
+        assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
+
+
+@pytest.mark.parametrize("folder", [DENSE[4], DENSE[5]], ids=name_of)
+def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
+    io = np.load(folder / "io.npz")
+    save_hf(load(folder, num_lanes=4), tmp_path, spelling="laneformer")
+    again = load(tmp_path)
+    assert (again.config.num_lanes, again.config.layout) == (4, "tp")
+    assert tiny.difference(again(io["input_ids"]), io["logits"]) < 1e-4
+
+
+def test_a_dense_model_in_more_lanes_than_it_has_heads():
+    with pytest.raises(ConfigError, match=r"qwen2.config\.json: num_lanes = 8 does not divide num_key_value_heads = 4.*1, 2, 4"):
+        load(DENSE[4], num_lanes=8)
+
+
+def test_a_laneformer_keeps_its_lanes():
+    with pytest.raises(ConfigError, match=r"config\.json: num_lanes = 2: this Laneformer was trained with 8 lanes"):
+        load(tiny.ORACLE[0], num_lanes=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ round trip
+
+HEADS = [
+    {}, {"lm_head_type": "lane", "vocab_size": 41}, {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False},
+    {"tie_word_embeddings": True, "pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
+]  # fmt: skip
+
+
+def same_bits(one, other) -> bool:
+    """Whether two models hold the same weights bit for bit, in the same dtype."""
+    first, second = one.weights(), other.weights()
+    alike = [w.dtype == second[path].dtype and np.asarray(w).tobytes() == np.asarray(second[path]).tobytes() for path, w in first.items()]
+    return list(first) == list(second) and all(alike)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_saved_models_load_bit_for_bit(head, dtype, tmp_path):
+    values = tiny.values(**head)
+    model = tiny.model_of(values, {name: w.astype(dtype) for name, w in tiny.random_weights(values).items()})
+    assert save_hf(model, tmp_path) == tmp_path
+    again = load(tmp_path)
+    assert same_bits(model, again)
+    assert again.config == model.config and again.precision == model.precision
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_saved_files_are_those_of_the_published_family(head, tmp_path):
+    """Names, shapes and values: what goes in under the reference's names comes out so."""
+    values = tiny.values(**head)
+    save_hf(tiny.random_model(values), tmp_path)
+    found, wanted = load_file(tmp_path / "model.safetensors"), tiny.random_weights(values)
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == wanted[name]).all() for name in wanted)
+
+
+@pytest.mark.parametrize("case", tiny.ORACLE, ids=name_of)
+@pytest.mark.parametrize("spelling", ["laneformer_tp", "laneformer"])
+def test_published_models_round_trip_in_both_spellings(case, spelling, tmp_path):
+    model = load(case)
+    save_hf(model, tmp_path, spelling=spelling)
+    again = load(tmp_path)
+    assert again.config == model.config and same_bits(model, again)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == spelling
+
+
+def test_several_files_with_an_index(tmp_path, monkeypatch):
+    model = tiny.random_model(tiny.values(lm_head_type="lane"))
+    monkeypatch.setattr(laneformer.hf, "_FILE_BYTES", 12_000)
+    save_hf(model, tmp_path)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / file).stat().st_size < 12_000 + 4_000 or len(load_file(tmp_path / file)) == 1 for file in files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in model.weights().values())
+    assert same_bits(model, load(tmp_path))
+    monkeypatch.undo()
+    save_hf(model, tmp_path)  # over it, in one file: the parts and the index must go
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert same_bits(model, load(tmp_path))
+
+
+def test_models_on_a_mesh_are_saved_and_loaded(tmp_path):
+    values = tiny.values(lm_head_type="lane", replicated_rmsn_scale=False)
+    mesh = make_mesh(4, data=2, lane=4)
+    model = tiny.model_of(values, tiny.random_weights(values), mesh)
+    save_hf(model, tmp_path)
+    spread = load(tmp_path, mesh=mesh)
+    assert same_bits(model, spread) and same_bits(model, load(tmp_path))
+    for path, w in spread.weights().items():
+        assert w.sharding == model.weights()[path].sharding, path
+    ids = tiny.token_ids(40)
+    assert tiny.difference(spread(ids), model(ids)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_loading_in_another_dtype(dtype, tmp_path):
+    values = tiny.values()
+    save_hf(tiny.random_model(values), tmp_path)
+    weights = load(tmp_path, dtype).weights()
+    wanted = tiny.random_weights(values)["model.layers.0.attention.wq.weight"].astype(dtype)
+    assert {w.dtype.name for w in weights.values()} == {dtype}
+    assert np.asarray(weights["layers.0.attention.wq"]).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "float33", 3.5])
+def test_loading_in_a_dtype_that_holds_no_weights(dtype):
+    with pytest.raises(ConfigError, match=r"dtype = .*float32, float16 or bfloat16"):
+        load(tiny.ORACLE[0], dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole folder in one file, to be damaged."""
+    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
+
+
+@pytest.fixture
+def folder_of_parts(tmp_path, monkeypatch):
+    """A whole folder in several files with an index, to be damaged."""
+    monkeypatch.setattr(laneformer.hf, "_FILE_BYTES", 20_000)
+    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
+
+
+def change_tensors(folder, **changes):
+    """Rewrites model.safetensors with some tensors replaced, or left out where None; __ stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder, *messages) -> None:
+    """load() must raise a CheckpointError that says all of that and names the folder."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    for message in (str(folder), *messages):
+        assert message in str(caught.value)
+
+
+def test_a_missing_tensor(folder):
+    change_tensors(folder, model__layers__1__attention__wo__weight=None)
+    refused(folder, "misses tensor(s) model.layers.1.attention.wo.weight", "config.json and the safetensors files do not belong together")
+
+
+def test_many_missing_tensors_are_counted(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    refused(folder, "misses tensor(s) model.layers.3.attention.wk.weight", "and 13 more")
+
+
+def test_an_extra_tensor(folder):
+    change_tensors(folder, model__layers__0__attention__wq__bias=np.zeros(3, np.float32))
+    refused(folder, "has unknown tensor(s) model.layers.0.attention.wq.bias")
+
+
+def test_old_rotary_buffers_are_no_extra_tensors(folder):
+    change_tensors(folder, model__layers__0__attention__rotary_emb__inv_freq=np.zeros(3, np.float32))
+    assert load(folder)
+
+
+def test_a_tied_head_stored_twice(tmp_path):
+    folder = save_hf(tiny.random_model(tiny.values(tie_word_embeddings=True)), tmp_path)
+    table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
+    change_tensors(folder, lm_head__weight=table)
+    assert "lm_head" not in load(folder).weights()
+    change_tensors(folder, lm_head__weight=table + 1)
+    refused(folder, "has unknown tensor(s) lm_head.weight")
+
+
+@pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
+def test_a_tensor_of_another_shape(folder, shape):
+    change_tensors(folder, lm_head__weight=np.zeros(shape, np.float32))
+    refused(folder, f"tensor lm_head.weight has shape {list(shape)}, config.json asks for [40, 32]")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "int32"])
+def test_a_tensor_that_is_no_weight(folder, dtype):
+    change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
+    refused(folder, f"tensor lm_head.weight is {dtype}", "float32, float16 and bfloat16 are read")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_a_truncated_file(folder, keep):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    refused(folder, "model.safetensors is damaged or truncated", "copy it again")
+
+
+def test_a_damaged_header(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+    refused(folder, "model.safetensors is damaged or truncated")
+
+
+def test_no_tensor_files(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no .safetensors files")
+
+
+def test_a_missing_part(folder_of_parts):
+    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
+    part.unlink()
+    refused(folder_of_parts, f"{part.name} is missing", "model.safetensors.index.json names it")
+
+
+def test_a_truncated_part(folder_of_parts):
+    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
+    part.write_bytes(part.read_bytes()[:-10])
+    refused(folder_of_parts, f"{part.name} is damaged or truncated")
+
+
+def test_a_missing_part_without_an_index(folder_of_parts):
+    (folder_of_parts / "model.safetensors.index.json").unlink()
+    assert load(folder_of_parts)
+    sorted(folder_of_parts.glob("*.safetensors"))[1].unlink()
+    refused(folder_of_parts, "misses tensor(s)")
+
+
+def test_a_tensor_in_two_files(folder):
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "other.safetensors")
+    refused(folder, "tensor model.norm.weight stands in more than one file", "remove")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"])
+def test_a_damaged_index(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, "model.safetensors.index.json is damaged", "copy the folder again")
+
+
+@pytest.mark.parametrize("names", [{"a": 1}, {"a": 1, "b": "x"}, {"a": None}])
+def test_an_index_of_files_that_are_not_there(folder, names):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    refused(folder, "is missing: model.safetensors.index.json names it")
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+    model = tiny.random_model(tiny.values())
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=f"cannot write {path}"):
+            save_hf(model, path)
+    (tmp_path / "model" / "model.safetensors.part").mkdir(parents=True)  # safetensors has an error of its own
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'model'}"):
+        save_hf(model, tmp_path / "model")

@@ -1,0 +1,197 @@
+"""The layout table by itself: what each row says about additions, landings and reductions, and the names it is written under."""
+
+import math
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laneformer import LAYOUTS, ConfigError
+from laneformer.layout import Landing, Own, Payload, make_schedule, parse_layout
+
+
+def schedule(layout: str, n: int, lanes: int = 4, **changes):
+    """The schedule of a layout for n layers."""
+    return tiny.config(layout=layout, num_hidden_layers=n, num_lanes=lanes, **changes).schedule
+
+
+def test_the_table_has_every_row():
+    assert set(LAYOUTS) == {"tp", "parallel", "ladder", "desync", "spd", "caat", "kraken", "track", "dtp", "laneformer", "none"}
+
+
+@given(n=st.integers(1, 9), k=st.integers(1, 20), data=st.data())
+def test_number_of_reductions_by_formula(n, k, data):
+    assert schedule("tp", n).num_reductions == 2 * n
+    assert schedule("parallel", n).num_reductions == n
+    assert schedule("ladder", n).num_reductions == 2 * n
+    assert schedule(f"desync({k})", n).num_reductions == 2 * n // k
+    drops = data.draw(st.sets(st.integers(0, n - 1)))
+    assert schedule(f"spd({', '.join(map(str, drops))})", n).num_reductions == 2 * n - len(drops)
+    assert schedule("caat(0.3)", n).num_reductions == 2 * n
+    assert schedule("kraken", n).num_reductions == n
+    assert schedule(f"track({k})", n).num_reductions == math.ceil(n / k)
+    assert schedule(f"dtp({k})", n).num_reductions == max(2 * n - k, 0)
+    assert schedule(f"dtp({k}.25)", n).num_reductions == max(2 * n - k, 0)
+    assert schedule("none", n).num_reductions == 0
+
+
+@given(n=st.integers(1, 9), d=st.integers(0, 11), early=st.booleans())
+def test_number_of_reductions_of_the_laneformer(n, d, early):
+    """2N - 2d late sums; an early sum that is needed again later is issued once for both, so 2d early ones cost no more if N >= 2d."""
+    s = schedule("laneformer", n, broadcast_delay=d, use_early_comm=early)
+    late = max(2 * n - 2 * d, 0)
+    assert s.num_reductions == (max(2 * min(d, n), late) if early else late)
+    landings = late + (2 * min(d, n) if early and d > 0 else 0)
+    assert len(s.landings) == landings  # the early outputs land twice, as in the published code
+    corrected = schedule("laneformer", n, broadcast_delay=d, use_early_comm=early, early_lands_twice=False)
+    assert len(corrected.landings) == (landings if not early or d == 0 else max(2 * n - 4 * d, 0) + 2 * min(d, n))
+
+
+@given(n=st.integers(1, 9), d=st.integers(0, 11), early=st.booleans(), attention=st.booleans(), mlp=st.booleans())
+def test_unsent_modules_of_the_laneformer(n, d, early, attention, mlp):
+    """The last d layers' outputs are never used by other lanes, nor those of a kind that is not exchanged."""
+    s = schedule(
+        "laneformer", n, model_type="laneformer", broadcast_delay=d, use_early_comm=early, use_attention_comm=attention, use_mlp_comm=mlp
+    )
+    exchanged = (attention, mlp)
+    expected = [m for m in range(2 * n) if not ((early and m < 2 * d) or (exchanged[m % 2] and m + 2 * d < 2 * n))]
+    assert list(s.unsent) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "unsent"),
+    [
+        ("tp", []), ("ladder", []), ("kraken", []), ("dtp(2)", [4, 5]), ("dtp(7)", [0, 1, 2, 3, 4, 5]), ("none", [0, 1, 2, 3, 4, 5]),
+        ("desync(2)", [0, 2, 4]), ("desync(4)", [0, 1, 2, 4, 5]), ("track(2)", []), ("dtp(1.5)", [5]),
+    ],
+)  # fmt: skip
+def test_unsent_modules(layout, unsent):
+    assert list(schedule(layout, 3).unsent) == unsent
+
+
+def test_waiting_is_exposed_where_a_landing_follows_its_module_at_once():
+    assert len(schedule("tp", 3).exposed) == 6
+    assert len(schedule("parallel", 3).exposed) == 3
+    assert len(schedule("spd(1)", 3).exposed) == 5
+    for layout in ("dtp(1)", "none"):
+        assert schedule(layout, 3).exposed == ()
+    for layout in ("ladder", "kraken"):  # nothing is left to compute under the last landing, just before the head
+        assert [landing.at for landing in schedule(layout, 3).exposed] == [6]
+    assert len(schedule("laneformer", 5, broadcast_delay=2, use_early_comm=True).exposed) == 4
+    assert schedule("laneformer", 5, broadcast_delay=2, use_early_comm=False).exposed == ()
+
+
+def test_rows_written_out():
+    """A few rows in full, by hand."""
+    one = [Payload(((m, 1.0),)) for m in range(4)]
+    assert schedule("ladder", 2).own == (Own(1), Own(2), Own(3), Own(4))
+    assert schedule("ladder", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(4))
+    assert schedule("parallel", 2).own == (Own(1), Own(1), Own(3), Own(3))
+    assert schedule("kraken", 2).landings == (Landing(2, Payload(((0, 1.0), (1, 1.0)))), Landing(4, Payload(((2, 1.0), (3, 1.0)))))
+    assert schedule("dtp(1)", 2).own == (Own(0, 2.0), Own(1), Own(2), Own(3))  # sqrt(4) for the part that nothing joins
+    assert schedule("dtp(1)", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(3))
+    assert schedule("none", 2).own == tuple(Own(m, 2.0) for m in range(4))
+    alone = schedule("laneformer", 2, broadcast_delay=1, use_early_comm=False)
+    assert alone.own == (Own(0, 2.0), Own(1, 2.0), Own(2), Own(3))
+    early = schedule("laneformer", 2, broadcast_delay=1, use_early_comm=True)
+    assert early.landings == (Landing(0, one[0]), Landing(1, one[1]), Landing(2, one[0]), Landing(3, one[1]))
+    assert early.payloads == (one[0], one[1])
+
+
+@given(layout=st.sampled_from(["tp", "parallel", "ladder", "desync(3)", "spd(0)", "caat(0.5)", "kraken", "track(2)", "dtp(2)", "none"]))
+def test_every_schedule_is_causal_and_in_order(layout):
+    for n in (1, 2, 5):
+        s = schedule(layout, n)
+        assert s.num_modules == 2 * n
+        assert all(m <= own.at <= 2 * n for m, own in enumerate(s.own))
+        assert all(landing.payload.complete_at <= landing.at <= 2 * n for landing in s.landings)
+        assert [landing.at for landing in s.landings] == sorted(landing.at for landing in s.landings)
+        assert [p.complete_at for p in s.payloads] == sorted(p.complete_at for p in s.payloads)
+
+
+def same(a, b) -> bool:
+    """Whether two schedules do the same whatever they are called."""
+    return (a.own, a.landings) == (b.own, b.landings)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_rows_that_are_other_rows(n):
+    tp = schedule("tp", n)
+    assert same(schedule("dtp(0)", n), tp)
+    assert same(schedule("desync(1)", n), tp)
+    assert same(schedule("caat(1)", n), tp)
+    assert same(schedule("spd()", n), tp)
+    assert same(schedule("laneformer", n, broadcast_delay=n, use_early_comm=True), tp)
+    assert same(schedule("laneformer", n, broadcast_delay=0), tp)
+    assert same(schedule(f"dtp({2 * n})", n), schedule("none", n))
+    assert same(schedule("laneformer", n, broadcast_delay=n, use_early_comm=False), schedule("none", n))
+    assert same(schedule("laneformer", n, broadcast_delay=1, use_early_comm=False), schedule("dtp(2)", n))
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_fractional_delay_lies_between_whole_ones(k):
+    """Weight 1 - a lands after k modules, weight a after k + 1; a = 0 is exactly dtp(k), and its neighbours are near the whole ones."""
+    n = 3
+    assert same(schedule(f"dtp({k}.0)", n), schedule(f"dtp({k})", n))
+    for a, whole in ((1e-6, k), (1 - 1e-6, k + 1)):
+        s, limit = schedule(f"dtp({k + a})", n), schedule(f"dtp({whole})", n)
+        assert [own.at for own in s.own] == [own.at for own in limit.own]
+        assert [own.scale for own in s.own] == pytest.approx([own.scale for own in limit.own], abs=1e-5)
+        weights = {(landing.at, m): w for landing in s.landings for m, w in landing.payload.parts}
+        kept = {key for key, w in weights.items() if w > 0.5}
+        assert kept == {(landing.at, m) for landing in limit.landings for m, _ in landing.payload.parts}
+        assert all(min(abs(w), abs(1 - w)) < 1e-5 for w in weights.values())
+
+
+def test_arguments():
+    assert parse_layout("tp") == ("tp", ())
+    assert parse_layout("spd(0, 2)") == ("spd", (0, 2))
+    assert parse_layout("caat(0.5)") == ("caat", (0.5,))
+
+
+WRONG = {
+    "megatron": "known are tp, parallel",
+    "": "known are tp",
+    "tp(": "known are tp",
+    "tp.x": "known are tp",
+    "tp; none": "known are tp",
+    "dtp(delta=4)": "known are tp",
+    "dtp('4')": "known are tp",
+    "dtp(True)": "known are tp",
+    "dtp(__import__('os'))": "known are tp",
+    "dtp": r"write it as dtp\(delta\)",
+    "dtp(1, 2)": r"write it as dtp\(delta\)",
+    "tp(1)": "write it as tp$",
+    "laneformer(2)": "set broadcast_delay",
+    "dtp(-1)": "delta = -1 must be at least 0",
+    "dtp(1e999)": "delta = inf must be",
+    "desync(0)": "every = 0 must be a whole number at least 1",
+    "desync(1.5)": "every = 1.5 must be a whole number",
+    "spd(3)": "drop = 3 must be a whole number at least 0 and below 3",
+    "spd(-1)": "drop = -1",
+    "caat(0)": "share = 0 must be above 0 and at most 1",
+    "caat(1.5)": "share = 1.5",
+    "track(0)": "block = 0",
+}
+
+
+@pytest.mark.parametrize("layout", WRONG)
+def test_wrong_layouts(layout):
+    with pytest.raises(ConfigError, match=WRONG[layout]) as caught:
+        tiny.config(layout=layout)
+    assert "layout" in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [None, 3, ["tp"], {"tp": 1}, b"tp"])
+def test_layouts_that_are_not_text(layout):
+    with pytest.raises(ConfigError, match=r"layout = .*write it as text"):
+        tiny.config(layout=layout)
+
+
+def test_huge_whole_arguments_are_only_long_waits():
+    assert schedule("desync(" + "9" * 400 + ")", 2).num_reductions == 0
+
+
+def test_one_schedule_is_made_once():
+    assert make_schedule(tiny.config()) is make_schedule(tiny.config())

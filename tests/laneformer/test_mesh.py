@@ -1,0 +1,97 @@
+"""Meshes: which are made, which are refused, and that a model and a mesh must fit."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from laneformer import ConfigError, Laneformer, Precision, make_mesh, use_host_devices
+from laneformer.mesh import fit_spec, lane_spec
+
+
+@given(lanes=st.integers(1, 12), data=st.integers(1, 8))
+def test_the_largest_lane_axis_that_fits(lanes, data):
+    mesh = make_mesh(lanes, data=data)
+    assert dict(mesh.shape)["data"] == data
+    lane = mesh.shape["lane"]
+    assert lanes % lane == 0 and data * lane <= 8
+    assert not any(lanes % n == 0 and data * n <= 8 for n in range(lane + 1, lanes + 1))
+
+
+def test_chosen_devices():
+    devices = jax.devices()[3:6]
+    assert make_mesh(8, devices=devices).devices.ravel().tolist() == devices[:2]
+    assert make_mesh(8, data=2, lane=4).devices.shape == (2, 4)
+    assert set(make_mesh(8).axis_types) == {AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+    ("lanes", "options", "message"),
+    [
+        (8, {"lane": 3}, "lane = 3: 8 lanes spread over 1, 2, 4, 8 devices"),
+        (8, {"lane": 0}, "lane = 0"),
+        (8, {"lane": -2}, "lane = -2"),
+        (8, {"lane": 16}, "lane = 16"),
+        (8, {"data": 2, "lane": 8}, "data = 2 x lane = 8 needs 16 devices, 8 are visible"),
+        (8, {"data": 0}, "data = 0: there are 8 devices; choose 1 to 8"),
+        (8, {"data": 9}, "data = 9"),
+    ],
+)
+def test_meshes_that_cannot_be_made(lanes, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(lanes, **options)
+
+
+def test_host_devices_after_jax_has_begun():
+    assert len(jax.devices("cpu")) == 8
+    use_host_devices(8)  # asks for what there is
+    with pytest.raises(ConfigError, match=r"cannot make 4 CPU devices: JAX already runs with 8; ask before"):
+        use_host_devices(4)
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_a_mesh_that_the_lanes_do_not_fill(devices):
+    """It would run, with lanes lost or counted twice."""
+    values = tiny.values()
+    mesh = make_mesh(devices)
+    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices for 4 lanes.*make_mesh\(4\)"):
+        tiny.model_of(values, tiny.random_weights(values), mesh)
+    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices for 4 lanes"):
+        Laneformer.init(tiny.config(), mesh=mesh)
+
+
+def test_a_mesh_with_other_axes():
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ConfigError, match=r"axes model: make it with laneformer.make_mesh\(4\)"):
+        Laneformer.init(tiny.config(), mesh=mesh)
+
+
+def test_bfloat16_streams_on_a_cpu_mesh():
+    """XLA:CPU would end the whole process."""
+    with pytest.raises(ConfigError, match=r"precision.stream = 'bfloat16'.*float32, or one device"):
+        tiny.random_model(tiny.values(), lane_devices=2, precision=Precision(stream="bfloat16"))
+    one = tiny.random_model(tiny.values(), lane_devices=1, precision=Precision(stream="bfloat16"))
+    assert np.isfinite(one(tiny.token_ids(40))).all()
+
+
+def test_fitting_specs():
+    mesh = make_mesh(4, data=2, lane=4)
+    assert fit_spec(P("lane", "data"), (40, 32), mesh) == P("lane", "data")
+    assert fit_spec(P("lane", "data"), (41, 32), mesh) == P(None, "data")
+    assert fit_spec(P("lane", "data"), (40, 31), mesh) == P("lane", None)
+    assert fit_spec(P(("data", "lane")), (8,), mesh) == P(("data", "lane"))
+    assert fit_spec(P(("data", "lane")), (4,), mesh) == P(None)
+    assert lane_spec(P("lane", None, "data")) == P("lane", None, None)
+
+
+def test_a_batch_of_odd_size_on_a_data_axis():
+    """Three sequences on two copies: the cache is kept whole where the batch cannot be split."""
+    values = tiny.values(num_hidden_layers=1)
+    model = tiny.model_of(values, tiny.random_weights(values), make_mesh(4, data=2, lane=4))
+    ids = tiny.token_ids(40, (3, 5))
+    logits, _ = model.extend(ids, model.make_cache(3, 5))
+    assert tiny.difference(logits, tiny.random_model(values)(ids)) < 1e-4

@@ -1,0 +1,341 @@
+"""The model against reference outputs: the published family's tiny models, random further ones, cached and uncached."""
+
+import numpy as np
+import pytest
+import reference
+import tiny
+
+import laneformer
+from laneformer import InputError, Laneformer, Precision, load, make_mesh
+from laneformer.hf_config import config_from_hf
+from laneformer.parameters import parameter_table
+
+TOLERANCE = 1e-4
+
+
+def _oracle_meshes():
+    """Every oracle case with no mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices."""
+    for folder in tiny.ORACLE:
+        lanes = 8 if folder.name in ("case_03", "case_12") else 4
+        for devices in (0, 1, 2, 4, 8):
+            if devices <= lanes:
+                yield pytest.param(folder, devices, id=f"{folder.name}-{devices}")
+
+
+@pytest.mark.parametrize(("folder", "devices"), list(_oracle_meshes()))
+def test_oracle_logits(folder, devices):
+    io = np.load(folder / "io.npz")
+    mesh = make_mesh(8 if folder.name in ("case_03", "case_12") else 4, lane=devices) if devices else None
+    model = load(folder, mesh=mesh)
+    logits = model(io["input_ids"])
+    assert logits.dtype == np.float32
+    assert tiny.difference(logits, io["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("folder", tiny.ORACLE, ids=lambda folder: folder.name)
+def test_oracle_greedy_tokens_with_a_cache(folder):
+    io, model = np.load(folder / "io.npz"), load(folder)
+    assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("case", ["case_03", "case_12"])
+def test_oracle_greedy_tokens_on_eight_devices(case):
+    folder = tiny.TESTS / "oracle" / case
+    io, model = np.load(folder / "io.npz"), load(folder, mesh=make_mesh(8, lane=8))
+    assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
+
+
+def _run_in_pieces(model: Laneformer, ids, splits, capacity):
+    cache, pieces, start = model.make_cache(len(ids), capacity), [], 0
+    for length in splits:
+        logits, cache = model.extend(ids[:, start : start + length], cache)
+        start += length
+        assert int(cache.length) == start
+        pieces.append(np.asarray(logits))
+    return np.concatenate(pieces, axis=1)
+
+
+SPLITS = [(24,), (5, 1, 1, 10, 1, 6), (1, 10, 5, *[1] * 8)]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
+    """Case 03 slides over 8 keys in two of its layers, so that pieces begin within, at and beyond the window."""
+    folder = tiny.TESTS / "oracle" / "case_03"
+    io = np.load(folder / "io.npz")
+    logits = _run_in_pieces(load(folder), io["input_ids"], splits, capacity=29)
+    assert tiny.difference(logits, io["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["case_06", "case_09", "case_11"])
+def test_pieces_equal_the_uncached_model_on_a_mesh(case):
+    folder = tiny.TESTS / "oracle" / case
+    io = np.load(folder / "io.npz")
+    logits = _run_in_pieces(load(folder, mesh=make_mesh(4, lane=2)), io["input_ids"], (8, 8, *[1] * 8), capacity=24)
+    assert tiny.difference(logits, io["logits"]) < TOLERANCE
+
+
+def test_residual_streams_after_every_layer(monkeypatch):
+    """The stream that each layer's attention reads is what the oracle has after the layer before it."""
+    folder = tiny.TESTS / "oracle" / "case_03"
+    io = np.load(folder / "io.npz")
+    streams = {}
+
+    def observed(schedule, x_lbsd, module, *rest):
+        def observe(m, x):
+            streams[m] = np.asarray(x)
+            return module(m, x)
+
+        streams[schedule.num_modules] = np.asarray(run_schedule(schedule, x_lbsd, observe, *rest))
+        return x_lbsd
+
+    run_schedule = laneformer.model.run_schedule
+    monkeypatch.setattr(laneformer.model, "run_schedule", observed)
+    model = load(folder)
+    Laneformer._forward.__wrapped__(model, io["input_ids"][:1], None, last_only=False, remat=False)
+    expected = io["residual_after_layer_row0"]  # [layers, s, lanes, d]
+    for n in range(model.config.num_hidden_layers):
+        assert tiny.difference(streams[2 * (n + 1)][:, 0].swapaxes(0, 1), expected[n]) < TOLERANCE
+
+
+def test_last_only_gives_the_last_position():
+    model = tiny.random_model(tiny.values())
+    ids = tiny.token_ids(40)
+    every, _ = model.extend(ids, model.make_cache(2, 12))
+    last, _ = model.extend(ids, model.make_cache(2, 12), last_only=True)
+    assert last.shape == (2, 1, 40)
+    assert tiny.difference(last, every[:, -1:]) < 1e-5
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3_ARGS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "old_context_len": 24}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+# Each row once: a random model of the family with some fields far from their defaults. V is odd where nothing needs it even.
+FURTHER = {
+    "delay 0": {"broadcast_delay": 0, "vocab_size": 41},
+    "delay beyond the layers, early": {"broadcast_delay": 5, "vocab_size": 37},
+    "delay beyond the layers, alone": {"broadcast_delay": 5, "use_early_comm": False, "num_hidden_layers": 2},
+    "delay = layers, alone": {"broadcast_delay": 3, "use_early_comm": False},
+    "delay 2 of 5": {"broadcast_delay": 2, "num_hidden_layers": 5, "use_early_comm": False, "vocab_size": 43},
+    "no exchange, early": {"use_comm": False},
+    "no exchange at all": {"use_comm": False, "use_early_comm": False, "num_hidden_layers": 2},
+    "attention not exchanged": {"model_type": "laneformer", "use_attention_comm": False, "use_mlp_comm": True},
+    "MLP not exchanged, not early": {
+        "model_type": "laneformer", "use_attention_comm": True, "use_mlp_comm": False, "use_early_comm": False,
+    },
+    "lane head, lane norms": {"lm_head_type": "lane", "replicated_rmsn_scale": False, "vocab_size": 41},
+    "vocab_parallel, lane norms": {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False, "use_early_comm": False},
+    "aggregation before the norm, lane norms": {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False, "vocab_size": 39},
+    "tied": {"tie_word_embeddings": True, "vocab_size": 41},
+    "tied, aggregation before the norm": {"tie_word_embeddings": True, "pre_norm_lane_agg": True, "norm_eps": 0.1},
+    "first layer slides": {"sliding_window": 3, "sliding_window_n_layers": 1, "num_attention_heads": 16},
+    "last two layers slide": {"sliding_window": 5, "sliding_window_n_layers": -2},
+    "window of one key, all but one": {"sliding_window": 1, "sliding_window_n_layers": 3, "unclamped_layers": [1]},
+    "more sliding layers than layers": {"sliding_window": 4, "sliding_window_n_layers": -9, "unclamped_layers": [0]},
+    "listed layers slide": {"model_type": "laneformer", "sliding_window": 4, "swa_layers": [0, 2]},
+    "window beyond the text": {"sliding_window": 30, "sliding_window_n_layers": 2, "num_hidden_layers": 2},
+    "theta 100": {"rope_theta": 100.0, "num_key_value_heads": 8, "norm_eps": 1e-6},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 500.0},
+    "llama3": {"rope_scaling": LLAMA3, "rope_theta": 100.0, "head_dim": 16},
+    "llama3 as rope_scaling_args": {"rope_scaling_args": LLAMA3_ARGS, "rope_theta": 50.0, "head_dim": 16},
+    "yarn": {"rope_scaling": YARN, "rope_theta": 100.0, "head_dim": 16},
+    "yarn, every field": {
+        "rope_parameters": YARN | {"rope_theta": 50.0, "beta_fast": 4, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2},
+        "head_dim": 16,
+    },
+    "yarn, ends not rounded": {
+        "rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}, "rope_theta": 100.0, "head_dim": 16, "num_hidden_layers": 1,
+    },
+    "two lanes": {"num_lanes": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 35},
+    "three lanes": {"num_lanes": 3, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "vocab_size": 40},
+    "eight lanes, several kv heads each": {"num_lanes": 8, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 4},
+    "one lane": {"num_lanes": 1, "num_key_value_heads": 1, "vocab_size": 33},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_random_models_of_the_family(name):
+    values = tiny.values(**FURTHER[name])
+    ids = tiny.token_ids(values["vocab_size"])
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    assert tiny.difference(tiny.random_model(values)(ids), expected) < TOLERANCE
+
+
+ON_MESHES = [
+    ("delay beyond the layers, early", 4), ("lane head, lane norms", 4), ("vocab_parallel, lane norms", 2), ("tied", 2), ("three lanes", 3),
+    ("aggregation before the norm, lane norms", 4), ("eight lanes, several kv heads each", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "devices"), ON_MESHES)
+def test_random_models_on_meshes(name, devices):
+    """Among them vocabularies that the devices divide (each makes a slice of the logits) and that they do not."""
+    values = tiny.values(**FURTHER[name])
+    ids = tiny.token_ids(values["vocab_size"])
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    logits = tiny.random_model(values, lane_devices=devices)(ids)
+    assert tiny.difference(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["last two layers slide", "window of one key, all but one"])
+def test_random_models_in_pieces(name):
+    values = tiny.values(**FURTHER[name])
+    ids = tiny.token_ids(values["vocab_size"])
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    assert tiny.difference(_run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 32])
+def test_shortest_and_longest_texts(length):
+    values = tiny.values(sliding_window=4, sliding_window_n_layers=2)
+    ids = tiny.token_ids(40, (1, length)) if length > 1 else np.array([[39]], np.int32)
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    model = tiny.random_model(values)
+    assert tiny.difference(model(ids), expected) < TOLERANCE
+    cached, cache = model.extend(ids, model.make_cache(1))
+    assert cache.capacity == 32
+    assert tiny.difference(cached, expected) < TOLERANCE
+
+
+def test_a_cache_filled_to_its_last_position():
+    values = tiny.values(max_position_embeddings=12)
+    ids = tiny.token_ids(40)
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    assert tiny.difference(_run_in_pieces(tiny.random_model(values), ids, [1] * 12, capacity=12), expected) < TOLERANCE
+
+
+def test_sequences_of_a_batch_do_not_mix():
+    model, ids = tiny.random_model(tiny.values()), tiny.token_ids(40)
+    changed = ids.copy()
+    changed[1] = (changed[1] + 7) % 40
+    assert tiny.difference(model(ids)[0], model(changed)[0]) == 0
+
+
+def test_no_token_sees_a_later_one():
+    values = tiny.values(sliding_window=3, sliding_window_n_layers=1)
+    model, ids = tiny.random_model(values), tiny.token_ids(40)
+    changed = ids.copy()
+    changed[:, 7:] = (changed[:, 7:] + 3) % 40
+    one, other = np.asarray(model(ids)), np.asarray(model(changed))
+    assert tiny.difference(one[:, :7], other[:, :7]) < 1e-6
+    assert np.abs(one[:, 7:] - other[:, 7:]).max() > 0.1
+
+
+def test_one_lane_is_the_dense_model():
+    values = tiny.values(num_lanes=1, vocab_size=33)
+    ids, weights = tiny.token_ids(33), tiny.random_weights(values)
+    assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids)) < TOLERANCE
+
+
+def test_weights_round_trip_through_the_constructor():
+    model = tiny.random_model(tiny.values(lm_head_type="lane", replicated_rmsn_scale=False), lane_devices=4)
+    weights = model.weights()
+    assert list(weights) == list(parameter_table(model.config))
+    again = Laneformer(model.config, weights, model.precision, model.mesh)
+    ids = tiny.token_ids(40)
+    assert tiny.difference(model(ids), again(ids)) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+
+VARIANTS = {  # error allowed against float32 with the same (bf16-rounded) weights; logits are a few units wide
+    "default on a CPU": (Precision.default("bfloat16", "cpu"), 1e-5),
+    "default on a GPU": (Precision.default("bfloat16", "gpu"), 0.25),
+    "all bfloat16": (Precision("bfloat16", "bfloat16", "bfloat16", "bfloat16"), 0.5),
+    "float32 weights, bfloat16 products": (Precision(compute="bfloat16"), 0.25),
+    "bfloat16 stream": (Precision(stream="bfloat16"), 0.25),
+    "float16 weights": (Precision.default("float16", "cpu"), 1e-4),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mixed_precision(variant):
+    precision, bound = VARIANTS[variant]
+    values = tiny.values(sliding_window=4, sliding_window_n_layers=1, num_hidden_layers=2)
+    rounded = {k: w.astype("bfloat16").astype(np.float32) for k, w in tiny.random_weights(values).items()}
+    ids = tiny.token_ids(40)
+    exact = reference.reference_logits(values, rounded, ids)
+    model = tiny.model_of(values, {k: w.astype(precision.param) for k, w in rounded.items()}, precision=precision)
+    logits = model(ids)
+    assert logits.dtype == np.float32
+    error = tiny.difference(logits, exact)
+    assert error < bound
+    assert precision.compute == precision.stream == "float32" or error > 1e-4  # the lower precision is really used
+
+
+def test_mixed_precision_with_a_cache():
+    values = tiny.values(num_hidden_layers=2, lm_head_type="lane")
+    model = tiny.random_model(values, precision=Precision(compute="bfloat16", accumulate="bfloat16"), lane_devices=2)
+    ids = tiny.token_ids(40)
+    cache = model.make_cache(2, 12)
+    assert cache.keys[0].dtype == "bfloat16"
+    logits, cache = model.extend(ids, cache)
+    assert logits.dtype == np.float32 and cache.values[0].dtype == "bfloat16"
+    assert tiny.difference(logits, reference.reference_logits(values, tiny.random_weights(values), ids)) < 0.5
+
+
+def test_precision_follows_the_weights():
+    assert Precision.default("bfloat16", "cpu").compute == "float32"
+    assert Precision.default("bfloat16", "gpu").compute == "bfloat16"
+    assert Precision.default("float32", "gpu").compute == "float32"
+    assert Precision.default("bfloat16", "gpu").accumulate == Precision.default("bfloat16", "gpu").stream == "float32"
+
+
+def test_float32_products_are_full_float32_everywhere():
+    """On a GPU the default precision of a float32 product is TF32, also in attention."""
+    for line in tiny.lowered(tiny.random_model(tiny.values())).splitlines():
+        if "dot_general" in line:
+            assert "precision = [HIGHEST, HIGHEST]" in line
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+WRONG_IDS = {
+    "a list": ([[1, 2]], "array.*list"),
+    "one row without a batch": (np.ones(3, np.int32), r"\[batch, length\].*\(3,\)"),
+    "three dimensions": (np.ones((1, 2, 3), np.int32), r"\(1, 2, 3\)"),
+    "nothing": (np.ones((1, 0), np.int32), "at least one token"),
+    "floats": (np.ones((1, 3), np.float32), "integers, not float32"),
+    "booleans": (np.ones((1, 3), bool), "integers, not bool"),
+    "negative": (np.array([[1, -1]]), "token id -1 .* vocabulary of 40.*tokenizer"),
+    "too large": (np.array([[40, 1]]), "token id 40 .* vocabulary of 40.*tokenizer"),
+    "beyond 32 bits": (np.array([[2**40]]), f"token id {2**40}"),
+    "longer than the context": (np.ones((1, 33), np.int32), "33 tokens .* context of 32.*shorten"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_IDS)
+def test_wrong_token_ids(kind):
+    ids, message = WRONG_IDS[kind]
+    model = tiny.random_model(tiny.values())
+    with pytest.raises(InputError, match=message):
+        model(ids)
+    with pytest.raises(InputError, match=message):
+        model.extend(ids, model.make_cache(1))
+
+
+def test_cache_overflow_and_mismatch():
+    model = tiny.random_model(tiny.values())
+    cache = model.make_cache(1, 6)
+    with pytest.raises(InputError, match="0 cached \\+ 7 new tokens do not fit a cache of 6"):
+        model.extend(np.ones((1, 7), np.int32), cache)
+    _, cache = model.extend(np.ones((1, 6), np.int32), cache)
+    with pytest.raises(InputError, match="6 cached \\+ 1 new tokens do not fit a cache of 6"):
+        model.extend(np.ones((1, 1), np.int32), cache)
+    with pytest.raises(InputError, match="2 sequences do not fit a cache made for 1"):
+        model.extend(np.ones((2, 1), np.int32), model.make_cache(1, 6))
+    for batch, capacity in ((0, 4), (1, 0), (1, -1)):
+        with pytest.raises(InputError, match="at least 1"):
+            model.make_cache(batch, capacity)
+
+
+def test_config_of_every_further_model_is_what_the_reference_reads():
+    """Guards the list above: a misspelt field would be ignored with a warning, and the test would prove nothing."""
+    for name, changes in FURTHER.items():
+        config = config_from_hf(tiny.values(**changes))
+        for field in set(changes) - {"model_type", "use_comm", "rope_scaling", "rope_scaling_args", "rope_parameters"}:
+            found = getattr(config, field)
+            assert (list(found) if isinstance(found, tuple) else found) == changes[field], (name, field)
+        scaled = {"rope_scaling", "rope_scaling_args", "rope_parameters"} & set(changes)
+        assert (config.rope_scaling is None) == (not scaled)

@@ -1,0 +1,115 @@
+"""The table of weights: names, counts, bytes per token, places on a mesh, fresh weights."""
+
+import math
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laneformer import (
+    Laneformer,
+    ModelConfig,
+    Precision,
+    kv_bytes_per_token,
+    make_mesh,
+    parameter_count,
+    parameters_per_token,
+    weight_bytes_per_token,
+)
+from laneformer.parameters import parameter_table
+
+TWO_BILLION = ModelConfig(
+    vocab_size=32000, hidden_size=3072, intermediate_size=12288, num_hidden_layers=15, num_attention_heads=32, num_key_value_heads=16,
+    num_lanes=8, broadcast_delay=2, sliding_window=2048, sliding_window_n_layers=10, max_position_embeddings=4096, bos_token_id=1,
+    eos_token_id=(2,),
+)  # fmt: skip
+
+
+def test_the_published_two_billion():
+    assert parameter_count(TWO_BILLION) == 2_320_069_632
+    assert parameters_per_token(TWO_BILLION) == 2_221_765_632
+    assert weight_bytes_per_token(TWO_BILLION) == (2_221_765_632 + 3072) * 2
+    assert f"{weight_bytes_per_token(TWO_BILLION) / 1e9:.4f} GB" == "4.4435 GB"
+    assert weight_bytes_per_token(TWO_BILLION, 4) == 2 * weight_bytes_per_token(TWO_BILLION)
+    assert TWO_BILLION.head_size == 96
+    shapes = {path: parameter.shape for path, parameter in parameter_table(TWO_BILLION).items()}
+    assert shapes["layers.0.attention.wq"] == (8, 4 * 96, 3072)
+    assert shapes["layers.14.attention.wk"] == shapes["layers.0.attention.wv"] == (8, 2 * 96, 3072)
+    assert shapes["layers.0.feed_forward.w2"] == (8, 3072, 1536)
+
+
+def test_other_heads_of_the_two_billion():
+    assert parameter_count(TWO_BILLION.replace(lm_head_type="vocab_parallel")) == 2_320_069_632
+    assert parameter_count(TWO_BILLION.replace(lm_head_type="lane")) == 2_320_069_632 + 7 * 32000 * 3072
+    tied = TWO_BILLION.replace(tie_word_embeddings=True)
+    assert parameter_count(tied) == parameters_per_token(tied) == 2_221_765_632
+    assert parameter_count(TWO_BILLION.replace(replicated_rmsn_scale=False)) == 2_320_069_632 + 7 * 31 * 3072
+
+
+def test_key_value_bytes_of_the_two_billion():
+    """One position: keys and values of 16 heads of 96 channels in 16 bit, 6,144 bytes per layer."""
+    assert kv_bytes_per_token(TWO_BILLION) == 15 * 6144
+    assert kv_bytes_per_token(TWO_BILLION, 1000) == 15 * 1001 * 6144
+    assert kv_bytes_per_token(TWO_BILLION, 2047) == 15 * 2048 * 6144
+    assert kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144  # ten layers read 2,048 positions, their own included
+    assert kv_bytes_per_token(TWO_BILLION, 4095, 1) * 2 == kv_bytes_per_token(TWO_BILLION, 4095)
+
+
+@settings(max_examples=60)
+@given(
+    lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 3), head=st.sampled_from(["replicate", "lane", "vocab_parallel"]),
+    shared=st.booleans(), before=st.booleans(), tied=st.booleans(), head_dim=st.sampled_from([None, 6]),
+)  # fmt: skip
+def test_names_and_shapes_are_those_of_the_files(lanes, n, head, shared, before, tied, head_dim):
+    """Against the reference's own list of weights."""
+    tied, before = tied and head == "replicate", before and head == "replicate"
+    changes = {
+        "num_lanes": lanes, "num_hidden_layers": n, "lm_head_type": head, "replicated_rmsn_scale": shared, "pre_norm_lane_agg": before,
+        "tie_word_embeddings": tied, "head_dim": head_dim,
+    }  # fmt: skip
+    arrays = tiny.random_weights(tiny.values(**changes))
+    config = tiny.config(**changes)
+    found = {parameter.file_name: math.prod(parameter.shape) for parameter in parameter_table(config).values()}
+    assert found == {name: w.size for name, w in arrays.items()}
+    assert parameter_count(config) == sum(w.size for w in arrays.values())
+
+
+def test_qwen_weights_are_counted():
+    plain, extra = tiny.config(), tiny.config().replace(qkv_bias=True, qk_norm=True)
+    assert parameter_count(extra) - parameter_count(plain) == 3 * ((8 + 4 + 4) * 4 + 2 * 4)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Laneformer:
+    """A model with weights from seed 3 on one device."""
+    return Laneformer.init(tiny.config(hidden_size=64, num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3)
+
+
+def test_fresh_weights(fresh):
+    weights = fresh.weights()
+    assert list(weights) == list(parameter_table(fresh.config))
+    assert (weights["norm"] == 1).all() and (weights["layers.0.attention.wq_bias"] == 0).all()
+    assert float(weights["layers.0.attention.wq"].std()) == pytest.approx(0.02, rel=0.1)
+    assert float(weights["layers.1.feed_forward.w2"].std()) == pytest.approx(0.02 / 2, rel=0.1)
+    assert float(abs(weights["tok_embeddings"]).max()) <= 0.06
+    values = [np.asarray(w).tobytes() for path, w in weights.items() if "norm" not in path and "bias" not in path]
+    assert len(set(values)) == len(values)  # no two weights alike
+
+
+def test_fresh_weights_of_another_seed_and_dtype(fresh):
+    other = Laneformer.init(fresh.config, 4, precision=Precision.default("bfloat16")).weights()
+    assert {w.dtype.name for w in other.values()} == {"bfloat16"}
+    assert (other["lm_head"] != fresh.weights()["lm_head"].astype("bfloat16")).any()
+
+
+def test_fresh_models_are_the_same_on_every_mesh_and_lie_where_the_table_says(fresh):
+    spread = Laneformer.init(fresh.config, 3, mesh=make_mesh(4, data=2, lane=4)).weights()
+    for path, w in fresh.weights().items():
+        assert (np.asarray(w) == np.asarray(spread[path])).all(), path
+    parts = {path: w.sharding.shard_shape(w.shape) for path, w in spread.items()}
+    assert parts["layers.0.attention.wq"] == (1, 16, 32)
+    assert parts["layers.0.feed_forward.w2"] == (1, 32, 6)
+    assert parts["lm_head"] == (10, 32)
+    assert parts["norm"] == (1, 64)

@@ -1,0 +1,102 @@
+"""The corpus and one uninterrupted run of the tiny recipe, shared by the tests of training."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from tiny_recipe import RECIPE, finish, records, start, write_store
+
+import laneformer
+from train.__main__ import main
+from train.metrics import MetricsLog
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> Path:
+    """Where compiled programs are kept during the session: a start that finds its programs takes 2 s instead of 7."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(compiled):
+    """The same for what tests compile in this process. Programs are keyed by all that enters them."""
+    settings = {"jax_compilation_cache_dir": str(compiled), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        reset_cache()
+        if values is settings:
+            yield
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> Path:
+    return write_store(tmp_path_factory.mktemp("corpus") / "store")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, store, compiled) -> Path:
+    """A run of the tiny recipe that nothing disturbed, in a process of its own. Read it, or take `finished_copy`."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    status, out, err = finish(start(run, store, compiled=compiled))
+    assert (status, err) == (0, ""), "no warning of any library may reach a user of the command line"
+    assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
+    return run
+
+
+@pytest.fixture
+def finished_copy(tmp_path, finished) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def final_weights(finished):
+    return weights_of(finished)
+
+
+@pytest.fixture
+def command(store, capsys):
+    """Runs the command in this process: command(run, *options) -> (exit status, stdout, stderr)."""
+
+    def run_command(run: Path, *options: str, path: Path = store):
+        capsys.readouterr()
+        status = main([RECIPE, "--run", str(run), "--data.path", str(path), *options])
+        return status, *capsys.readouterr()
+
+    return run_command
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """stop_at(n): SIGTERM arrives when step n is recorded, so that step n + 1, which runs by then, is the last."""
+    write = MetricsLog.write
+
+    def arm(step: int):
+        def write_and_signal(log, number, **values):
+            write(log, number, **values)
+            if number == step and "loss" in values:
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(MetricsLog, "write", write_and_signal)
+
+    return arm
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    return {path: np.asarray(weight) for path, weight in laneformer.load(run).weights().items()}
+
+
+@pytest.fixture
+def same_end(finished, final_weights):
+    """same_end(run): asserts that a run ended bitwise like the undisturbed one, in weights, losses and validations."""
+    def check(run: Path):
+        assert records(run) == records(finished)
+        for path, weight in weights_of(run).items():
+            np.testing.assert_array_equal(weight, final_weights[path], err_msg=path)
+
+    return check

@@ -1,0 +1,348 @@
+"""The loop: bitwise the same run however it is stopped, errors that lose nothing, honest times, two steps in flight at most."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_recipe import changed, finish, losses, records, start, tiny, write_store
+
+import train.loop
+from laneformer.errors import InputError
+from train.loop import _Loop, _only_one
+from train.metrics import MetricsLog, read_lines
+
+
+def wait_until(process, condition, seconds=90):
+    """Polls until the condition holds; False if the process ended before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    raise AssertionError("nothing happened for a long time")
+
+
+def lines(run) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def saving(run) -> bool:
+    return any((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")) if (run / "checkpoints").exists() else False
+
+
+def kill_when(process, condition, number=signal.SIGKILL):
+    """Sends the process a signal once the condition holds -> exit status, stdout, stderr."""
+    try:
+        wait_until(process, condition)
+        process.send_signal(number)
+        return finish(process)
+    finally:
+        process.kill()
+
+
+def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, compiled, finished, same_end):
+    for attempt in range(3):  # a busy machine may look away whenever the run saves
+        run = tmp_path / f"run{attempt}"
+        status, _, err = kill_when(start(run, store), lambda run=run: lines(run) >= 20 and saving(run))
+        if status == -signal.SIGKILL:
+            break
+        assert (status, err) == (0, "")
+    assert status == -signal.SIGKILL
+    before = losses(run)
+    assert 20 <= len(before) < 60
+    assert before == losses(finished)[: len(before)], "two fresh processes, each with its own compilation"
+    assert kill_when(start(run, store, compiled=compiled), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
+    status, out, err = finish(start(run, store, compiled=compiled))
+    assert (status, err) == (0, "")
+    assert "going on after step" in out
+    same_end(run)
+    assert not saving(run), "what the kill left half-written is gone"
+
+
+def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_path, store, compiled, same_end):
+    run = tmp_path / "run"
+    for number, status, at_least in ((signal.SIGTERM, 143, 7), (signal.SIGINT, 130, 25)):
+        got, _, err = kill_when(start(run, store, compiled=compiled), lambda at_least=at_least: lines(run) >= at_least, number)
+        assert got == status
+        stopped_at = len(losses(run))
+        assert err.startswith(f"stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train ")
+        assert str(run) in err and "Traceback" not in err
+        assert (run / "checkpoints" / str(stopped_at) / "meta").is_dir()
+    status, out, err = finish(start(run, store, compiled=compiled))
+    assert (status, err) == (0, "")
+    assert f"going on after step {stopped_at} of {run}" in out
+    same_end(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_random_moments(tmp_path, store, same_end, seed):
+    """Also while it starts, compiles or restores."""
+    run, random = tmp_path / "run", np.random.default_rng(seed)
+    for _ in range(6):
+        process, more = start(run, store), lines(run) + random.integers(1, 9)
+        wait_until(process, (lambda: saving(run)) if random.random() < 0.4 else (lambda more=more: lines(run) >= more))
+        time.sleep(random.exponential(0.02))
+        if random.random() < 0.2:
+            time.sleep(0.5)
+        process.kill()
+        process.communicate()
+    for _ in range(2):
+        process = start(run, store)
+        time.sleep(random.uniform(0.5, 5))
+        process.kill()
+        process.communicate()
+    status, _, err = finish(start(run, store))
+    assert (status, err) == (0, "")
+    same_end(run)
+
+
+def test_a_run_goes_on_on_other_devices_to_rounding(tmp_path, command, stop_at, monkeypatch, finished):
+    run = tmp_path / "run"
+    stop_at(15)
+    assert command(run)[0] == 143
+    monkeypatch.undo()
+    status, out, _ = command(run, "--mesh.data", "2", "--mesh.lane", "4")
+    assert status == 0
+    assert "going on after step 16" in out and "data 2 x lane 4" in out
+    assert losses(run)[:16] == losses(finished)[:16]
+    np.testing.assert_allclose(losses(run), losses(finished), rtol=1e-5)
+
+
+def test_a_finished_run_does_nothing_and_says_so(finished_copy, command):
+    before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in finished_copy.rglob("*") if file.name != ".lock"}
+    status, out, err = command(finished_copy)
+    assert (status, out, err) == (0, f"{finished_copy}: all 60 steps are done; nothing to do\n", "")
+    assert before == {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in finished_copy.rglob("*") if file.name != ".lock"}
+
+
+def test_the_loss_falls_and_metrics_are_complete(finished):
+    loss = losses(finished)
+    assert len(loss) == 60
+    assert np.mean(loss[25:30]) < loss[0] - 1
+    assert np.mean(loss[-5:]) < np.mean(loss[25:30])
+    for line in (finished / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss" in record:
+            assert set(record) == {"step", "loss", "grad_norm", "learning_rate", "tokens", "epoch", "step_seconds", "data_wait_seconds"}
+            assert record["tokens"] == 128 * record["step"] and record["step_seconds"] > 0
+    validations = [line for line in records(finished) if "validation_loss" in line]
+    assert [line["step"] for line in validations] == [20, 40, 60]
+    assert validations[-1]["validation_loss"] < validations[0]["validation_loss"] < loss[0]
+    last = validations[-1]
+    assert last["validation_bits_per_byte"] == pytest.approx(last["validation_loss"] / np.log(2) * 8 * 61 / (8 * 120))
+
+
+def test_first_losses_are_those_written_down(finished):
+    """A change here means that a run started before it would go on as another one."""
+    written = [4.15691614151001, 4.11168098449707, 4.092592239379883, 3.9618263244628906, 3.841066598892212]
+    assert losses(finished)[:5] == pytest.approx(written, abs=2e-5)
+
+
+def one_line_error(result, *parts):
+    status, _, err = result
+    assert status == 2, err
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    for part in parts:
+        assert part in err, err
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_a_damaged_shard_stops_the_run_and_once_repaired_nothing_is_lost(tmp_path, store, command, same_end):
+    damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
+    shard = damaged / "train-00004.bin"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:100] + b"\xff" + data[101:])
+    one_line_error(command(run, path=damaged), "train-00004.bin is corrupted near byte 0", "--overwrite")
+    done = len(losses(run))
+    assert os.listdir(run / "checkpoints") == [str(done)] and done > 0
+    shard.write_bytes(data)
+    status, out, err = command(run, path=damaged)
+    assert (status, err) == (0, "")
+    assert f"going on after step {done}" in out
+    same_end(run)
+
+
+def test_what_ends_a_step_half_way_loses_nothing(tmp_path, command, monkeypatch, same_end):
+    """An impatient user, then a full disk under the metrics."""
+    run, write = tmp_path / "run", MetricsLog.write
+
+    def impatient(log, step, **values):
+        write(log, step, **values)
+        if step == 12:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    def full(log, step, **values):
+        if step == 23:
+            log._file.write('{"step": 2')  # as much as there was room for
+            raise OSError(28, "No space left on device")
+        write(log, step, **values)
+
+    monkeypatch.setattr(MetricsLog, "write", impatient)
+    status, _, err = command(run)
+    assert status == 130 and err.startswith("stopped without saving; to go on from the last checkpoint: python -m train "), err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(MetricsLog, "write", full)
+    one_line_error(command(run), "No space left on device")
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl") if "loss" in line] == list(range(1, 23))
+    monkeypatch.undo()
+    status, out, err = command(run)
+    assert (status, err) == (0, "") and "going on after step 20" in out
+    same_end(run)
+
+
+def test_a_damaged_shard_at_once(tmp_path, store, command):
+    damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
+    for shard in damaged.glob("train*.bin"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    one_line_error(command(run, path=damaged), "is corrupted near byte 0")
+    assert losses(run) == [] and os.listdir(run / "checkpoints") == []
+
+
+def test_stores_that_cannot_be_trained_on(tmp_path, store, command):
+    run = tmp_path / "run"
+    one_line_error(command(run, path=tmp_path / "none"), "has no manifest.json", "python -m scripts.tokenize")
+    missing = shutil.copytree(store, tmp_path / "missing")
+    (missing / "train-00002.bin").unlink()
+    one_line_error(command(run, path=missing), "train-00002.bin is missing")
+    cut = shutil.copytree(store, tmp_path / "cut")
+    os.truncate(cut / "train-00002.bin", 10)
+    one_line_error(command(run, path=cut), "train-00002.bin is truncated")
+    larger = write_store(tmp_path / "larger", vocab_size=70)
+    one_line_error(command(run, path=larger), "model.vocab_size = 64", "--model.vocab-size 70")
+    one_line_error(command(run, "--data.batch-size", "64"), "has 30 windows of seq_len 16", "--data.validation-batches 0")
+    assert not run.exists(), "a command that could not work leaves no folder behind"
+
+
+def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, command, finished):
+    other = write_store(tmp_path / "tokenizer", tokenizer=b"other")
+    one_line_error(command(finished_copy, path=other), "another tokenizer")
+    more = write_store(tmp_path / "tokens", seed=1)
+    one_line_error(command(finished_copy, path=more), "other tokens")
+    one_line_error(
+        command(finished_copy, "--optimizer.learning-rate", "0.02", "--data.seed", "3"),
+        "data.seed (0 before, 3 now), optimizer.learning_rate (0.01 before, 0.02 now)", "--run",
+    )  # fmt: skip
+    for content in ("{", "[]", "{}", '{"config": []}'):
+        (finished_copy / "run.json").write_text(content)
+        one_line_error(command(finished_copy), "run.json is damaged or missing")
+    (finished_copy / "run.json").unlink()
+    one_line_error(command(finished_copy), "run.json is damaged or missing")
+    assert records(finished_copy) == records(finished)
+
+
+def test_settings_may_change_until_the_first_step(tmp_path, store, command, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr("train.loop.Trainer", lambda *_: (_ for _ in ()).throw(InputError("no memory")))
+    one_line_error(command(run, "--data.batch-size", "16"), "no memory")
+    one_line_error(command(run), "no memory")
+    assert json.loads((run / "run.json").read_text())["config"]["data.batch_size"] == 8
+
+
+def test_only_one_process_trains_in_a_folder(finished_copy, command):
+    with _only_one(finished_copy):
+        one_line_error(command(finished_copy), "another process trains in", "--run")
+    assert command(finished_copy)[0] == 0
+
+
+def test_a_run_without_validation_text(tmp_path, store):
+    assert train.loop._validation(changed(tiny(), data__validation_batches=0), SimpleNamespace(splits=("validation",))) == []
+    assert train.loop._validation(tiny(), SimpleNamespace(splits=("train",))) == []
+
+
+class Clock:
+    """A run's outside world, where time passes only as told: 2 s wait for data, 1 s a step, 10 s validating, 100 s saving."""
+
+    def __init__(self, monkeypatch, **changes):
+        self.now, self.running, self.most, self.records, self.saved = 0.0, 0, 0, [], []
+        self.values = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
+        self.config = changed(tiny(), **changes)
+        monkeypatch.setattr("train.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("train.loop.jax", SimpleNamespace(device_get=self.fetch))
+
+    def step(self, state, batch):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        return state, self.values
+
+    def fetch(self, values):
+        self.running -= 1
+        self.now += 1
+        return values
+
+    def evaluate(self, params, batch):
+        self.now += 10
+        return 1.0
+
+    def save(self, state, step):
+        assert self.running == 0
+        self.now += 100
+        self.saved.append(step)
+
+    def batches(self, first):
+        for step in range(first, self.config.steps):
+            self.now += 2
+            yield step, None
+        raise AssertionError("a batch after the last step")
+
+    def run(self, first=0):
+        trainer = SimpleNamespace(step=self.step, evaluate=self.evaluate, put_batch=lambda rows: None)
+        checkpoints = SimpleNamespace(save=self.save, check=lambda: None, wait=lambda: None)
+        held_out = SimpleNamespace(tokens=lambda split: 2, text_bytes=lambda split: 4)
+        data = SimpleNamespace(epoch_of=lambda step: 0, store=held_out)
+        metrics = SimpleNamespace(write=lambda step, **values: self.records.append({"step": step, **values}), sync=lambda: None)
+        bar = SimpleNamespace(disable=True, set_postfix_str=lambda *_, **__: None, update=lambda n: None, write=lambda text: None)
+        validation = [np.zeros((8, 17))]
+        _Loop(self.config, trainer, checkpoints, data, validation, metrics, bar).run(SimpleNamespace(params=None), self.batches(first), [])
+
+
+def test_at_most_two_steps_are_in_flight_and_times_add_up(monkeypatch):
+    clock = Clock(monkeypatch, steps=12, save_every=5, validate_every=4)
+    clock.run()
+    assert clock.most == 2 and clock.running == 0
+    steps = [line for line in clock.records if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert sum(line["step_seconds"] for line in steps) == 12 * 3, "every second once, without validating and saving"
+    assert [line["data_wait_seconds"] for line in steps] == [2.0] * 12
+    assert clock.now == 12 * 3 + 3 * 10 + 3 * 100
+    assert clock.saved == [5, 10, 12]
+    assert [line["step"] for line in clock.records if "validation_loss" in line] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_run_that_diverges_stops_before_it_saves(monkeypatch, name):
+    clock = Clock(monkeypatch, steps=12, save_every=1)
+    clock.values = {**clock.values, name: float("nan")}
+    with pytest.raises(InputError, match=r"at step 1 .*optimizer\.learning_rate"):
+        clock.run()
+    assert clock.saved == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_a_bar_shows_the_progress(finished_copy, command, monkeypatch, same_end):
+    """And elsewhere plain lines: see the fixture `finished`."""
+    shutil.rmtree(finished_copy / "checkpoints" / "60")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    status, out, _ = command(finished_copy)
+    assert status == 0 and "step 60/60" not in out and "step 60: validation loss" in out
+    last = terminal.getvalue().rstrip().split("\r")[-1]
+    assert re.search(r"100%.* 60/60 .*<.*step.*, loss \d\.\d{3}, [\d,]+ tok/s\]$", last), last
+    assert " 50/60 " in terminal.getvalue(), "it begins where the run was"
+    same_end(finished_copy)

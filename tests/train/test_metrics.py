@@ -1,0 +1,82 @@
+"""metrics.jsonl: whole lines, every step once, digits that are never lost."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laneformer.errors import InputError
+from train.metrics import MetricsLog, read_lines
+
+
+def write(path, steps, resumed_at=0):
+    with MetricsLog(path, resumed_at) as log:
+        for step in steps:
+            log.write(step, loss=step / 3)
+
+
+def test_a_resumed_file_has_every_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 8))
+    write(path, range(5, 10), resumed_at=4)
+    assert [line["step"] for line in read_lines(path)] == list(range(1, 10))
+    write(path, [], resumed_at=9)
+    assert [line["step"] for line in read_lines(path)] == list(range(1, 10))
+    write(path, [1], resumed_at=0)
+    assert read_lines(path) == [{"step": 1, "loss": 1 / 3}]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("cut", range(1, 30, 4))
+def test_a_last_line_that_was_cut_off_is_dropped(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    os.truncate(path, path.stat().st_size - cut)
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4] if cut < 29 else [1, 2, 3]
+    write(path, [4, 5], resumed_at=3)
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_validation_of_the_saved_step_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, 0) as log:
+        log.write(4, loss=1.0)
+        log.write(4, validation_loss=2.0)
+        log.write(5, loss=0.5)
+    with MetricsLog(path, 4):
+        pass
+    assert read_lines(path) == [{"step": 4, "loss": 1.0}, {"step": 4, "validation_loss": 2.0}]
+
+
+@given(value=st.floats(allow_nan=False))
+def test_floats_keep_all_their_digits(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("digits") / "metrics.jsonl"
+    with MetricsLog(path, 0) as log:
+        log.write(1, loss=value)
+    assert read_lines(path) == [{"step": 1, "loss": value}]
+
+
+def test_a_line_is_out_as_soon_as_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, 0) as log:
+        log.write(1, loss=1.0)
+        assert read_lines(path) == [{"step": 1, "loss": 1.0}]
+        log.sync()
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0", b'{"loss": 1}', b"[1]", b"17", b'{"step": null}', b'{"step": 2', b"\xff\xfe"])
+def test_a_damaged_line_is_named_and_nothing_is_overwritten(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n' + damage + b'\n{"step": 3}\n'
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="line 2, is damaged"):
+        MetricsLog(path, 3)
+    assert path.read_bytes() == content
+
+
+def test_no_file_has_no_lines(tmp_path):
+    assert read_lines(tmp_path / "metrics.jsonl") == []
+    write(tmp_path / "metrics.jsonl", [1])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 1 / 3}

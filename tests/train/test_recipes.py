@@ -1,0 +1,116 @@
+"""Recipes and the command line: every option is documented and can be set; every mistake is one line."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny_recipe import RECIPE, ROOT, tiny
+
+from configs import RECIPES
+from laneformer import ConfigError, parameter_count
+from train.__main__ import main
+from train.config import TrainConfig, recorded
+from train.recipes import find_recipe, parse
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_our_recipes_are_complete_and_documented(name):
+    config = find_recipe(name)
+    assert isinstance(config, TrainConfig) and config.name == name and RECIPES[name].__doc__
+    assert config == parse([name]) == RECIPES[name]()
+    assert config.data.sequence_length <= config.model.max_position_embeddings
+    assert parameter_count(config.model) > 0
+
+
+def test_a_recipe_of_ones_own():
+    assert find_recipe(RECIPE) == tiny()
+    assert find_recipe("configs.stdlib:stdlib") == find_recipe("stdlib")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "7"], {"steps": 7}),
+        (["--optimizer.learning-rate", "1e-4"], {"optimizer.learning_rate": 1e-4}),
+        (["--optimizer.learning_rate=1e-4"], {"optimizer.learning_rate": 1e-4}),
+        (["--model.layout", "tp", "--model.num-lanes", "4"], {"model.layout": "tp", "model.num_lanes": 4}),
+        (["--mesh.lane", "2", "--mesh.host-devices", "None"], {"mesh.lane": 2, "mesh.host_devices": None}),
+        (["--remat", "True", "--compute-dtype", "bfloat16"], {"remat": True, "compute_dtype": "bfloat16"}),
+        (["--data.path", "a b", "--run", "c"], {"data.path": "a b", "run": "c"}),
+    ],
+)
+def test_every_field_can_be_set(options, expected):
+    assert recorded(parse([RECIPE, *options])) == recorded(tiny()) | expected
+
+
+def fails(capsys, *arguments) -> str:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and "│" not in err, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--steps", "0"], ["steps = 0: it must be at least 1"]),
+        (["--steps", "many"], ["--steps: invalid literal for int()", "'many'"]),
+        (["--step", "3"], ["Unrecognized options: --step"]),
+        (["3"], ["Unrecognized", "3"]),
+        (["--steps"], ["--steps"]),
+        (["--compute-dtype", "int8"], ["'int8'", "--compute-dtype", "bfloat16"]),
+        (["--model.num-lanes", "3"], ["num_lanes = 3 does not divide"]),
+        (["--model.layout", "nope"], ["nope"]),
+        (["--optimizer.clip-norm", "-1"], ["optimizer.clip_norm = -1.0: it must be a positive number"]),
+        (["--mesh.lane", "x"], ["--mesh.lane"]),
+        (["--remat", "perhaps"], ["--remat"]),
+    ],
+)
+def test_bad_options_are_one_line(capsys, options, parts):
+    err = fails(capsys, RECIPE, *options)
+    assert all(part in err for part in parts), err
+    assert err.endswith(f"python -m train {RECIPE} --help shows all options\n")
+
+
+def test_meshes_that_cannot_be(capsys, tmp_path, store):
+    place = ["--run", str(tmp_path / "run"), "--data.path", str(store)]
+    assert "lane = 3: 8 lanes spread over 1, 2, 4, 8 devices only" in fails(capsys, RECIPE, *place, "--mesh.lane", "3")
+    assert "needs 16 devices, 8 are visible" in fails(capsys, RECIPE, *place, "--mesh.lane", "8", "--mesh.data", "2")
+    assert "cannot make 4 CPU devices" in fails(capsys, RECIPE, *place, "--mesh.host-devices", "4")
+
+
+def test_recipes_that_are_not_there(capsys, tmp_path):
+    assert "recipe 'nope' is unknown; there are stdlib" in fails(capsys, "nope")
+    assert "recipe file nope.py does not exist" in fails(capsys, "nope.py:f")
+    assert "has no attribute 'nope'" in fails(capsys, RECIPE.replace(":tiny", ":nope"))
+    assert "No module named 'nope'" in fails(capsys, "nope:f")
+    assert "gives a str" in fails(capsys, RECIPE.replace(":tiny", ":RECIPE"))
+    assert "the recipe comes first" in fails(capsys, "--steps", "3")
+    (tmp_path / "broken.py").write_text("def f():\n    return undefined.name\n")
+    with pytest.raises(NameError):  # a fault in the user's own program: its traceback is what helps
+        main([f"{tmp_path}/broken.py:f"])
+    with pytest.raises(ConfigError, match="unknown"):
+        find_recipe("nope")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_without_a_recipe_all_are_listed(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        parse(arguments)
+    assert stopped.value.code == (0 if arguments else 2)
+    out = capsys.readouterr().out
+    assert "usage: python -m train RECIPE" in out
+    for name, make in RECIPES.items():
+        assert name in out and make.__doc__.splitlines()[0] in out
+
+
+def test_help_shows_every_option_with_type_default_and_meaning():
+    """In a process of its own, as wide as options need."""
+    command = [sys.executable, "-m", "train", "stdlib", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env={"COLUMNS": "200", "PATH": ""})
+    assert done.stderr == ""
+    config = RECIPES["stdlib"]()
+    for option in recorded(config).keys() - {"model.rope_scaling"}:  # a section of its own where a recipe has one
+        assert f"--{option.replace('_', '-')} " in done.stdout, option
+    assert f"Optimizer steps of the whole run. (default: {config.steps})" in done.stdout
+    assert "Lanes (L): shares of the model, one per device at most." in done.stdout

@@ -1,0 +1,274 @@
+"""Saved runs: what is restored is bitwise what was saved, damage is found, reported and survived, failed saves are told."""
+
+import json
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tiny_recipe import changed, finish, losses, start, tiny
+
+import laneformer
+from laneformer import CheckpointError, make_mesh
+from train.__main__ import _say_errors_once
+from train.checkpoint import Checkpoints, fingerprint, saved_steps
+from train.step import Trainer
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    _say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
+    return Trainer(tiny(), make_mesh(8))
+
+
+@pytest.fixture
+def opened():
+    """opened(run): its Checkpoints, closed at the end of the test."""
+    closing = []
+
+    def open_run(run, **changes):
+        closing.append(Checkpoints(changed(tiny(), run=run, **changes), "sha"))
+        return closing[-1]
+
+    yield open_run
+    for checkpoints in closing:
+        checkpoints.close()
+
+
+def bits(state) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+def test_a_save_keeps_the_state_of_its_moment_though_training_goes_on(tmp_path, trainer, opened):
+    state, saved, checkpoints = trainer.init(), {}, opened(tmp_path / "run")
+    for step in range(1, 7):
+        batch = np.random.default_rng(step).integers(1, 64, (8, 17)).astype(np.int32)
+        state, _ = trainer.step(state, trainer.put_batch(batch.__getitem__))  # donates the state before
+        if step % 2 == 0:
+            saved[step] = bits(state)
+            checkpoints.save(state, step)
+    checkpoints.wait()
+    for step in (6, 4, 2):
+        restored = opened(tmp_path / "run").restore(trainer)
+        assert int(restored.step) == step and bits(restored) == saved[step]
+        assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(trainer.abstract_state())]
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    assert opened(tmp_path / "run").restore(trainer) is None
+
+
+@pytest.mark.parametrize(("data", "lane"), [(2, 4), (1, 1)])
+def test_a_state_comes_back_on_any_mesh(finished_copy, trainer, opened, data, lane):
+    other = Trainer(changed(tiny(), mesh__data=data, mesh__lane=lane), make_mesh(8, data=data, lane=lane))
+    assert bits(opened(finished_copy).restore(other)) == bits(opened(finished_copy).restore(trainer))
+
+
+def test_only_the_newest_are_kept(finished, trainer):
+    assert saved_steps(finished) == [40, 50, 60]
+
+
+def test_what_a_step_says_of_itself(finished):
+    meta = json.loads((finished / "checkpoints" / "60" / "meta" / "metadata").read_text())
+    assert meta["step"] == 60 and meta["param_dtype"] == "float32"
+    assert meta["run"]["data.batch_size"] == 8 and set(meta["fingerprint"]) == {"params", "optimizer"}
+    assert {"jax", "flax", "optax", "orbax", "python", "commit"} == set(meta["versions"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", meta["saved_at"])
+
+
+def test_load_and_export_give_the_trained_model(finished, tmp_path, trainer, opened):
+    ids = np.arange(1, 17)[None]
+    trained = laneformer.load(finished)
+    state = opened(finished).restore(trainer)
+    for path, weight in trained.weights().items():
+        np.testing.assert_array_equal(weight, state.params[path], err_msg=path)
+    assert trained.config == tiny().model
+    counting = np.asarray(trained(ids)).argmax(-1)[0]
+    assert (counting[4:] == ids[0, 4:] + 1).mean() > 0.5, "it has learned to count"
+    step = laneformer.load(finished / "checkpoints" / "60", mesh=make_mesh(8))
+    np.testing.assert_allclose(step(ids), trained(ids), rtol=1e-4, atol=1e-4)
+    before = laneformer.load(finished / "checkpoints" / "50")
+    assert not np.array_equal(before(ids), trained(ids))
+    laneformer.save_hf(trained, tmp_path / "hf")
+    again = laneformer.load(tmp_path / "hf")
+    for path, weight in trained.weights().items():
+        np.testing.assert_array_equal(weight, again.weights()[path], err_msg=path)
+    np.testing.assert_array_equal(again(ids), trained(ids))
+
+
+def files(folder):
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def stale(step):
+    """Sound files with other weights in them, as no format would notice."""
+    shutil.rmtree(step / "params")
+    shutil.copytree(step.parent / str(int(step.name) - 10) / "params", step / "params")
+
+
+def flip(step):
+    for file in files(step / "optimizer"):
+        data = bytearray(file.read_bytes())
+        for place in range(len(data) // 3, len(data), 500):
+            data[place] ^= 16
+        file.write_bytes(data)
+
+
+def zeros(step):
+    for file in files(step / "optimizer"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+def cut(step):
+    for file in files(step / "params"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def cut_meta(step):
+    os.truncate(step / "meta" / "metadata", 100)
+
+
+def no_meta(step):
+    shutil.rmtree(step / "meta")
+
+
+def no_optimizer(step):
+    for file in files(step / "optimizer"):
+        file.unlink()
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+DAMAGES = [stale, flip, zeros, cut, cut_meta, no_meta, no_optimizer, empty]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_used(finished_copy, trainer, opened, capsys, damage):
+    damage(finished_copy / "checkpoints" / "60")
+    state = opened(finished_copy).restore(trainer)
+    assert int(state.step) == 50
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"warning: the checkpoint of step 60 is damaged \(.+\): moved to {finished_copy}/damaged-60\n", said), said
+    assert saved_steps(finished_copy) == [40, 50] and (finished_copy / "damaged-60").is_dir()
+
+
+def test_after_damage_the_run_ends_bitwise_the_same_also_a_second_time(finished_copy, command, same_end):
+    for names, damaged in ((["damaged-60"], (60,)), (["damaged-50", "damaged-60", "damaged-60-1"], (60, 50))):
+        for step in damaged:
+            zeros(finished_copy / "checkpoints" / str(step))
+        status, out, err = command(finished_copy)
+        assert status == 0 and err.count("warning: the checkpoint of step") == err.count("\n") == len(damaged)
+        assert f"going on after step {min(damaged) - 10}" in out
+        assert sorted(folder.name for folder in finished_copy.glob("damaged-*")) == names
+        same_end(finished_copy)
+
+
+def test_where_no_checkpoint_can_be_read_nothing_is_touched(finished_copy, command):
+    for step, damage in ((40, cut_meta), (50, cut), (60, flip)):
+        damage(finished_copy / "checkpoints" / str(step))
+    before = sorted(finished_copy.rglob("*"))
+    for _ in range(2):
+        status, _, err = command(finished_copy)
+        assert status == 2 and err.startswith("error: no checkpoint in ") and err.count("\n") == 1
+        assert "step 60: " in err and "step 50: " in err and "step 40: " in err and "--run" in err
+        assert sorted(finished_copy.rglob("*")) == before
+    assert len(losses(finished_copy)) == 60
+
+
+def test_what_a_kill_left_half_written_is_removed(finished_copy, trainer, opened):
+    folder = finished_copy / "checkpoints"
+    shutil.copytree(folder / "60", folder / "70.orbax-checkpoint-tmp")
+    shutil.copytree(folder / "60", folder / "70.orbax-checkpoint-tmp-1234")
+    checkpoints = opened(finished_copy)
+    state = checkpoints.restore(trainer)
+    assert int(state.step) == 60
+    checkpoints.save(state, 70)
+    checkpoints.wait()
+    assert sorted(file.name for file in folder.iterdir()) == ["50", "60", "70"]
+
+
+def test_a_step_that_is_not_saved_is_an_error(finished_copy, trainer, opened):
+    checkpoints = opened(finished_copy)
+    state = checkpoints.restore(trainer)
+    for step in (60, 55):
+        with pytest.raises(CheckpointError, match=f"cannot save step {step} in .*checkpoints: .*(exists|later)"):
+            checkpoints.save(state, step)
+
+
+def test_a_full_disk_is_told_before_it_is_written_to(finished_copy, trainer, opened, monkeypatch):
+    checkpoints = opened(finished_copy)
+    state = checkpoints.restore(trainer)
+    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"cannot save step 70 .*: it takes 29\d,\d{3} bytes and the disk has 1,000 left"):
+        checkpoints.save(state, 70)
+    assert saved_steps(finished_copy) == [40, 50, 60]
+
+
+def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(tmp_path, store, compiled, command, same_end):
+    """`ulimit -f`: no file above 16 KiB, as if the disk filled up while a checkpoint is written."""
+    run = tmp_path / "run"
+    status, _, err = finish(start(run, store, compiled=compiled, limit="-f 16"))
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert "File too large" in err
+    assert saved_steps(run) == []
+    status, _, err = command(run)
+    assert (status, err) == (0, "")
+    same_end(run)
+
+
+@pytest.mark.parametrize("method", ["check_for_errors", "wait_until_finished", "save"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), Exception("bare\nwith more"), ValueError(1000 * "long " + "cause [source locations=x]")],
+)
+def test_a_failed_save_is_told_in_a_line(tmp_path, trainer, opened, monkeypatch, method, error):
+    checkpoints, state = opened(tmp_path / "run"), trainer.init()
+    calls = {"check_for_errors": checkpoints.check, "wait_until_finished": checkpoints.wait, "save": lambda: checkpoints.save(state, 10)}
+    checkpoints.check()
+    checkpoints.saving = 10
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.manager, method, fail)
+        with pytest.raises(CheckpointError) as told:
+            calls[method]()
+    expected = r"cannot save step 10 in .*: .*(No space left on device|bare with more|cause); once it can, the same command goes on .*"
+    assert re.fullmatch(expected, str(told.value)) and len(str(told.value)) < 600
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_a_fingerprint_sees_every_bit_and_every_exchange(data):
+    random = np.random.default_rng(0)
+    tree = {"a": random.normal(size=(4, 3, 5)).astype(np.float32), "b": np.arange(7, dtype=np.int32), "c": jnp.ones((6,), jnp.bfloat16)}
+    before = fingerprint(tree)
+    assert 0 <= before < 2**32 and before == fingerprint(tree)
+    name = data.draw(st.sampled_from("abc"))
+    changed_leaf = np.array(tree[name])
+    raw = changed_leaf.view(f"u{changed_leaf.itemsize}").reshape(-1)
+    raw[data.draw(st.integers(0, raw.size - 1))] ^= 1 << data.draw(st.integers(0, 8 * raw.itemsize - 1))
+    assert fingerprint(tree | {name: changed_leaf}) != before
+    swapped = tree["a"].copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert fingerprint(tree | {"a": swapped}) != before
+
+
+def test_a_fingerprint_is_what_its_formula_says_on_every_mesh():
+    x = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+    step = np.int32(5)
+    expected = (sum(int(b) * (2 * i + 1) for i, b in enumerate(x.view(np.uint32).reshape(-1))) + 5 * (2 * 32 + 1)) % 2**32
+    for data, lane in ((1, 8), (2, 4), (1, 1)):
+        put = jax.device_put(x, NamedSharding(make_mesh(8, data=data, lane=lane), P("lane", "data")))
+        assert fingerprint({"x": put, "z": jnp.asarray(step)}) == expected
