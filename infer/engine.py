@@ -14,10 +14,9 @@ from infer.generation import Generation
 from infer.sampling import Sampling
 from infer.tokenizer import Tokenizer
 from infer.xla_engine import XlaBackend
-from laneformer.checkpoint import STEPS, load, newest_step, read_step_config
+from laneformer.checkpoint import load, read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
-from laneformer.hf_config import read_hf_config
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
 from laneformer.parameters import parameter_count
@@ -50,7 +49,7 @@ class Engine:
 
         path, dtype, num_lanes: as for laneformer.load. devices: over how many the lanes spread. Raises CheckpointError or ConfigError.
         """
-        mesh = make_mesh(_read_config(Path(path), num_lanes).num_lanes, lane=devices) if devices != 1 else None
+        mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
         model = load(path, dtype, mesh=mesh, num_lanes=num_lanes)
         tokenizer = Tokenizer.find(path, model.config.bos_token_id)
         return cls(model, backend, tokenizer=tokenizer, name=Path(path).absolute().name)
@@ -189,13 +188,6 @@ def _choose(name: str, model: Laneformer) -> type[Backend]:
     if reasons[name] is not None:
         raise ConfigError(f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of them")
     return BACKENDS[name]
-
-
-def _read_config(path: Path, num_lanes: int | None) -> ModelConfig:
-    """The config of what laneformer.load would open, before it is opened: the mesh depends on it."""
-    if (path / "config.json").exists() or not path.is_dir():
-        return read_hf_config(path, num_lanes)
-    return read_step_config(newest_step(path) if (path / STEPS).is_dir() else path)
 
 
 def _whole(name: str, value: int) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.hf import load_hf
-from laneformer.hf_config import config_from_hf
+from laneformer.hf_config import config_from_hf, read_hf_config
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.parameters import parameter_table
@@ -29,21 +29,36 @@ def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = Non
     stored one. mesh: from `make_mesh`, by default everything on one device. precision: dtypes of the computation, by default
     `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file and remedy.
     """
-    path = Path(path)
     if dtype is not None:
         _check_dtype(dtype)
+    step = _step_folder(Path(path))
+    if step is None:
+        return load_hf(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+    config = read_config(path, num_lanes)
+    return Laneformer(config, restore_params(step, config, dtype, mesh), precision, mesh)
+
+
+def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
+    """The config of what `load` would open, without its weights. Raises as `load` does."""
+    step = _step_folder(Path(path))
+    if step is None:
+        return read_hf_config(path, num_lanes)
+    config = config_from_hf(read_meta(step)["config"])
+    if num_lanes not in (None, config.num_lanes):
+        raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {config.num_lanes} lanes")
+    return config
+
+
+def _step_folder(path: Path) -> Path | None:
+    """The saved step that `path` stands for; None for an HF folder. Raises CheckpointError for neither."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run")
     if (path / "config.json").exists():
-        return load_hf(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+        return None
     step = newest_step(path) if (path / STEPS).is_dir() else path
     if not (step / META).is_dir():
         raise CheckpointError(f"{path} has neither config.json (HF folder) nor {STEPS}/ (training run)")
-    config = read_step_config(step)
-    if num_lanes not in (None, config.num_lanes):
-        raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {config.num_lanes} lanes")
-    weights = restore_params(step, config, dtype, mesh)
-    return Laneformer(config, weights, precision, mesh)
+    return step
 
 
 def _check_dtype(dtype) -> None:
@@ -84,11 +99,6 @@ def read_meta(step: Path) -> dict:
         return meta
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
-
-
-def read_step_config(step: Path) -> ModelConfig:
-    """The model's config of a saved step."""
-    return config_from_hf(read_meta(step)["config"])
 
 
 def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> dict[str, jax.Array]:
