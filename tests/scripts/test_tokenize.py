@@ -258,9 +258,9 @@ def test_mistakes_are_named(tmp_path, corpus, capsys, args, message):
     assert not (tmp_path / "out").exists()
 
 
-def shell(*args, **more):
+def shell(*args):
     return subprocess.Popen([sys.executable, "-m", "scripts.tokenize", *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, **more)
+                            stderr=subprocess.PIPE, text=True)
 
 
 def test_as_a_command(tmp_path, corpus):
@@ -283,8 +283,8 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_folder(tmp_path, corpus, ca
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     (corpus / "big.py").write_text("".join(f"{i} " for i in range(20000)))
     # No file may grow over 64 KiB: what a full disk looks like to the program.
-    process = shell("--out", out, corpus, *FILES, "--overwrite",
-                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)))
+    process = shell("--out", out, corpus, *FILES, "--overwrite")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (65536, 65536))  # long before it writes; a preexec_fn would fork under JAX
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: cannot write" in err and "Traceback" not in err
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
