@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
@@ -94,8 +95,9 @@ def read_meta(step: Path) -> dict:
     """What a step says of itself: config, step, versions, tokenizer. Raises CheckpointError if unreadable."""
     try:
         meta = json.loads((step / META / "metadata").read_text(encoding="utf-8"))
-        if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict) or "param_dtype" not in meta:
-            raise ValueError(f"{META} does not say config and param_dtype")
+        wanted = {"config": dict, "param_dtype": str, "fingerprint": dict}
+        if not isinstance(meta, dict) or not all(isinstance(meta.get(name), kind) for name, kind in wanted.items()):
+            raise ValueError(f"{META} does not say config, param_dtype and fingerprint")
         return meta
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
@@ -104,7 +106,8 @@ def read_meta(step: Path) -> dict:
 def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> dict[str, jax.Array]:
     """Path -> weight, each read straight onto the devices that hold it, whatever mesh saved it."""
     single = SingleDeviceSharding(jax.devices()[0])
-    stored = dtype or read_meta(step)["param_dtype"]
+    meta = read_meta(step)
+    stored = jnp.dtype(dtype or meta["param_dtype"]).name
     table = parameter_table(config)
     wanted = {
         path: jax.ShapeDtypeStruct(p.shape, stored, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
@@ -112,6 +115,32 @@ def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> di
     }
     try:
         with ocp.StandardCheckpointer() as reader:
-            return reader.restore((step / PARAMS).absolute(), wanted)
-    except (OSError, ValueError, KeyError) as error:
+            weights = reader.restore((step / PARAMS).absolute(), wanted)
+    except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
         raise CheckpointError(f"{step} is damaged or does not fit its config ({error}): use another step of the run") from None
+    if stored == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
+        raise CheckpointError(f"{step} is damaged, its weights are not those that were saved: use another step of the run")
+    return weights
+
+
+def fingerprint(tree) -> int:
+    """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
+
+    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and whole numbers
+    add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a wrong weight looks like any other.
+    """
+    total, first = 0, 0
+    for x in jax.tree.leaves(tree):  # one after the other: on a CPU, many queued programs with sums over devices block each other
+        total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
+        first += x.size
+    return total % 2**32
+
+
+@jax.jit
+def _leaf_fingerprint(x: jax.Array, first: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    index, stride = first, 1
+    for axis in reversed(range(x.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)

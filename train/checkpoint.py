@@ -14,12 +14,10 @@ from pathlib import Path
 
 import flax
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from laneformer.checkpoint import META, PARAMS, STEPS
+from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
 from laneformer.errors import CheckpointError
 from laneformer.hf_config import config_to_hf
 from train.config import TrainConfig, recorded
@@ -148,29 +146,6 @@ def saved_steps(run: Path) -> list[int]:
     """Steps that have a folder of their own in a run, ascending, damaged ones included."""
     folder = run / STEPS
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-
-
-def fingerprint(tree) -> int:
-    """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
-
-    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and whole numbers
-    add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a wrong weight looks like any other.
-    """
-    total, first = 0, 0
-    for x in jax.tree.leaves(tree):  # one after the other: on a CPU, many queued programs with sums over devices block each other
-        total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
-        first += x.size
-    return total % 2**32
-
-
-@jax.jit
-def _leaf_fingerprint(x: jax.Array, first: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    index, stride = first, 1
-    for axis in reversed(range(x.ndim)):
-        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
-        stride *= x.shape[axis]
-    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 def versions() -> dict[str, str | None]:

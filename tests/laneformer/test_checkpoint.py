@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
-from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
+from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step
 from laneformer.hf_config import config_to_hf
 
 
@@ -24,10 +24,15 @@ def saved_run(tmp_path_factory, model):
     for number in (5, 10):
         step = run / "checkpoints" / str(number)
         with ocp.StandardCheckpointer() as writer:
-            writer.save(step / "params", {path: w * number for path, w in model.weights().items()})
-        write_meta(step, {"config": config_to_hf(model.config), "step": number, "param_dtype": "float32"})
+            weights = {path: w * number for path, w in model.weights().items()}
+            writer.save(step / "params", weights)
+        write_meta(step, meta_of(model.config, weights))
     (run / "checkpoints" / "15" / "params").mkdir(parents=True)
     return run
+
+
+def meta_of(config, weights):
+    return {"config": config_to_hf(config), "param_dtype": "float32", "fingerprint": {"params": fingerprint(weights)}}
 
 
 def write_meta(step, values):
@@ -93,12 +98,12 @@ def test_damaged_meta(tmp_path, text):
 
 def test_weights_that_do_not_fit_or_are_gone(tmp_path, model):
     step = tmp_path / "checkpoints" / "5"
-    write_meta(step, {"config": config_to_hf(model.config), "param_dtype": "float32"})
+    write_meta(step, meta_of(model.config, model.weights()))
     with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
         load(tmp_path)
     with ocp.StandardCheckpointer() as writer:
         writer.save(step / "params", model.weights())
-    write_meta(step, {"config": config_to_hf(model.config.replace(num_hidden_layers=2)), "param_dtype": "float32"})
+    write_meta(step, meta_of(model.config.replace(num_hidden_layers=2), model.weights()))
     with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
         load(tmp_path)
 
@@ -107,3 +112,12 @@ def test_an_hf_folder_is_taken_before_anything_else(tmp_path, saved_run):
     model = tiny.random_model(tiny.values())
     save_hf(model, tmp_path)
     assert load(tmp_path).config == model.config
+
+
+def test_weights_other_than_those_saved(tmp_path, model):
+    step = tmp_path / "checkpoints" / "5"
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(step / "params", model.weights() | {"norm": model.weights()["norm"] + 1e-6})
+    write_meta(step, meta_of(model.config, model.weights()))
+    with pytest.raises(CheckpointError, match="not those that were saved"):
+        load(step)
