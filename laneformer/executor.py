@@ -1,4 +1,4 @@
-"""Runs any layout: thirty lines that follow the schedule table of laneformer/layout.py."""
+"""Runs any layout: one function that follows the schedule table of laneformer/layout.py."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,66 @@
+"""`python -m scripts.convert SOURCE TARGET`: writes any checkpoint as a Hugging Face folder."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from laneformer import LaneformerError, load, parameter_count, save_hf
+from laneformer.checkpoint import checkpoint_files
+from laneformer.errors import CheckpointError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write a training run, or a dense Llama or Qwen folder cut into lanes, as config.json + safetensors with its tokenizer."""
+
+    source: tyro.conf.Positional[Path]
+    """A training run, one step of it (RUN/checkpoints/STEP), or a Hugging Face folder."""
+    target: tyro.conf.Positional[Path]
+    """Folder to write."""
+    lanes: int | None = None
+    """Lanes to cut a dense model into; a Laneformer keeps its own."""
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
+    """Of the written weights."""
+    spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
+    """The model_type, and with it the names of the exchange switches, in config.json."""
+    overwrite: bool = False
+    """Replace a checkpoint that TARGET already holds."""
+
+
+def convert(options: Options) -> str:
+    """Writes the folder and returns a line that says what it holds. Raises LaneformerError for anything that cannot be done."""
+    if (options.target / "config.json").exists() and not options.overwrite:
+        raise CheckpointError(f"{options.target} already holds a checkpoint: choose another folder, or give --overwrite")
+    if options.target.absolute() == options.source.absolute():
+        raise CheckpointError("SOURCE and TARGET are the same folder: choose another TARGET")
+    model = load(options.source, None if options.dtype == "stored" else options.dtype, num_lanes=options.lanes)
+    save_hf(model, options.target, spelling=options.spelling)
+    beside = checkpoint_files(options.source)
+    copied = [name for name in TOKENIZER_FILES if (beside / name).exists()]
+    for name in copied:
+        shutil.copyfile(beside / name, options.target / name)
+    config, dtype = model.config, model.tok_embeddings[...].dtype.name
+    tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
+    size = f"{parameter_count(config):,} parameters in {dtype}"
+    return f"{options.target}: {size}, {config.num_lanes} lanes, layout {config.layout}; {tokenizer}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 for a user's mistake."""
+    try:
+        print(convert(tyro.cli(Options, args=arguments, prog="python -m scripts.convert")))
+    except (LaneformerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""scripts.convert: what it writes loads again as the same model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import laneformer
+from scripts.convert import main
+
+TESTS = Path(__file__).parents[1]
+DENSE, LANED = TESTS / "dense" / "qwen3", TESTS / "oracle" / "case_03"
+
+
+def test_a_dense_model_becomes_lanes_and_keeps_its_logits(tmp_path, capsys):
+    assert main([str(DENSE), str(tmp_path / "out"), "--lanes", "4"]) == 0
+    assert "4 lanes, layout tp; no tokenizer.json found" in capsys.readouterr().out
+    model = laneformer.load(tmp_path / "out")
+    with np.load(DENSE / "io.npz") as io:
+        assert np.abs(np.asarray(model(io["input_ids"])) - io["logits"]).max() < 1e-4
+
+
+def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
+    source = tmp_path / "source"
+    laneformer.save_hf(laneformer.load(LANED), source)
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(tmp_path / "out"), "--dtype", "bfloat16", "--spelling", "laneformer"]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+    model = laneformer.load(tmp_path / "out")
+    assert model.tok_embeddings[...].dtype == "bfloat16" and model.config == laneformer.load(LANED).config
+    assert '"model_type": "laneformer"' in (tmp_path / "out" / "config.json").read_text()
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("nowhere", (), "is not a folder"),
+        (LANED, ("--lanes", "4"), "trained with 8 lanes"),
+        (DENSE, ("--lanes", "3"), "num_lanes = 3 does not divide"),
+        (LANED, (), "already holds a checkpoint"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, source, options, message):
+    if not options and source == LANED:
+        laneformer.save_hf(laneformer.load(LANED), tmp_path / "out")
+    assert main([str(source), str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

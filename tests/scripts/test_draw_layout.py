@@ -1,0 +1,32 @@
+"""scripts.draw_layout: every row of the table can be drawn, and the picture says what the table says."""
+
+import re
+
+import pytest
+
+from laneformer.layout import LAYOUTS
+from scripts.draw_layout import Options, draw, main, schedule_of
+
+ARGUMENTS = {"desync": "(2)", "spd": "(0, 2)", "caat": "(0.5)", "track": "(2)", "dtp": "(1.5)"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(tmp_path, name):
+    options = Options(layout=name + ARGUMENTS.get(name, ""), layers=4, out=tmp_path / "x.svg")
+    picture = draw(options).read_text()
+    schedule = schedule_of(options)
+    said = re.search(r"(\d+) modules, (\d+) lanes, (\d+) reductions, (\d+) of (\d+) landings exposed", picture)
+    assert tuple(map(int, said.groups())) == (8, 3, schedule.num_reductions, len(schedule.exposed), len(schedule.landings))
+    assert picture.count(">attn 3<") == 3  # one box per lane
+
+
+def test_the_picture_is_the_same_each_time(tmp_path):
+    first, second = (draw(Options(layout="kraken", out=tmp_path / name)).read_bytes() for name in ("a.svg", "b.svg"))
+    assert first == second
+
+
+@pytest.mark.parametrize("arguments", [("nosuch",), ("dtp",), ("tp", "--layers", "0"), ("tp", "--out", "picture.nosuch")])
+def test_mistakes_are_one_line(capsys, arguments):
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
