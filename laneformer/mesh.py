@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -14,13 +15,8 @@ LANE, DATA = "lane", "data"
 
 
 def use_host_devices(count: int) -> None:
-    """Splits this machine's CPU into `count` JAX devices. Call before the first JAX operation; raises ConfigError after it.
-
-    XLA's CPU client runs each device's program on a pool of as many threads, and blocks pool threads while too many programs are
-    queued; with a collective inside that is a deadlock. A pool twice as large has room for both (PJRT_NPROC).
-    """
-    os.environ.setdefault("PJRT_NPROC", str(2 * max(count, os.cpu_count() or 1)))
-    _keep_freed_memory()
+    """Splits this machine's CPU into `count` JAX devices. Call before the first JAX operation; raises ConfigError after it."""
+    _make_room_for_queues(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
@@ -30,10 +26,25 @@ def use_host_devices(count: int) -> None:
             ) from None
 
 
-def _keep_freed_memory() -> None:
+def _make_room_for_queues(count: int) -> None:
+    """Prevents a deadlock of queued programs with collectives on `count` CPU devices.
+
+    XLA's CPU client runs each device's program on a pool of as many threads, and blocks pool threads while too many programs are
+    queued. A pool twice as large has room for both; it is made when JAX first runs.
+    """
+    if count > 1:
+        os.environ.setdefault("PJRT_NPROC", str(2 * max(count, os.cpu_count() or 1)))
+
+
+for _count in re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+    _make_room_for_queues(int(_count))  # for whoever splits the CPU without us
+
+
+def keep_freed_memory() -> None:
     """Makes glibc keep what XLA frees after each program, instead of asking the kernel for fresh, zeroed pages in the next one.
 
-    Halves the system time of small training steps on virtual machines, where page faults are dear. No effect with another C library.
+    Halves the system time of small training steps on virtual machines, where page faults are dear. Memory is not given back, so it is
+    not for large models. No effect with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

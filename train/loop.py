@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import laneformer as lf
 from laneformer.errors import CheckpointError, ConfigError, InputError, LaneformerError
+from laneformer.mesh import keep_freed_memory
 from train.checkpoint import Checkpoints, saved_steps, versions
 from train.config import TrainConfig, check_same_run, recorded
 from train.data import Batches, Prefetch, validation_batches
@@ -46,6 +47,7 @@ def train(config: TrainConfig) -> None:
     """
     if config.mesh.host_devices:
         lf.use_host_devices(config.mesh.host_devices)
+        keep_freed_memory()
     store = TokenStore.open(config.data.path)
     if config.model.vocab_size < store.manifest.vocab_size:
         raise ConfigError(

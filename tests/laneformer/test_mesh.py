@@ -1,5 +1,10 @@
 """Meshes: which are made, which are refused, and that a model and a mesh must fit."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -95,3 +100,25 @@ def test_a_batch_of_odd_size_on_a_data_axis():
     ids = tiny.token_ids(40, (3, 5))
     logits, _ = model.extend(ids, model.make_cache(3, 5))
     assert tiny.difference(logits, tiny.random_model(values)(ids)) < 1e-4
+
+
+def test_many_queued_passes_do_not_deadlock():
+    """Eight devices by XLA_FLAGS and hundreds of passes in flight: XLA's own pool of eight threads hangs on these."""
+    program = """
+import jax, laneformer, numpy as np
+config = laneformer.ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=8,
+                                num_key_value_heads=8, num_lanes=8, layout="tp")
+model = laneformer.Laneformer.init(config, mesh=laneformer.make_mesh(8))
+assert dict(model.mesh.shape) == {"data": 1, "lane": 8}
+step = jax.jit(lambda model, ids: model(ids).argmax(-1).astype(np.int32))
+ids = np.zeros((1, 4), np.int32)
+for _ in range(400):
+    ids = step(model, ids)
+print(ids.shape)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "(1, 4)" in done.stdout, done.stderr

@@ -258,9 +258,9 @@ def test_mistakes_are_named(tmp_path, corpus, capsys, args, message):
     assert not (tmp_path / "out").exists()
 
 
-def shell(*args):
+def shell(*args, **more):
     return subprocess.Popen([sys.executable, "-m", "scripts.tokenize", *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+                            stderr=subprocess.PIPE, text=True, **more)
 
 
 def test_as_a_command(tmp_path, corpus):
