@@ -84,6 +84,8 @@ def _lane_fields(values: Mapping) -> dict:
     for name in ("sliding_window_n_layers", "unclamped_layers"):
         if fields.get(name, 0) is None:
             del fields[name]
+    if fields.get("swa_layers") is not None:  # newer files may carry the older field beside the list, which decides
+        fields.pop("sliding_window_n_layers", None)
     return fields
 
 

@@ -8,6 +8,7 @@ is split over the devices by `jax.shard_map`, and the sum over lanes is a sum ov
 8 lanes on 1, 2, 4 or 8 devices.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -94,7 +95,8 @@ def _attend(q, k, v, *, causal: bool = False, window: int | None = None, mask: j
             q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
         )
 
-    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):  # as in Precision.einsum: no TF32
+    exact = jax.default_matmul_precision("highest") if q.dtype == jnp.float32 else nullcontext()  # as in Precision.einsum: no TF32
+    with exact:
         return jax.vmap(lane)(q, k, v)
 
 

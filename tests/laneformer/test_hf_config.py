@@ -95,6 +95,7 @@ def test_fields_of_older_files():
     assert tiny.config(eos_token_id=2).eos_token_id == (2,)
     assert tiny.config(eos_token_id=[2, 3]).eos_token_id == (2, 3)
     assert tiny.config(sliding_window_n_layers=None, unclamped_layers=None, swa_layers=None).layer_windows == (None,) * 3
+    assert tiny.config(sliding_window=4, sliding_window_n_layers=2, swa_layers=[2]).layer_windows == (None, None, 4)  # the list decides
 
 
 def test_unknown_fields_are_told(caplog):
