@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +39,13 @@ def load_hf(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = 
     config = read_hf_config(path, num_lanes)
     dense = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] in DENSE_TYPES
     sources = (_dense_sources if dense else _lane_sources)(config)
-    with ExitStack() as stack:
-        files = _open_tensors(path, stack)
-        _check_names(path, set(files), sources, config, files)
-        weights = {}
-        for weight_path, parameter in parameter_table(config).items():
-            tensor = _read(files, sources[weight_path], path)
-            tensor = tensor if dtype is None else tensor.astype(dtype)
-            weights[weight_path] = _place(tensor, None if mesh is None else sharding(parameter.spec, parameter.shape, mesh))
+    files = _find_tensors(path)
+    _check_names(path, sources, config, files)
+    weights = {}
+    for weight_path, parameter in parameter_table(config).items():
+        tensor = _read(files, sources[weight_path], path)
+        tensor = tensor if dtype is None else tensor.astype(dtype)
+        weights[weight_path] = _place(tensor, None if mesh is None else sharding(parameter.spec, parameter.shape, mesh))
     return Laneformer(config, weights, precision, mesh)
 
 
@@ -56,8 +54,8 @@ def _place(tensor: np.ndarray, device) -> jax.Array:
     return jax.block_until_ready(jax.device_put(np.ascontiguousarray(tensor), device))
 
 
-def _open_tensors(path: Path, stack: ExitStack) -> dict[str, safe_open]:
-    """Tensor name -> the open, memory-mapped file that has it."""
+def _find_tensors(path: Path) -> dict[str, Path]:
+    """Tensor name -> the file that has it."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -68,11 +66,11 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, safe_open]:
         names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{path} has no .safetensors files")
-    files: dict[str, safe_open] = {}
+    files: dict[str, Path] = {}
     for name in names:
         try:
-            file = stack.enter_context(safe_open(path / name, framework="numpy"))
-            tensors = file.keys()
+            with safe_open(path / name, framework="numpy") as file:
+                tensors = list(file.keys())
         except FileNotFoundError:
             raise CheckpointError(f"{path / name} is missing: {index.name} names it") from None
         except (SafetensorError, OSError) as error:
@@ -80,16 +78,16 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, safe_open]:
         for tensor in tensors:
             if tensor in files:
                 raise CheckpointError(f"{path}: tensor {tensor} stands in more than one file; remove the file that does not belong here")
-            files[tensor] = file
+            files[tensor] = path / name
     return files
 
 
-def _check_names(path: Path, found: set[str], sources: dict[str, _Source], config: ModelConfig, files: dict[str, safe_open]) -> None:
-    wanted = {source.name for source in sources.values()}
+def _check_names(path: Path, sources: dict[str, _Source], config: ModelConfig, files: dict[str, Path]) -> None:
+    found, wanted = set(files), {source.name for source in sources.values()}
     missing, extra = sorted(wanted - found), sorted(n for n in found - wanted if not n.endswith(_IGNORED))
     if config.tie_word_embeddings and extra == ["lm_head.weight"]:
         embedding = sources["tok_embeddings"].name
-        head, table = (files[name].get_tensor(name) if name in files else None for name in ("lm_head.weight", embedding))
+        head, table = (_tensor(files, name) if name in files else None for name in ("lm_head.weight", embedding))
         extra = [] if np.array_equal(head, table) else extra
     for kind, names in (("misses", missing), ("has unknown", extra)):
         if names:
@@ -97,11 +95,16 @@ def _check_names(path: Path, found: set[str], sources: dict[str, _Source], confi
             raise CheckpointError(f"{path} {kind} tensor(s) {shown}: config.json and the safetensors files do not belong together")
 
 
-def _read(files: dict[str, safe_open], source: _Source, path: Path) -> np.ndarray:
-    shape = tuple(files[source.name].get_slice(source.name).get_shape())
-    if shape != source.shape:
-        raise CheckpointError(f"{path}: tensor {source.name} has shape {list(shape)}, config.json asks for {list(source.shape)}")
-    tensor = files[source.name].get_tensor(source.name)
+def _tensor(files: dict[str, Path], name: str) -> np.ndarray:
+    """A copy of one tensor. The file is mapped for that long only: mapped pages that were read count as memory in use."""
+    with safe_open(files[name], framework="numpy") as file:
+        return file.get_tensor(name)
+
+
+def _read(files: dict[str, Path], source: _Source, path: Path) -> np.ndarray:
+    tensor = _tensor(files, source.name)
+    if tensor.shape != source.shape:
+        raise CheckpointError(f"{path}: tensor {source.name} has shape {list(tensor.shape)}, config.json asks for {list(source.shape)}")
     if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
         raise CheckpointError(f"{path}: tensor {source.name} is {tensor.dtype}; float32, float16 and bfloat16 are read")
     return source.convert(tensor)
