@@ -42,3 +42,4 @@ $(VENV)/.installed: pyproject.toml
 clean:
 	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	@rmdir $(dir $(DATA)) $(dir $(RUN)) 2>/dev/null || true  # where nothing else lies in them
