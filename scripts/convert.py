@@ -9,9 +9,10 @@ from typing import Literal
 
 import tyro
 
-from laneformer import LaneformerError, load, parameter_count, save_hf
+from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError
+from scripts.command import run_command
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -54,12 +55,7 @@ def convert(options: Options) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
-    try:
-        print(convert(tyro.cli(Options, args=arguments, prog="python -m scripts.convert")))
-    except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(convert, Options, "python -m scripts.convert", arguments)
 
 
 if __name__ == "__main__":

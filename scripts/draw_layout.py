@@ -10,8 +10,10 @@ from typing import Annotated
 import tyro
 
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError, LaneformerError
+from laneformer.errors import ConfigError
 from laneformer.layout import LAYOUTS, Payload, Schedule
+from scripts.command import run_command
+from scripts.picture import pyplot, save
 
 ATTENTION, MLP, HIDDEN, EXPOSED, INK = "#4c78a8", "#72b7b2", "#f2a541", "#d1495b", "#333333"
 
@@ -54,11 +56,7 @@ def payload_label(payload: Payload) -> str:
 
 def draw(options: Options) -> Path:
     """Writes the picture and returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "laneformer"}  # small files, the same each time
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import FancyBboxPatch, Patch
 
     schedule, lanes = schedule_of(options), options.lanes
@@ -116,23 +114,14 @@ def draw(options: Options) -> Path:
     )
     axes.set(xlim=(-1.9, modules + 0.9), ylim=(-0.25, height + 0.1))
     axes.axis("off")
-    figure.savefig(options.out, dpi=130, metadata={"Date": None} if options.out.suffix == ".svg" else None)
     plt.close(figure)
-    return options.out
+    return save(figure, options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
     description = f"{Options.__doc__} Layouts: {', '.join(LAYOUTS)}."
-    try:
-        print(draw(tyro.cli(Options, args=arguments, prog="python -m scripts.draw_layout", description=description)))
-    except ImportError as error:
-        print(f"error: {error}; pip install 'laneformer[plots]'", file=sys.stderr)
-        return 2
-    except (LaneformerError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(draw, Options, "python -m scripts.draw_layout", arguments, description)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from laneformer.errors import InputError, LaneformerError
+from laneformer.errors import InputError
+from scripts.command import run_command
+from scripts.picture import pyplot, save
 from train.metrics import read_lines
 
 
@@ -43,11 +45,9 @@ def read_run(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray
 
 def draw(options: Options) -> Path:
     """Writes the picture and returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    if not options.runs:
+        raise InputError("give at least one run folder")
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, run in enumerate(options.runs):
         tokens, losses, check_tokens, check_losses = read_run(run)
@@ -63,25 +63,13 @@ def draw(options: Options) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     out = options.out or (options.runs[0] if options.runs[0].is_dir() else options.runs[0].parent) / "loss.png"
-    figure.savefig(out, dpi=120)
     plt.close(figure)
-    return out
+    return save(figure, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
-    try:
-        options = tyro.cli(Options, args=arguments, prog="python -m scripts.plot")
-        if not options.runs:
-            raise InputError("give at least one run folder")
-        print(draw(options))
-    except ImportError as error:
-        print(f"error: {error}; pip install 'laneformer[plots]'", file=sys.stderr)
-        return 2
-    except (LaneformerError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(draw, Options, "python -m scripts.plot", arguments)
 
 
 if __name__ == "__main__":
