@@ -14,12 +14,14 @@ def run_schedule(
     module: Callable[[int, jax.Array], jax.Array],
     sum_lanes: Callable[[jax.Array], jax.Array],
     num_lanes: int,
+    observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
 ) -> jax.Array:
     """Runs all modules over the lane streams and returns the streams before the final norm, [l, b, s, d] in the stream dtype.
 
     `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the model,
     here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part exists, so that
-    the compiler can run it under the modules until it lands.
+    the compiler can run it under the modules until it lands. `observe(before, own, after)` sees each time of the schedule, the one
+    before the final norm included: the streams before it, what the lanes add of their own, and the streams after it.
     """
     x, outputs, sums = x_lbsd, {}, {}
 
@@ -54,4 +56,7 @@ def run_schedule(
         for landing in landings:
             with jax.named_scope(f"landing_{t}"):
                 x = land(x, landing)
+        if observe is not None:
+            added = [own.scale * outputs[m] for m, own in enumerate(schedule.own) if own.at == t]
+            observe(before, sum(added, jnp.zeros_like(before)), x)
     return x

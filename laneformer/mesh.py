@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer.errors import ConfigError
 
 LANE, DATA = "lane", "data"
+JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def use_host_devices(count: int) -> None:
@@ -24,6 +25,24 @@ def use_host_devices(count: int) -> None:
             raise ConfigError(
                 f"cannot make {count} CPU devices: JAX already runs with {jax.local_device_count('cpu')}; ask before the first operation"
             ) from None
+
+
+def join_hosts() -> None:
+    """Connects this process with the others of its job through `jax.distributed`. Call before the first JAX operation.
+
+    SLURM, Open MPI and Kubernetes are recognised by JAX; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process 0),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found.
+    """
+    named = [os.environ.get(name) for name in JOB]
+    try:
+        count, index = (number and int(number) for number in named[1:])
+        jax.distributed.initialize(named[0], count, index, heartbeat_timeout_seconds=60)
+    except (ValueError, RuntimeError) as error:
+        found = ", ".join(f"{name} ({value or 'missing'})" for name, value in zip(JOB, named, strict=True))
+        raise ConfigError(
+            f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or Kubernetes, "
+            f"or set {found}"
+        ) from None
 
 
 def _make_room_for_queues(count: int) -> None:

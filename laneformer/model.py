@@ -8,24 +8,31 @@ is split over the devices by `jax.shard_map`, and the sum over lanes is a sum ov
 8 lanes on 1, 2, 4 or 8 devices.
 """
 
-from contextlib import nullcontext
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from laneformer.attention import attend
 from laneformer.cache import Cache, make_cache
 from laneformer.config import ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
+from laneformer.loss import cross_entropy
 from laneformer.mesh import LANE, check_mesh, fit_spec, lane_spec, sharding
 from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
 from laneformer.rotary import rotary_tables, rotate
+
+Remat = Literal["none", "block", "dots"]
+# What the backward pass finds instead of computing it again: nothing but a module's input, or the results of its matrix products.
+REMAT = {"block": jax.checkpoint_policies.nothing_saveable, "dots": jax.checkpoint_policies.save_only_these_names("product")}
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -55,7 +62,7 @@ class Attention(nnx.Module):
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
         """q, k or v: [l, b, s, heads, k], with bias (Qwen2) and per-head norm (Qwen3) where the config has them."""
-        y = self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...])
+        y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
         if self.config.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
         y = y.reshape(*y.shape[:-1], -1, self.config.head_size)
@@ -63,8 +70,8 @@ class Attention(nnx.Module):
             y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
         return y
 
-    def __call__(self, h_lbsd, rotary, memory=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep.
+    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
+        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
 
         memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the first query.
         """
@@ -72,32 +79,13 @@ class Attention(nnx.Module):
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
         q, k = rotate(q, rotary).astype(dtype), rotate(k, rotary)
         if memory is None:
-            k, v = k.astype(dtype), v.astype(dtype)
-            a = _attend(q, k, v, causal=True, window=self.window)
-            kept = (k, v)
+            kept = k.astype(dtype), v.astype(dtype)
+            a = attend(q, *kept, window=self.window, segments=segments_bs)
         else:
             keys, values, start = memory
             kept = tuple(jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2) for c, new in ((keys, k), (values, v)))
-            query, key = start + jnp.arange(q.shape[2])[:, None], jnp.arange(keys.shape[2])
-            seen = key <= query if self.window is None else (key <= query) & (key > query - self.window)
-            a = _attend(q, *(c.astype(dtype) for c in kept), mask=seen[None, None])
+            a = attend(q, *(c.astype(dtype) for c in kept), window=self.window, start=start)
         return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
-
-
-def _attend(q, k, v, *, causal: bool = False, window: int | None = None, mask: jax.Array | None = None) -> jax.Array:
-    """softmax(q k^T / sqrt(head_dim)) v for each lane; query heads [l, b, s, h, k] share key heads [l, b, t, n, k] in groups."""
-    on_cudnn = causal and jax.default_backend() == "gpu" and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    implementation = "cudnn" if on_cudnn else "xla"
-
-    def lane(q, k, v):
-        local = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=implementation
-        )
-
-    exact = jax.default_matmul_precision("highest") if q.dtype == jnp.float32 else nullcontext()  # as in Precision.einsum: no TF32
-    with exact:
-        return jax.vmap(lane)(q, k, v)
 
 
 class FeedForward(nnx.Module):
@@ -108,8 +96,8 @@ class FeedForward(nnx.Module):
         self.precision = precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
-        gate = self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...])
-        up = self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...])
+        gate = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
+        up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
         return self.precision.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, self.w2[...])
 
 
@@ -158,14 +146,15 @@ class Laneformer(nnx.Module):
         flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
         return {path: flat[path] for path in parameter_table(self.config)}
 
-    def __call__(self, ids_bs: jax.Array, *, remat: bool = False) -> jax.Array:
+    def __call__(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None, remat: Remat = "none") -> jax.Array:
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
 
-        remat: keep only each module's input for the backward pass and compute the rest again (collectives are not repeated).
+        segments: document number of each token, int32 [b, s]; a token sees only its own document. remat: what the backward pass
+        computes again, all of a module but its input (block), or all but its matrix products (dots); collectives are not repeated.
         Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or longer than the context.
         """
         check_ids(self.config, ids_bs)
-        return self._forward(jnp.asarray(ids_bs), None, last_only=False, remat=remat)[0]
+        return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
 
     def extend(self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False) -> tuple[jax.Array, Cache]:
         """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the longer cache.
@@ -178,7 +167,7 @@ class Laneformer(nnx.Module):
             raise InputError(f"token ids of {ids_bs.shape[0]} sequences do not fit a cache made for {cache.keys[0].shape[1]}")
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
             raise InputError(f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity} positions")
-        return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only, remat=False)
+        return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only)
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
         """An empty cache for extend(), in the compute dtype; capacity: positions, by default the whole context."""
@@ -187,27 +176,74 @@ class Laneformer(nnx.Module):
             raise InputError(f"a cache for {batch} sequences of {capacity} positions: both must be at least 1")
         return make_cache(self.config, batch, capacity, self.precision.compute, self.mesh)
 
-    @partial(jax.jit, static_argnames=("last_only", "remat"))  # eagerly, shard_map would compile every operation by itself
-    def _forward(self, ids_bs, cache, *, last_only, remat):
-        def local(model, ids_bs, cache):
-            return model._local_forward(ids_bs, cache, last_only=last_only, remat=remat)
+    def loss(
+        self, ids_bs: jax.Array, targets_bs: jax.Array, weights_bs: jax.Array | None = None, *, segments_bs: jax.Array | None = None,
+        remat: Remat = "none", z_loss: float = 0.0, chunk: int | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """The training objective, summed over tokens: sum of weight * (nll + z_loss * lse^2), float32, and its parts.
 
+        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], all 1 by default. Divide by their
+        sum. Parts, without gradient: nll, lse_squared (sums as above) and weight. chunk: positions whose logits exist at once.
+        """
+        weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
+
+        def local(model, ids_bs, targets_bs, weights_bs, segments_bs):
+            x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat)
+            operands = model._head_operands(x_lbsd)
+            return cross_entropy(
+                *operands, targets_bs, weights_bs, chunk=chunk or ids_bs.shape[1], z_loss=z_loss, precision=self.precision,
+                axis=LANE if self._head_is_split() else None, add_lanes=self.config.lm_head_type == "lane",
+            )  # fmt: skip
+
+        total, nll_bs, lse_bs = self._on_lanes(local, (ids_bs, targets_bs, weights_bs, segments_bs))
+        parts = {"nll": nll_bs, "lse_squared": jnp.square(lse_bs), "weight": jnp.ones_like(nll_bs)}
+        return total, {name: (weights_bs * x).sum() for name, x in parts.items()}
+
+    def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
+        """What only lanes have, by time in the schedule (float32, means over all tokens).
+
+        similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and at the end; nan with one lane.
+        own, landed [2N + 1]: root mean square of what is added to a stream at time m, by the lane itself and by the others.
+        """
+
+        def local(model, ids_bs, segments_bs):
+            times = []
+            model._streams(ids_bs, None, segments_bs, "none", lambda *seen: times.append(model._lane_statistics(*seen)))
+            return {name: jnp.stack([values[name] for values in times]) for name in times[0]}
+
+        return self._on_lanes(local, (ids_bs, segments_bs))
+
+    @partial(jax.jit, static_argnames=("last_only", "remat"))  # eagerly, shard_map would compile every operation by itself
+    def _forward(self, ids_bs, cache, segments_bs=None, *, last_only=False, remat="none"):
+        def local(model, ids_bs, cache, segments_bs):
+            x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat)
+            with jax.named_scope("head"):
+                return model._head(x_lbsd[:, :, -1:] if last_only else x_lbsd), kept
+
+        cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
+        sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # whose logits are summed
+        logits_spec = P(None, None, LANE) if sliced else P()
+        return self._on_lanes(local, (ids_bs, cache, segments_bs), (P(), cache_spec, P()), (logits_spec, cache_spec))
+
+    def _on_lanes(self, local, args, in_specs=None, out_specs=None):
+        """local(model, *args) on every device of the lane axis, each with its own lanes; specs: by default the same everywhere."""
         if self.mesh is None:
-            return local(self, ids_bs, cache)
+            return local(self, *args)
         table = parameter_table(self.config)
 
         def weight_spec(keys, _):
             parameter = table[_path(keys)]
             return lane_spec(fit_spec(parameter.spec, parameter.shape, self.mesh))
 
-        cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
-        in_specs = (jax.tree_util.tree_map_with_path(weight_spec, self), P(), cache_spec)
-        out_specs = (P(None, None, LANE) if self._head_is_split() else P(), cache_spec)
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={LANE})
-        return mapped(self, ids_bs, cache)
+        weights = jax.tree_util.tree_map_with_path(weight_spec, self)
+        specs = {"in_specs": (weights, *(in_specs or [P()] * len(args))), "out_specs": P() if out_specs is None else out_specs}
+        return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
 
-    def _local_forward(self, ids_bs, cache, *, last_only, remat):
-        """The whole model on this device's lanes; everything between lanes goes through `_sum_lanes`."""
+    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None):
+        """This device's lanes from the embedding to the final norm, [l, b, s, d], and the longer cache.
+
+        Everything between lanes goes through `_sum_lanes`. observe: see `run_schedule`.
+        """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
@@ -218,13 +254,13 @@ class Laneformer(nnx.Module):
         kept = {}
 
         def attention(layer, x, memory):
-            return layer.attention(layer.attention_norm(x), rotary, memory)
+            return layer.attention(layer.attention_norm(x), rotary, memory, segments_bs)
 
         def feed_forward(layer, x):
             return layer.feed_forward(layer.ffn_norm(x))
 
-        if remat:
-            attention, feed_forward = jax.checkpoint(attention), jax.checkpoint(feed_forward)
+        if remat != "none":
+            attention, feed_forward = (jax.checkpoint(module, policy=REMAT[remat]) for module in (attention, feed_forward))
 
         def module(m: int, x: jax.Array) -> jax.Array:
             n, layer = m // 2, self.layers[m // 2]
@@ -236,44 +272,57 @@ class Laneformer(nnx.Module):
                     o, kept[n] = attention(layer, x, memory)
                 return o.astype(x.dtype)
 
-        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes)
-        if last_only:
-            x_lbsd = x_lbsd[:, :, -1:]
-        with jax.named_scope("head"):
-            logits = self._head(x_lbsd)
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe)
         if cache is not None:
             cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
-        return logits, cache
+        return x_lbsd, cache
 
     def _head(self, x_lbsd: jax.Array) -> jax.Array:
         """Logits float32 [b, s, v], or this device's slice of v where the head is split."""
-        config, einsum = self.config, self.precision.einsum
-        if config.lm_head_type == "vocab_parallel":
-            logits = einsum("lbsd,lvd->bslv", self.norm(x_lbsd), self.lm_head[...])
-            return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
-        if config.lm_head_type == "lane":
-            logits = einsum("lbsd,lvd->lbsv", self.norm(x_lbsd), self.lm_head[...])
+        y_lbsd, w_lvd = self._head_operands(x_lbsd)
+        if self.config.lm_head_type == "lane":
+            logits = self.precision.einsum("lbsd,lvd->lbsv", y_lbsd, w_lvd)
             return self._sum_lanes(logits.astype(jnp.float32))[0]
+        logits = self.precision.einsum("lbsd,lvd->bslv", y_lbsd, w_lvd)
+        return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
+
+    def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the head multiplies, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes share it."""
+        config = self.config
+        if config.lm_head_type != "replicate":
+            return self.norm(x_lbsd), self.lm_head[...]
         if config.pre_norm_lane_agg:
-            y_bsd = self.norm(self._sum_lanes(x_lbsd))[0]
+            y_lbsd = self.norm(self._sum_lanes(x_lbsd))[:1]
         else:
-            y_bsd = self._sum_lanes(self.norm(x_lbsd))[0] / config.num_lanes
-        head = self.tok_embeddings if config.tie_word_embeddings else self.lm_head
-        if self.mesh is not None and self._head_is_split():  # here, so that its gradient is summed in float32
-            y_bsd = jax.lax.pcast(y_bsd, (LANE,), to="varying")
-        return einsum("bsd,vd->bsv", y_bsd, head[...]).astype(jnp.float32)
+            y_lbsd = self._sum_lanes(self.norm(x_lbsd)) / config.num_lanes
+        if self._head_is_split():  # here, so that its gradient is summed in float32
+            y_lbsd = jax.lax.pcast(y_lbsd, (LANE,), to="varying")
+        return y_lbsd, (self.tok_embeddings if config.tie_word_embeddings else self.lm_head)[...][None]
 
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
         """The sum over all lanes, here and on the other devices, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
         return total if self.mesh is None else jax.lax.psum(total, LANE)
 
+    def _lane_statistics(self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array) -> dict[str, jax.Array]:
+        """Of one time in the schedule; the sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered pairs of lanes."""
+        lanes, size = self.config.num_lanes, before_lbsd[0].size
+        unit = before_lbsd * jax.lax.rsqrt(jnp.sum(jnp.square(before_lbsd), -1, keepdims=True) + 1e-30)
+        together = jnp.square(self._sum_lanes(unit)).sum(-1).mean()
+        landed = after_lbsd - before_lbsd - own_lbsd
+
+        def root_mean_square(x_lbsd):
+            return jnp.sqrt(self._sum_lanes(jnp.square(x_lbsd).sum((1, 2, 3), keepdims=True)).sum() / (lanes * size))
+
+        similarity = (together - lanes) / (lanes * (lanes - 1)) if lanes > 1 else jnp.float32(jnp.nan)
+        return {"similarity": similarity, "own": root_mean_square(own_lbsd), "landed": root_mean_square(landed)}
+
     def _local_lanes(self) -> int:
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
 
     def _head_is_split(self) -> bool:
-        """Whether each device makes a slice of the vocabulary's logits."""
-        if self.config.lm_head_type == "lane" or self.config.tie_word_embeddings:
+        """Whether each device has a slice of the vocabulary, or lanes of its own, in the head."""
+        if self.mesh is None or self.config.tie_word_embeddings:
             return False
         parameter = parameter_table(self.config)["lm_head"]
         return LANE in fit_spec(parameter.spec, parameter.shape, self.mesh)

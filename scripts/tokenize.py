@@ -1,48 +1,56 @@
-"""Tokenize text into memory-mapped shards: local files and folders, or a Hugging Face dataset.
+"""Tokenize text into memory-mapped shards: local files and folders, or a Hugging Face dataset, also of conversations.
 
-    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test
+    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5
     python -m scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming --tokenizer tokenizer.json
+    python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat --tokenizer data/web/tokenizer.json
 
-The result depends on the text and the settings alone: files come in sorted order, and a document's hash decides whether it is held out for
-validation (so copies of one document never sit on both sides).
+The result depends on the text and the settings alone: documents come in a fixed order, and a document's hash decides whether it is held out
+for validation (so copies of one document never sit on both sides). Given again after it was stopped, a command goes on to the same result.
 """
 
-import fnmatch
-import glob
+import datetime
 import hashlib
-import itertools
-import os
+import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tokenizers
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from infer.chat_template import CONFIG, TEMPLATE, ChatTemplate
 from laneformer.errors import ConfigError, InputError, LaneformerError
-from train.shards import MANIFEST, Manifest, StoreWriter, TokenStore
+from scripts import fim
+from scripts.documents import Dataset, Files, Survey, digest, place
+from scripts.encoder import (
+    ALPHABET,
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    ChatEncoder,
+    TextEncoder,
+    ahead,
+    grouped,
+    load_tokenizer,
+    pieces,
+    token_id,
+    train_bpe,
+)
+from train.shards import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
 
-END_OF_TEXT = "<|endoftext|>"
-# Words with the space or the sign before them, single digits, runs of signs, line ends, indentation: the cl100k pattern, which Llama 3 and
-# Qwen use too, with digits one by one so that a small vocabulary is not spent on numbers.
-PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-SKIPPED = "skipped (not UTF-8 text, or empty)"
-ALPHABET = 256 + 1  # every byte, and the end of text
-BATCH_CHARS = 1 << 22  # per call of the tokenizer, which spreads the documents of a call over the cores
-PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces: in parallel, and with a bound on memory
 SAMPLE_CHARS = 1 << 14  # what the sample for the BPE is made of
-HIDDEN = (".*", "__pycache__")
+CHECKPOINT_TOKENS, CHECKPOINT_SECONDS = 1 << 26, 30.0  # a run that is stopped repeats at most the smaller of these
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Tokenize text files or a Hugging Face dataset into a folder of memory-mapped shards for `python -m train`."""
+    """Tokenize text files or a Hugging Face dataset into a folder of memory-mapped shards for `python -m train`.
+
+    A run that was stopped, by Ctrl-C, a kill or a full disk, goes on where it was when the same command is given again.
+    """
 
     sources: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Files, or folders that are searched through (hidden names and __pycache__ are left out)."""
@@ -62,10 +70,12 @@ class Options:
     """Files of the dataset, paths or patterns; may be repeated."""
     split: str = "train"
     """Split of the dataset."""
-    column: str = "text"
-    """Column of the dataset that holds the text."""
+    column: str = ""
+    """Column of the dataset that holds the text, or with --chat the messages. Without it: text, or with --chat the first of messages,
+    conversations, and pairs such as prompt and response that the dataset has."""
     streaming: bool = False
-    """Read the dataset as it downloads, without a copy on disk. --validation-fraction then needs a dataset of many documents."""
+    """Read the dataset as it downloads, without a copy on disk and a first pass over it: for large ones. --validation-fraction then needs a
+    dataset of many documents."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A tokenizer.json to use. Without it a byte-level BPE is trained on the text."""
     train_bpe: int = 4096
@@ -76,266 +86,139 @@ class Options:
     """Token after every document."""
     begin_token: str = ""
     """Token before every document, for a tokenizer whose models expect one. Without it: none."""
+    fim_rate: float = 0.0
+    """Share of the training documents to rearrange for filling in the middle (arXiv 2207.14255), cut at random characters."""
+    fim_spm_rate: float = 0.5
+    """Share of these in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
+    fim_tokens: tuple[str, str, str] = fim.TOKENS
+    """Tokens before the prefix, the middle and the suffix."""
+    chat: bool = False
+    """The rows of the dataset are conversations: write them with the tokenizer's chat template, the loss on the assistant's words alone."""
+    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Jinja chat template. Without it the one beside the tokenizer; ChatML for a BPE trained here."""
+    chat_date: str = ""
+    """Day that a template which writes the date takes for today, as in 2025-01-31."""
+    prompt_column: str = ""
+    """With --chat: column of the prompt, a text or messages, where --answer-column has the assistant's answer."""
+    answer_column: str = ""
+    """With --chat: column of the answer."""
     validation_fraction: float = 0.01
     """Share of the documents that is held out as the split `validation`; 0 for none."""
     shard_tokens: int = 1 << 27
     """Tokens per shard file."""
     overwrite: bool = False
-    """Replace what --out holds."""
+    """Replace what --out holds, and throw away unfinished work there."""
 
     def check(self) -> None:
         """ConfigError on what cannot work. Not at construction: the command line prints its own kind of message for that."""
-        files, dataset = ("sources", "glob", "exclude", "document_separator"), ("config", "data_files", "split", "column", "streaming")
+        files, dataset = ("glob", "exclude", "document_separator"), ("config", "data_files", "split", "column", "streaming", "chat")
         if bool(self.sources) == bool(self.dataset):
             raise ConfigError("give either files and folders to tokenize, or --dataset NAME")
         self._refuse(dataset if self.sources else files, "--dataset" if self.sources else "files and folders")
         if self.tokenizer:
             self._refuse(("train_bpe", "bpe_sample_bytes"), "a BPE trained here, not --tokenizer")
-        elif self.end_token != END_OF_TEXT or self.begin_token:
-            raise ConfigError(f"--end-token and --begin-token belong to --tokenizer: a trained BPE has {END_OF_TEXT} alone")
+        elif self.end_token != END_OF_TEXT or self.begin_token or self.fim_tokens != fim.TOKENS:
+            raise ConfigError("--end-token, --begin-token and --fim-tokens belong to --tokenizer: a trained BPE has "
+                              + ", ".join(SPECIAL_TOKENS))
+        if self.chat:
+            if not self.tokenizer:
+                raise ConfigError("--chat needs --tokenizer, that of the model to train, as in --tokenizer data/web/tokenizer.json")
+            self._refuse(("fim_rate",), "plain text, not --chat")
+            if bool(self.prompt_column) != bool(self.answer_column) or (self.prompt_column and self.column):
+                raise ConfigError("give --column for a column of messages, or both --prompt-column and --answer-column")
+            try:
+                self._today()
+            except ValueError:
+                raise ConfigError(f"--chat-date {self.chat_date}: write year, month and day, as in 2025-01-31") from None
+        else:
+            self._refuse(("chat_template", "chat_date", "prompt_column", "answer_column"), "--chat")
         if self.train_bpe < ALPHABET:
             raise ConfigError(f"--train-bpe {self.train_bpe}: a byte-level vocabulary has at least {ALPHABET} tokens")
         if self.bpe_sample_bytes < 1 or self.shard_tokens < 1:
             raise ConfigError("--bpe-sample-bytes and --shard-tokens: give at least 1")
+        for name in ("fim_rate", "fim_spm_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: give a share of the documents, from 0 to 1")
+        if not self.fim_rate:
+            self._refuse(("fim_spm_rate", "fim_tokens"), "--fim-rate")
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(f"--validation-fraction {self.validation_fraction}: give a share of the documents, at least 0 and below 1")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of the dataset that were asked for."""
+        pair = (self.prompt_column, self.answer_column) if self.prompt_column else ()
+        return pair or ((self.column,) if self.column else () if self.chat else ("text",))
+
+    def _today(self) -> datetime.datetime:
+        return datetime.datetime.fromisoformat(self.chat_date) if self.chat_date else datetime.datetime.min
 
     def _refuse(self, names: Sequence[str], owner: str) -> None:
         for option in fields(self):
             if option.name in names and getattr(self, option.name) != option.default:
-                raise ConfigError(f"--{option.name.replace('_', '-')} goes with {owner}: leave it out")
+                raise ConfigError(f"{_flag(option.name)} goes with {owner}: leave it out")
+
+    def source(self) -> Files | Dataset:
+        if self.sources:
+            return Files(self.sources, self.glob, self.exclude, self.document_separator)
+        return Dataset(self.dataset, self.config, self.split, self.data_files, self.columns, streaming=self.streaming, chat=self.chat)
+
+    def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | None:
+        """The chat template to use; InputError where it needs a date that is not given."""
+        if not self.chat:
+            return None
+        template = ChatTemplate.load(self.tokenizer.parent, self.chat_template, tokenizer=tokenizer, now=self._today)
+        if template.says_date != bool(self.chat_date):
+            raise InputError(f"{template.name} writes the date: give --chat-date, the day to write for all" if template.says_date else
+                             f"{template.name} does not write the date: leave out --chat-date")
+        return template
 
 
-def digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def place(key: bytes) -> float:
-    """A document's place in [0, 1), from its digest: below the held-out share it belongs to validation."""
-    return int.from_bytes(key[:8], "big") / 2.0**64
-
-
-class Files:
-    """The documents of local files, in sorted order."""
-
-    def __init__(self, options: Options):
-        self.separator = options.document_separator
-        self.paths = list(dict.fromkeys(itertools.chain.from_iterable(self._find(root, options) for root in options.sources)))
-        self.skipped = 0
-        if not self.paths:
-            raise InputError(f"no files in {', '.join(map(str, options.sources))} that --glob and --exclude leave: check these")
-
-    @staticmethod
-    def _find(root: Path, options: Options) -> Iterator[Path]:
-        def named(name: str, patterns: Sequence[str]) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-        def complain(error: OSError):
-            raise InputError(f"cannot read folder {error.filename}: {error.strerror}")
-
-        if root.is_file():
-            yield root.resolve()
-            return
-        if not root.is_dir():
-            raise InputError(f"{root} does not exist: give files or folders of text")
-        for folder, folders, names in os.walk(root, onerror=complain):
-            folders[:] = sorted(name for name in folders if not named(name, (*HIDDEN, *options.exclude)))
-            for name in sorted(names):
-                if named(name, options.glob or ("*",)) and not named(name, (*HIDDEN, *options.exclude)):
-                    path = Path(folder, name)
-                    if path.is_file():  # not a broken link, a socket or a pipe
-                        yield path.resolve()
-
-    def documents(self) -> Iterator[str]:
-        self.skipped = 0
-        for path in self.paths:
-            try:
-                text = path.read_bytes().decode("utf-8")  # bytes: text mode would change line ends
-            except UnicodeDecodeError:
-                text = "\0"
-            except OSError as error:
-                raise InputError(f"cannot read {path}: {error.strerror}") from None
-            if "\0" in text:  # decodes, but no text has it
-                self.skipped += 1
-                continue
-            yield from filter(None, text.split(self.separator) if self.separator else (text,))
-
-
-class Dataset:
-    """The documents of a Hugging Face dataset, in its order. Rows without text are skipped and counted."""
-
-    def __init__(self, options: Options):
-        try:
-            import datasets
-        except ImportError:
-            raise InputError("--dataset needs the datasets library: pip install 'laneformer[data]'") from None
-        self.options, self.skipped = options, 0
-        local = [sorted(glob.glob(pattern, recursive=True)) for pattern in options.data_files]
-        data_files = [file for pattern, found in zip(options.data_files, local, strict=True) for file in found or [pattern]]
-        try:
-            builder = datasets.load_dataset_builder(options.dataset, options.config or None, data_files=data_files or None)
-            if options.streaming:
-                self.rows = builder.as_streaming_dataset(options.split)
-            else:
-                builder.download_and_prepare()
-                self.rows = builder.as_dataset(options.split)
-            self.revision = f"{builder.hash} {builder.config_id}"
-            columns = self.rows.column_names or list(next(iter(self.rows), {}))
-        except Exception as error:  # loaders of all kinds, and the network
-            raise self._failure(error) from error
-        if options.column not in columns:
-            raise InputError(f"dataset {options.dataset} has no column {options.column!r}: give --column, one of {', '.join(columns)}")
-
-    def documents(self) -> Iterator[str]:
-        self.skipped = 0
-        try:
-            for batch in self.rows.select_columns([self.options.column]).iter(batch_size=256):
-                for text in batch[self.options.column]:
-                    if text is not None and not isinstance(text, str):
-                        raise TypeError(f"column {self.options.column!r} holds {type(text).__name__}, not text: give another --column")
-                    if text:
-                        yield text
-                    else:
-                        self.skipped += 1
-        except Exception as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> InputError:
-        root = error
-        while root.__cause__ is not None:  # "An error occurred while generating the dataset" has the reason inside
-            root = root.__cause__
-        return InputError(f"cannot read dataset {self.options.dataset} (split {self.options.split}): {' '.join(str(root).split())}")
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What one pass over the documents tells: their fingerprint and count, the UTF-8 bytes, and the `place` of the two lowest contents."""
-
-    fingerprint: str
-    documents: int
-    bytes: int
-    lowest: tuple[float, ...]
-
-
-def survey(documents: Iterable[str]) -> Survey:
-    whole, count, size, lowest = hashlib.blake2b(digest_size=32), 0, 0, set()
-    for text in documents:
-        key = digest(text)
-        whole.update(key)
-        count, size = count + 1, size + len(text.encode())
-        lowest = set(sorted(lowest | {place(key)})[:2])
-    return Survey(whole.hexdigest(), count, size, tuple(sorted(lowest)))
-
-
-def held_out_share(fraction: float, found: Survey) -> float:
-    """The bound on `place` for validation: `fraction`, or a little more where so few documents would leave it empty."""
-    if fraction == 0:
-        return 0.0
-    if len(found.lowest) < 2:
-        raise InputError(f"{found.documents} document{'s, all alike,' * (found.documents > 1)} cannot be divided: give "
-                         "--validation-fraction 0, more documents, or --document-separator")
-    first, second = found.lowest
-    return max(fraction, (first + second) / 2) if first >= fraction else fraction
-
-
-def train_bpe(documents: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of `vocab` tokens in which every string round-trips; token 0 is END_OF_TEXT."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"),
-                                                       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(documents, trainer)
-    return tokenizer
-
-
-def load_tokenizer(data: bytes, name: str) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, set to take text as it stands: whole, unpadded, a special token's spelling as plain text."""
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{name} is not a tokenizer.json: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def token_id(tokenizer: Tokenizer, token: str, option: str, name: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
-        raise InputError(f"{name} has no token {token!r}: give {option}, perhaps one of {', '.join(special[:20]) or '(it names none)'}")
-    return found
-
-
-def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of at most `size` characters, cut after line ends where there are any."""
-    start = 0
-    while start < len(text):
-        cut = text.rfind("\n", start, start + size) + 1 if len(text) - start > size else len(text)
-        cut = cut if cut > start else start + size
-        yield text[start:cut]
-        start = cut
-
-
-def batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in groups of about BATCH_CHARS."""
-    group, size = [], 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= BATCH_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each document with its ids, uint32[n]; the documents of a group are encoded in parallel."""
-    for texts in batches(documents):
-        parts = [list(pieces(text, PIECE_CHARS)) for text in texts]
-        ids = []  # per piece
-        for group in batches(itertools.chain.from_iterable(parts)):
-            ids += [np.array(encoding.ids, np.uint32) for encoding in tokenizer.encode_batch_fast(group, add_special_tokens=False)]
-        of_piece = iter(ids)
-        for text, part in zip(texts, parts, strict=True):
-            yield text, np.concatenate(list(itertools.islice(of_piece, len(part))))
-
-
-def settings(options: Options, source: Files | Dataset, found: Survey | None, tokenizer_file: bytes) -> dict[str, Any]:
+def settings(options: Options, source: Files | Dataset, found: Survey | None, tokenizer_file: bytes,
+             template: ChatTemplate | None) -> dict[str, Any]:
     """What the result depends on, for the manifest: a later run with the same is finished before it starts."""
-    if found:
-        text = found.fingerprint
-    else:  # of a stream only its name and revision are known beforehand, and the content of local files
-        whole = hashlib.blake2b(repr((options.dataset, options.config, options.split, options.column)).encode(), digest_size=32)
-        local = sorted(file for pattern in options.data_files for file in glob.glob(pattern, recursive=True))
-        for file in local:
-            with open(file, "rb") as data:
-                whole.update(hashlib.file_digest(data, "blake2b").digest())
-        if not local:
-            whole.update(source.revision.encode())
-        text = whole.hexdigest()
     if options.tokenizer:
         ids = {"tokenizer": hashlib.sha256(tokenizer_file).hexdigest(), "end_token": options.end_token, "begin_token": options.begin_token}
     else:
         ids = {"train_bpe": options.train_bpe, "bpe_sample_bytes": options.bpe_sample_bytes}
-    return {"text": text, **ids, "validation_fraction": options.validation_fraction, "shard_tokens": options.shard_tokens}
+    if options.fim_rate:
+        ids["fim"] = {"rate": options.fim_rate, "spm_rate": options.fim_spm_rate, "tokens": list(options.fim_tokens)}
+    if template:
+        ids["chat"] = {"template": template.sha256, "answers": "generation blocks" if template.says_answers else "prefixes",
+                       "tokens": template.tokens, "date": options.chat_date}
+    return {"text": found.fingerprint if found else source.identity(), **ids,
+            "validation_fraction": options.validation_fraction, "shard_tokens": options.shard_tokens}
+
+
+def changes(have: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The settings that differ, in words; "" where none does."""
+    changed = [name for name in dict.fromkeys([*wanted, *have]) if have.get(name) != wanted.get(name)]
+    return ", ".join("the text" if name == "text" else f"{name} (was {have.get(name)}, now {wanted.get(name)})" for name in changed)
 
 
 def finished(options: Options, wanted: dict[str, Any]) -> bool:
-    """Whether --out already holds, undamaged, what these settings would write. InputError when it holds something else."""
-    if options.overwrite or not (options.out / MANIFEST).exists():
+    """Whether --out already holds, undamaged, what these settings would write.
+
+    InputError when it holds something else, or unfinished work of other settings, which writing would throw away.
+    """
+    if options.overwrite:
         return False
-    have = Manifest.read(options.out).source.get("settings", {})
-    changed = [name for name in dict.fromkeys([*wanted, *have]) if have.get(name) != wanted.get(name)]
-    if changed:
-        named = ", ".join("the text" if name == "text" else f"{name} (was {have.get(name)}, now {wanted.get(name)})" for name in changed)
-        raise InputError(f"{options.out} holds other tokens ({named} differ): give another --out, or --overwrite to replace them")
-    TokenStore.open(options.out).verify()
-    return True
+    if (options.out / MANIFEST).exists():
+        if changed := changes(Manifest.read(options.out).source.get("settings", {}), wanted):
+            raise InputError(f"{options.out} holds other tokens ({changed} differ): give another --out, or --overwrite to replace them")
+        TokenStore.open(options.out).verify()
+        return True
+    progress = options.out / PARTIAL / PROGRESS
+    if progress.exists():
+        begun = json.loads(json.loads(progress.read_text(encoding="utf-8"))["identity"])[0]
+        if changed := changes(begun, wanted):
+            raise InputError(f"{options.out} holds unfinished work of other settings ({changed} differ): give the former ones to go on "
+                             "with it, or --overwrite to throw it away")
+    return False
 
 
 def tokenize(options: Options) -> str:
@@ -343,79 +226,97 @@ def tokenize(options: Options) -> str:
     began = time.perf_counter()
     if options.out.exists() and not options.out.is_dir():
         raise InputError(f"--out {options.out} is a file: give a folder")
-    source = Files(options) if options.sources else Dataset(options)
-    found = None if options.streaming else survey(source.documents())
-    if found and not found.documents:
-        raise InputError(f"no text in {options.dataset or ', '.join(map(str, options.sources))}, {source.skipped} {SKIPPED}: give others")
-    tokenizer_file = b""
+    source, tokenizer_file, tokenizer = options.source(), b"", None
     if options.tokenizer:
         try:
             tokenizer_file = options.tokenizer.read_bytes()
         except OSError as error:
             raise InputError(f"cannot read --tokenizer {options.tokenizer}: {error.strerror}; give a tokenizer.json") from None
-    wanted = settings(options, source, found, tokenizer_file)
+        tokenizer = load_tokenizer(tokenizer_file, str(options.tokenizer))
+    template = options.template(tokenizer)
+    found = None if options.streaming else Survey.of(source.documents())
+    if found and not found.documents:
+        raise InputError(f"no text in {source.name}, {found.units} skipped ({source.without}): give others")
+    wanted = settings(options, source, found, tokenizer_file, template)
     if finished(options, wanted):
         return f"{options.out}: already tokenized with these settings, nothing to do ({_counts(TokenStore.open(options.out))})"
 
-    share = held_out_share(options.validation_fraction, found) if found else options.validation_fraction
-    if options.tokenizer:
-        name = str(options.tokenizer)
-    else:
+    share = found.held_out_share(options.validation_fraction) if found else options.validation_fraction
+    if not tokenizer:
         print(f"training a BPE of {options.train_bpe} tokens", file=sys.stderr)
-        name = "the trained BPE"
-        tokenizer_file = train_bpe(_sample(source, found, share, options.bpe_sample_bytes), options.train_bpe).to_str(pretty=True).encode()
+        trained = train_bpe(_sample(source, found, share, options.bpe_sample_bytes), options.train_bpe)
+        tokenizer_file = trained.to_str(pretty=True).encode()
+        tokenizer = load_tokenizer(tokenizer_file, "the trained BPE")
     try:
-        write(options, source, share, load_tokenizer(tokenizer_file, name), tokenizer_file, name, found and found.bytes, wanted)
+        skipped = write(options, source, found, share, tokenizer, tokenizer_file, template, wanted)
     except OSError as error:  # those of reading are InputErrors already
-        raise InputError(f"cannot write {options.out}: {error.strerror}; make room or give another --out, "
-                         "then the same command starts again") from error
-    skipped = f", {source.skipped} {SKIPPED}" if source.skipped else ""
-    return f"{options.out}: {_counts(TokenStore.open(options.out))}{skipped}, {time.perf_counter() - began:.1f} s"
+        raise InputError(f"cannot write {options.out}: {error.strerror}; make room, then the same command goes on, or give another "
+                         "--out") from error
+    noted = f", {skipped} skipped ({source.without})" if skipped else ""
+    return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - began:.1f} s"
 
 
-def write(options: Options, source: Files | Dataset, share: float, tokenizer: Tokenizer, tokenizer_file: bytes, name: str,
-          total: int | None, wanted: dict[str, Any]) -> None:
-    """Encode the documents into --out; `total` is their size in bytes for the progress bar."""
+def write(options: Options, source: Files | Dataset, found: Survey | None, share: float, tokenizer: tokenizers.Tokenizer,
+          tokenizer_file: bytes, template: ChatTemplate | None, wanted: dict[str, Any]) -> int:
+    """Encode the documents into --out, from where a run with the same settings was stopped; returns the number of units without text."""
+    name = str(options.tokenizer or "the trained BPE")
     eos_id = token_id(tokenizer, options.end_token, "--end-token", name)
     bos_id = token_id(tokenizer, options.begin_token, "--begin-token", name) if options.begin_token else None
+    middle = None
+    if options.fim_rate:
+        marks = [token_id(tokenizer, token, "--fim-tokens", name) for token in options.fim_tokens]
+        middle = fim.FillInTheMiddle(options.fim_rate, options.fim_spm_rate, *marks)
+    encoder = ChatEncoder(template, eos_id, bos_id) if template else TextEncoder(tokenizer, middle, share)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    lowest = 1.0
-    with (StoreWriter(options.out, tokenizer=tokenizer_file, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id,
-                      shard_tokens=options.shard_tokens) as writer,
-          tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar):
-        for text, ids in encode(tokenizer, source.documents()):
-            where, size = place(digest(text)), len(text.encode())
-            lowest = min(lowest, where)
-            writer.add("validation" if where < share else "train", ids, size)
-            bar.update(size)
-        for split in ("train", "validation") if share else ("train",):
+    splits = ("train", "validation") if share else ("train",)
+    with StoreWriter(options.out, tokenizer=tokenizer_file, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id,
+                     shard_tokens=options.shard_tokens, settings=wanted) as writer:
+        done, tokens, saved = writer.done, 0, time.monotonic()
+        if done:
+            print(f"going on after {done:,} {'rows' if options.dataset else 'files or documents'}", file=sys.stderr)
+        # Reading, encoding and writing at the same time, each a group behind the one before.
+        groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
+        results = ahead((len(group), encoder(list(filter(None, group)))) for group in groups)
+        before = found.bytes * done // found.units if found else 0
+        with tqdm(total=found and found.bytes, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+            for units, encoded in results:
+                for document, ids, size, loss in encoded:
+                    writer.add("validation" if place(document.key) < share else "train", ids, size, loss)
+                    tokens += len(ids)
+                    bar.update(document.size)
+                done += units
+                if tokens >= CHECKPOINT_TOKENS or time.monotonic() - saved >= CHECKPOINT_SECONDS:
+                    writer.checkpoint(done)
+                    tokens, saved = 0, time.monotonic()
+        skipped = done - sum(map(writer.documents, splits))
+        for split in splits:
             if not writer.documents(split):
-                remedy = f"above {lowest:.3g}" if split == "validation" else "below it"
                 raise InputError(f"no document fell to split {split} at --validation-fraction {options.validation_fraction}: "
-                                 f"give one {remedy}, or 0, or more documents")
-        writer.finish({"settings": wanted, "from": _origin(options, source), "tokenizers_version": tokenizers.__version__})
+                                 f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents "
+                                 f"({skipped} were skipped: {source.without})")
+        beside = template.files() if template else {}
+        for file in (TEMPLATE, CONFIG):  # before the manifest, without which the folder is not finished
+            (options.out / file).unlink(missing_ok=True)
+            if file in beside:
+                (options.out / file).write_bytes(beside[file])
+        writer.finish({"settings": wanted, "from": source.origin, "skipped": skipped, "tokenizers_version": tokenizers.__version__})
+    return skipped
 
 
 def _sample(source: Files | Dataset, found: Survey | None, share: float, size: int) -> Iterator[str]:
     """Text to train the BPE on, nothing of it held out: about `size` bytes, chosen by hash where the total is known."""
     rate = size / found.bytes if found else 1.0
     taken = 0
-    for text in source.documents():
-        if place(digest(text)) < share:
+    for document in filter(None, source.documents()):
+        if place(document.key) < share:
             continue
-        for piece in [text] if rate >= 1 and found else pieces(text, SAMPLE_CHARS):  # a document may be larger than the sample
-            if place(digest(piece)[8:]) < rate:  # other bytes than the held-out share looks at
-                taken += len(piece.encode())
+        for piece in [document.content] if rate >= 1 and found else pieces(document.content, SAMPLE_CHARS):  # one may exceed the sample
+            data = piece.encode()
+            if place(digest(data)[8:]) < rate:  # other bytes than the held-out share looks at
+                taken += len(data)
                 yield piece
             if not found and taken >= size:
                 return
-
-
-def _origin(options: Options, source: Files | Dataset) -> dict[str, Any]:
-    if isinstance(source, Files):
-        return {"paths": [str(path) for path in options.sources], "glob": options.glob, "exclude": options.exclude}
-    return {"dataset": options.dataset, "config": options.config, "split": options.split, "column": options.column,
-            "data_files": options.data_files, "revision": source.revision}
 
 
 def _counts(store: TokenStore) -> str:
@@ -434,7 +335,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was changed, the same command starts again", file=sys.stderr)
+        print("error: interrupted; the same command goes on", file=sys.stderr)
         return 130
     return 0
 

@@ -8,20 +8,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import flax
 import jax
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as keeping
 
 from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
 from laneformer.errors import CheckpointError
 from laneformer.hf_config import config_to_hf
 from train.config import TrainConfig, recorded
-from train.step import State, Trainer
+from train.step import State
 
 OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and meta that inference reads
 
@@ -35,12 +38,15 @@ class Checkpoints:
 
     def __init__(self, config: TrainConfig, tokenizer_sha256: str):
         self.run, self.saving = config.run_folder.absolute(), None
+        kept = [keeping.LatestN(config.keep), keeping.CustomSteps([phase.last_step for phase in config.phases])]
+        kept += [keeping.EveryNSteps(config.keep_every)] if config.keep_every else []
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=True
-        )
+            preservation_policy=keeping.AnyPreservationPolicy(kept), enable_async_checkpointing=True, create=True,
+            cleanup_tmp_directories=True,
+        )  # fmt: skip
         self.manager = ocp.CheckpointManager(self.run / STEPS, options=options)
+        self.config = config
         self.meta = {
-            "config": config_to_hf(config.model),
             "param_dtype": "float32",
             "tokenizer_sha256": tokenizer_sha256,
             "run": recorded(config),
@@ -55,8 +61,11 @@ class Checkpoints:
         if free < needed:
             raise self._failed(f"it takes {needed:,} bytes and the disk has {free:,} left")
         optimizer = {"state": state.optimizer, "step": state.step}
+        phase = self.config.phase_at(step - 1)
         meta = self.meta | {
+            "config": config_to_hf(phase.model),
             "step": step,
+            "phase": phase.name,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "fingerprint": {PARAMS: fingerprint(state.params), OPTIMIZER: fingerprint(optimizer)},
         }
@@ -69,17 +78,20 @@ class Checkpoints:
             if not self.manager.save(step, args=ocp.args.Composite(**items)):
                 raise self._failed("there is a later one")
 
-    def restore(self, trainer: Trainer) -> State | None:
-        """The newest step that can be read, on the trainer's mesh; None if nothing was ever saved.
+    def restore(self, wanted: Callable[[int], State]) -> State | None:
+        """The newest step that can be read, as wanted(step) says: shapes and places. None if nothing was ever saved.
 
         Damaged steps newer than it are reported and moved aside. Raises CheckpointError, and moves nothing, if none can be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(saved_steps(self.run)):
+            state = None
             try:
-                state = self._read(step, trainer)
+                state = self._read(step, wanted(step))
             except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
                 damaged[step] = _reason(error)
+            if not _all_processes(state is not None):
+                damaged.setdefault(step, "another process could not read its part")
                 continue
             for number, reason in damaged.items():
                 self._move_aside(number, reason)
@@ -106,8 +118,7 @@ class Checkpoints:
         with self._saving():
             self.manager.close()
 
-    def _read(self, step: int, trainer: Trainer) -> State:
-        wanted = trainer.abstract_state()
+    def _read(self, step: int, wanted: State) -> State:
         items = {
             PARAMS: ocp.args.StandardRestore(wanted.params),
             OPTIMIZER: ocp.args.StandardRestore({"state": wanted.optimizer, "step": wanted.step}),
@@ -120,10 +131,12 @@ class Checkpoints:
         return State(found[PARAMS], found[OPTIMIZER]["state"], found[OPTIMIZER]["step"])
 
     def _move_aside(self, step: int, reason: str) -> None:
-        names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
-        aside = next(self.run / name for name in names if not (self.run / name).exists())
-        print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
-        os.rename(self.run / STEPS / str(step), aside)
+        if jax.process_index() == 0:
+            names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
+            aside = next(self.run / name for name in names if not (self.run / name).exists())
+            print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
+            os.rename(self.run / STEPS / str(step), aside)
+        _all_processes(True)
         self.manager.reload()
 
     @contextmanager
@@ -140,6 +153,11 @@ class Checkpoints:
         return CheckpointError(
             f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on from the step before"
         )
+
+
+def _all_processes(true: bool) -> bool:
+    """Whether it is true on every process; returns when all have asked."""
+    return true if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(true)).all())
 
 
 def saved_steps(run: Path) -> list[int]:

@@ -1,138 +1,140 @@
-"""The data order: which tokens make up the batch of a step, as a pure function of seed and step.
+"""The data order: which rows make up the batch of a step, as a pure function of seed and step.
 
-A split of T tokens has n = (T - 1) // seq_len windows; window i is tokens [i * seq_len, (i + 1) * seq_len], one more than seq_len because
-the targets are the inputs shifted by one, so each token is a target once (but the first, and a tail shorter than a window). The
-windows of epoch e come in the order permute(0..n-1, seed, e), the epochs follow each other without a gap, and step s takes positions
-[s * batch, (s + 1) * batch) of that endless row: a batch may straddle two epochs. There is no state to save: resuming, another number
-of hosts, or looking at what step 123456 saw are all `batch_at(step)`.
+The sources take turns in exact shares (train/mixture.py). Each has n rows (train/packing.py), which come in the order
+permute(0..n-1, seed, e) in epoch e, and the epochs follow each other without a gap; step s takes rows [s * batch, (s + 1) * batch) of the
+whole, so that a batch may straddle epochs. There is no state to save: resuming, another number of hosts, or looking at what step 123456
+saw are all `batch_at(step)`.
 """
 
 import collections
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 import numpy as np
 
 from laneformer.errors import ConfigError, InputError
+from train.config import DataConfig
+from train.mixture import BLOCK, Mixture
+from train.packing import BestFit, Concat, Rows, row_keys
+from train.permutation import permute
 from train.shards import TokenStore
 
-ROUNDS = 8
-MASK = (1 << 64) - 1
+PACKINGS = {"concat": Concat, "best_fit": BestFit}
 T = TypeVar("T")
 
 
-def mix(x):
-    """The splitmix64 finalizer (Steele, Lea & Flood 2014): a bijection of 64-bit words in which each input bit moves half the output bits.
-
-    `x` is a uint64 array (multiplication wraps) or a Python int below 2^64.
-    """
-    wrap = (lambda y: y) if isinstance(x, np.ndarray) else (lambda y: y & MASK)
-    x = wrap((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9)
-    x = wrap((x ^ (x >> 27)) * 0x94D049BB133111EB)
-    return x ^ (x >> 31)
-
-
-def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of range(size) sends each `index[...]` -> int64[...].
-
-    A Feistel network over a grid (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): with a = ceil(sqrt(size)) and
-    b = ceil(size / a), an index is x = l * b + r, and each round adds to one half a hash of the other,
-
-        even rounds: l = (l + F(r)) mod a        odd rounds: r = (r + F(l)) mod b        F(y) = mix(y ^ key[round])
-
-    which can be undone, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through again until they land
-    inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] = mix(mix(mix(seed) ^ epoch) + i + 1).
-    Written out here, on 64-bit integers alone, so that no library's version can change the order of a run.
-    """
-    a = math.isqrt(size - 1) + 1 if size > 1 else 1
-    b = -(-size // a)
-    base = mix(mix(seed & MASK) ^ (epoch & MASK))
-    keys = np.array([mix((base + i + 1) & MASK) for i in range(ROUNDS)], np.uint64)
-    out = np.array(index, np.uint64)
-    if out.size and not out.max() < size:
-        raise IndexError(f"index {out.max()} into a permutation of {size}")
-    flat = out.reshape(-1)
-    todo = np.arange(flat.size)
-    while todo.size:
-        l, r = np.divmod(flat[todo], np.uint64(b))
-        for i in range(ROUNDS):
-            if i % 2 == 0:
-                l = (l + mix(r ^ keys[i]) % np.uint64(a)) % np.uint64(a)
-            else:
-                r = (r + mix(l ^ keys[i]) % np.uint64(b)) % np.uint64(b)
-        flat[todo] = l * np.uint64(b) + r
-        todo = todo[flat[todo] >= size]
-    return out.astype(np.int64)
+def tagged(stores: Sequence[TokenStore]) -> dict[str, TokenStore]:
+    """The stores by the last name of their folder. ConfigError for equal names, InputError for stores of different tokenizers."""
+    found: dict[str, TokenStore] = {}
+    for store in stores:
+        tag = Path(os.path.abspath(store.path)).name
+        if tag in found:
+            raise ConfigError(f"{found[tag].path} and {store.path} would both be called {tag!r}: name a folder once (those of data.path "
+                              "are validated anyway), or rename one")
+        found[tag] = store
+        if store.manifest.tokenizer_sha256 != stores[0].manifest.tokenizer_sha256:
+            raise InputError(f"{stores[0].path} and {store.path} were tokenized with different tokenizers: tokenize one of them again with "
+                             "--tokenizer and the tokenizer.json of the other")
+    return found
 
 
 class Batches:
-    """The batches of one split in an endless, reshuffled row of epochs; every window exactly once per epoch.
+    """The training batches of one phase, from the split `train` of one or several stores, each in an endless, reshuffled row of epochs.
 
-    `seq_len` is the model's input length, `batch_size` the global one, over all hosts and gradient accumulation.
+    stores: those of data.path, in its order. seed: decides the order. keys: what a batch holds, the same for all steps.
+    Raises InputError for a store without a single row, ConfigError for a share of less than one row in a block of the mixture.
     """
 
-    def __init__(self, store: TokenStore, split: str, *, seq_len: int, batch_size: int, seed: int):
-        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}: give at least 1")
-        self.store, self.split, self.seq_len, self.batch_size, self.seed = store, split, seq_len, batch_size, seed
-        self.windows_per_epoch = (store.tokens(split) - 1) // seq_len
-        if self.windows_per_epoch < 1:
-            raise InputError(f"split {split!r} of {store.path} has {store.tokens(split)} tokens, a window of seq_len {seq_len} needs "
-                             f"{seq_len + 1}: give more text or a shorter seq_len")
+    def __init__(self, data: DataConfig, stores: Sequence[TokenStore], seed: int):
+        self.tags, self.batch_size, self.length, self.seed = tuple(tagged(stores)), data.batch_size, data.sequence_length, seed
+        self.keys = row_keys(data, stores, "train")
+        self.sources = [PACKINGS[data.packing](store, "train", data, self.keys) for store in stores]
+        self.mixture = Mixture(data.weights or [store.tokens("train") for store in stores], seed)
+        for store, count in zip(stores, self.mixture.counts, strict=True):
+            if count < 1:
+                raise ConfigError(f"{store.path} would have less than 1 row in {BLOCK}: leave it out, or give it more with data.weights")
 
-    def window(self, index: int) -> np.ndarray:
-        """Window `index` in file order -> int32[seq_len + 1]."""
-        return self.store.read(self.split, int(index) * self.seq_len, self.seq_len + 1)
-
-    def windows_at(self, step: int, rows: slice = slice(None)) -> np.ndarray:
-        """Which windows make up the batch of `step` -> int64[rows]."""
+    def rows_at(self, step: int, rows: slice = slice(None)) -> list[tuple[int, int]]:
+        """Source and row of it, for each of the `rows` of the batch of `step`."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
-        first = step * self.batch_size  # a Python int: no overflow however long the run
-        epochs, offsets = [], []
-        for row in range(self.batch_size)[rows]:
-            epoch, offset = divmod(first + row, self.windows_per_epoch)
-            epochs.append(epoch)
-            offsets.append(offset)
-        out = np.empty(len(offsets), np.int64)
-        done = 0
-        for epoch, same in itertools.groupby(epochs):
-            count = len(list(same))
-            out[done : done + count] = permute(np.array(offsets[done : done + count]), self.windows_per_epoch, self.seed, epoch)
-            done += count
+        wanted = collections.defaultdict(list)  # (source, epoch) -> [(place in the batch, row before shuffling)]
+        chosen = range(self.batch_size)[rows]
+        for place, row in enumerate(chosen):
+            source, position = self.mixture.place(step * self.batch_size + row)  # Python ints: no overflow however long the run
+            epoch, offset = divmod(position, self.sources[source].rows)
+            wanted[source, epoch].append((place, offset))
+        out: list[tuple[int, int]] = [(0, 0)] * len(chosen)
+        for (source, epoch), found in wanted.items():
+            places, offsets = zip(*found, strict=True)
+            for place, row in zip(places, permute(np.array(offsets), self.sources[source].rows, self.seed, epoch).tolist(), strict=True):
+                out[place] = source, row
         return out
 
-    def batch_at(self, step: int, rows: slice = slice(None)) -> np.ndarray:
-        """The batch of `step`, or those `rows` of it that a host feeds -> int32[rows, seq_len + 1]. Reads nothing but these rows."""
-        windows = self.windows_at(step, rows)
-        return np.stack([self.window(index) for index in windows]) if len(windows) else np.empty((0, self.seq_len + 1), np.int32)
+    def batch_at(self, step: int, rows: slice = slice(None)) -> Rows:
+        """The batch of `step`, or those `rows` of it that a host feeds; reads nothing but these rows.
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch (from 0) that the first row of `step` belongs to."""
-        return step * self.batch_size // self.windows_per_epoch
+        "ids" int32 [rows, s + 1], "weights" float32 [rows, s] of the targets, "segments" int32 [rows, s + 1]: see train/packing.py.
+        """
+        chosen = self.rows_at(step, rows)
+        return stacked([self.sources[source].row(row) for source, row in chosen], self.keys, self.length)
+
+    def epochs_at(self, step: int) -> dict[str, float]:
+        """Passes over each source in the steps before `step`, by tag."""
+        taken = self.mixture.rows_before(step * self.batch_size)
+        return {tag: rows / source.rows for tag, rows, source in zip(self.tags, taken, self.sources, strict=True)}
 
 
-def validation_batches(store: TokenStore, split: str, *, seq_len: int, batch_size: int, max_batches: int,
-                       rows: slice = slice(None)) -> list[np.ndarray]:
-    """A fixed list of at most `max_batches` full batches of int32[rows, seq_len + 1], no window twice.
+def stacked(rows: Sequence[Rows], keys: Sequence[str], length: int) -> Rows:
+    """Single rows as one batch; also none of them."""
+    shapes = {"ids": ((0, length + 1), np.int32), "weights": ((0, length), np.float32), "segments": ((0, length + 1), np.int32)}
+    return {key: np.stack([row[key] for row in rows]) if rows else np.empty(*shapes[key]) for key in keys}
 
-    The windows are spread evenly over the split in file order, whatever the seed: validation losses compare between runs.
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out batches of one store.
+
+    bits per byte = loss in nats per token / ln 2 * tokens_per_byte; None where a loss mask decides what counts, which is then not the text.
     """
-    if max_batches < 1:
-        raise ConfigError(f"max_batches is {max_batches}: give at least 1")
-    source = Batches(store, split, seq_len=seq_len, batch_size=batch_size, seed=0)
-    windows = source.windows_per_epoch
-    count = min(max_batches, windows // batch_size)
+
+    batches: list[Rows]
+    tokens_per_byte: float | None
+
+
+def validation_sets(data: DataConfig, stores: Sequence[TokenStore], extra: Sequence[TokenStore]) -> dict[str, HeldOut]:
+    """At most data.validation_batches full batches of the split `validation` of each store, by tag; no row twice.
+
+    stores: those of data.path, left out where they have no such split; extra: those of data.validation_path, where that is an InputError.
+    The rows are spread evenly over the split in file order, whatever the seed: validation losses compare between runs. InputError for
+    a split smaller than a batch, or with a loss mask of which nothing is left.
+    """
+    if data.validation_batches == 0:
+        return {}
+    return {tag: _held_out(data, store) for tag, store in tagged([*stores, *extra]).items()
+            if store in extra or "validation" in store.splits}
+
+
+def _held_out(data: DataConfig, store: TokenStore) -> HeldOut:
+    keys = row_keys(data, [store], "validation")
+    source = PACKINGS[data.packing](store, "validation", data, keys)
+    count = min(data.validation_batches, source.rows // data.batch_size)
     if count < 1:
-        raise InputError(f"split {split!r} of {store.path} has {windows} windows of seq_len {seq_len}, a validation batch takes "
-                         f"{batch_size}: lower the batch size to at most {windows}, tokenize with a larger --validation-fraction, "
-                         "or go without (--data.validation-batches 0)")
-    chosen = np.arange(count * batch_size) * windows // (count * batch_size)
-    return [np.stack([source.window(index) for index in batch[rows]]) for batch in chosen.reshape(count, batch_size)]
+        raise InputError(f"split 'validation' of {store.path} has {source.rows} rows of sequence_length {data.sequence_length}, a "
+                         f"validation batch takes {data.batch_size}: lower data.batch_size to at most {source.rows}, tokenize with a "
+                         "larger --validation-fraction, or go without (--data.validation-batches 0)")
+    chosen = (np.arange(count * data.batch_size) * source.rows // (count * data.batch_size)).reshape(count, -1)
+    batches = [stacked([source.row(row) for row in batch.tolist()], keys, data.sequence_length) for batch in chosen]
+    if "weights" in keys and not any(batch["weights"].any() for batch in batches):
+        raise InputError(f"no token of the validation batches of {store.path} counts: its loss mask leaves nothing to measure; give "
+                         "another folder, or go without (--data.validation-batches 0)")
+    masked = store.has_loss_mask("validation")
+    return HeldOut(batches, None if masked else store.tokens("validation") / store.text_bytes("validation"))
 
 
 class Prefetch(Generic[T]):

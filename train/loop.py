@@ -1,33 +1,26 @@
-"""The training loop: resumes exactly, measures, validates, saves, and stops cleanly when asked to."""
+"""The training loop: phase after phase, resumes exactly, measures, validates, saves, and stops cleanly when asked to."""
 
-import fcntl
-import itertools
-import json
-import math
-import os
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import jax
-import numpy as np
-from tqdm import tqdm
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 import laneformer as lf
-from laneformer.errors import CheckpointError, ConfigError, InputError, LaneformerError
-from laneformer.mesh import keep_freed_memory
-from train.checkpoint import Checkpoints, saved_steps, versions
-from train.config import TrainConfig, check_same_run, recorded
-from train.data import Batches, Prefetch, validation_batches
-from train.metrics import MetricsLog
-from train.shards import TokenStore
-from train.step import State, Trainer
-
-METRICS = "metrics.jsonl"  # of a run folder
+from laneformer.errors import LaneformerError
+from laneformer.mesh import join_hosts, keep_freed_memory
+from train.checkpoint import Checkpoints
+from train.config import Phase, TrainConfig
+from train.data import Batches, Prefetch
+from train.evaluation import Evaluation
+from train.profiler import Profile
+from train.program import save_program
+from train.run_folder import Stores, any_of, only_one, open_stores, record_run
+from train.run_log import RunLog
+from train.step import State, Trainer, precision_of
 
 
 class Interrupted(Exception):
@@ -39,159 +32,146 @@ class Interrupted(Exception):
 
 
 def train(config: TrainConfig) -> None:
-    """Runs `config` to its last step, from the newest checkpoint of its folder if there is one.
+    """Runs `config` to the end of its last phase, from the newest checkpoint of its folder if there is one.
 
-    Leaves RUN/{run.json, tokenizer.json, metrics.jsonl, checkpoints/STEP}. The same config gives bitwise the same losses and weights
-    however often it is stopped, on the same number of devices; on others to rounding. Raises LaneformerError for a user's mistake and
-    Interrupted after SIGINT or SIGTERM.
+    Leaves RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. The same config gives bitwise the same losses and
+    weights however often it is stopped, on the same number of devices; on others to rounding. Raises LaneformerError for a user's
+    mistake and Interrupted after SIGINT or SIGTERM.
     """
     if config.mesh.host_devices:
         lf.use_host_devices(config.mesh.host_devices)
         keep_freed_memory()
-    store = TokenStore.open(config.data.path)
-    if config.model.vocab_size < store.manifest.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.manifest.vocab_size} tokens of {store.path}: "
-            f"set --model.vocab-size {store.manifest.vocab_size}"
-        )
+    if config.mesh.distributed:
+        join_hosts()
+    stores = open_stores(config)
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
-    data = Batches(store, "train", seq_len=config.data.sequence_length, batch_size=config.data.batch_size, seed=config.data.seed)
-    validation = _validation(config, store)
-    run = config.run_folder
+    run, speaks = config.run_folder, jax.process_index() == 0
     run.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_only_one(run))
-        _record_run(run, config, store)
-        trainer = Trainer(config, mesh)
-        checkpoints = Checkpoints(config, store.manifest.tokenizer_sha256)
+        if speaks:
+            stack.enter_context(only_one(run))
+            record_run(config, stores)
+        _meet("the run is recorded")
+        checkpoints = Checkpoints(config, any_of(stores).manifest.tokenizer_sha256)
         stack.callback(checkpoints.close)
-        state = checkpoints.restore(trainer)
+        state = checkpoints.restore(lambda step: Trainer(config, config.phase_at(step - 1), mesh).abstract_state())
         first = 0 if state is None else int(state.step)
-        if first >= config.steps:
-            print(f"{run}: all {config.steps} steps are done; nothing to do")
+        if first >= config.total_steps:
+            if speaks:
+                print(f"{run}: all {config.total_steps} steps are done; nothing to do")
             return
-        print(_greeting(config, store, trainer, first))
+        if speaks:
+            print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(_stop_signals())
-        metrics = stack.enter_context(MetricsLog(run / METRICS, first))
-        batches = Prefetch(lambda step: trainer.put_batch(lambda rows: data.batch_at(step, rows)), itertools.count(first))
-        stream = stack.enter_context(batches)
-        bar = tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
-        stack.callback(bar.close)
-        run_loop = _Loop(config, trainer, checkpoints, data, validation, metrics, bar)
-        run_loop.run(trainer.init() if state is None else state, stream, stop)
-        print(f"{run}: {config.steps} steps done, last checkpoint in {run / 'checkpoints' / str(config.steps)}")
+        log = stack.enter_context(RunLog(config, mesh, first))
+        loop = _Loop(config, mesh, stores, checkpoints, log, stop)
+        for phase in config.phases:
+            if first < phase.last_step:
+                state = loop.run(phase, state, max(first, phase.first_step))
+        if speaks:
+            print(f"{run}: {config.total_steps} steps done, last checkpoint in {run / 'checkpoints' / str(config.total_steps)}")
 
 
 class _Loop:
     """One step after another; the metrics of a step are fetched while the next one runs."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        data: Batches,
-        validation: list[np.ndarray],
-        metrics: MetricsLog,
-        bar: tqdm,
-    ):
-        self.config, self.trainer, self.checkpoints, self.data, self.validation = config, trainer, checkpoints, data, validation
-        self.metrics, self.bar = metrics, bar
-        self.tokens_per_step = config.data.batch_size * config.data.sequence_length
-        self.speeds: list[float] = []
+    def __init__(self, config: TrainConfig, mesh: Mesh, stores: Stores, checkpoints: Checkpoints, log: RunLog, stop: list[int]):
+        self.config, self.mesh, self.stores, self.checkpoints, self.log, self.stop = config, mesh, stores, checkpoints, log, stop
+        self.asked_by_any = False  # a process wants to stop, and all know it
 
-    def run(self, state: State, stream: Prefetch, stop: list[int]) -> None:
-        pending, step, last_fetch = None, None, time.perf_counter()
+    def run(self, phase: Phase, state: State | None, first: int) -> State:
+        """The phase from step `first` to its end. Raises Interrupted when asked to stop."""
+        clock = self.log.clock
+        self.phase, self.data = phase, Batches(phase.data, [self.stores[path] for path in phase.data.path], seed_of(phase))
+        trainer = Trainer(self.config, phase, self.mesh, self.data.keys)
+        self.evaluation = Evaluation(self.config, phase, trainer, self.stores)
+        with clock("compile"):
+            lowered = trainer.lower_step()
+            self.step = lowered.compile()
+            self.asked = {wish: trainer.put_asked(wish) for wish in (False, True)}
+            if state is None:
+                state = trainer.init()
+            elif first == phase.first_step and phase.index > 0:
+                state = trainer.adopt(state, self.config.phases[phase.index - 1])
+            if self.log.writes:
+                save_program(lowered, self.step, self.config.run_folder / "program", phase.name, self.mesh)
+
+        def batch(step: int):
+            return trainer.put_batch(lambda rows: self.data.batch_at(step - phase.first_step, rows))
+
+        with Prefetch(batch, range(first, phase.last_step)) as stream, ExitStack() as stack:
+            watch = self.config.watch
+            profile = watch.profile_at and stack.enter_context(
+                Profile(self.config.run_folder / "profile", watch.profile_at, watch.profile_steps)
+            )
+            return self._steps(state, stream, profile)
+
+    def _steps(self, state: State, stream: Prefetch, profile: Profile | None) -> State:
+        clock, pending, step = self.log.clock, None, None
         while True:
-            asked = time.perf_counter()
+            waiting = time.perf_counter()
             try:
-                before, batch = next(stream)
+                with clock("data"):
+                    before, batch = next(stream)
             except (LaneformerError, OSError):  # of the data: whoever repairs it goes on from here
-                if pending is not None:
-                    self._fetch(*pending, last_fetch)
+                if pending is not None and jax.process_count() == 1:
+                    self._fetch(*pending)
                     self._save(state, step)
                     self.checkpoints.wait()
                 raise
-            wait = time.perf_counter() - asked
-            state, values = self.trainer.step(state, batch)
-            if pending is not None:
-                last_fetch = self._fetch(*pending, last_fetch)
+            wait = time.perf_counter() - waiting
+            with clock("step"):
+                if profile:
+                    profile.on_step(before + 1, state)
+                state, values = self.step(state, batch, self.asked[bool(self.stop)])
+                if pending is not None:
+                    self._fetch(*pending)
             step = before + 1
             pending = (step, values, wait)
             self.checkpoints.check()
-            done, stopping = step == self.config.steps, bool(stop)
-            validating = bool(self.validation) and (done or step % self.config.validate_every == 0)
+            done, stopping = step == self.phase.last_step, self._stopping()
             saving = done or stopping or step % self.config.save_every == 0
-            if validating or saving:
-                self._fetch(*pending, last_fetch)
+            if saving or self.evaluation.due(step):
+                with clock("step"):
+                    self._fetch(*pending)
                 pending = None
-                if validating:
-                    self._validate(state, step)
+                with clock("eval"):
+                    self.evaluation.measure(state.params, step, self.log)
                 if saving:
                     self._save(state, step)
-                last_fetch = time.perf_counter()
             if done or stopping:
-                self.checkpoints.wait()
+                with clock("save"):
+                    self.checkpoints.wait()
             if done:
-                return
+                return state
             if stopping:
-                raise Interrupted(stop[0], step)
+                raise Interrupted(self.stop[0] if self.stop else signal.SIGTERM, step)
 
-    def _fetch(self, step: int, values: dict, wait: float, last_fetch: float) -> float:
-        """Waits for a step, records it, and returns the time at which it was done."""
-        values = {name: float(value) for name, value in jax.device_get(values).items()}
-        now = time.perf_counter()
-        seconds = now - last_fetch
-        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            raise InputError(
-                f"the loss is {values['loss']} at step {step} (gradient norm {values['grad_norm']}): lower optimizer.learning_rate or "
-                f"lengthen optimizer.warmup_steps; checkpoints up to the last save are intact"
-            )
-        self.speeds.append(self.tokens_per_step / seconds)
-        self.metrics.write(
-            step, **values, tokens=step * self.tokens_per_step, epoch=self.data.epoch_of(step), step_seconds=seconds, data_wait_seconds=wait
-        )
-        recent = sorted(self.speeds[-50:])
-        speed = f"{recent[len(recent) // 2]:,.0f} tok/s"
-        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
-        self.bar.update(1)
-        if step % self.config.log_every == 0 and self.bar.disable:
-            left = (self.config.steps - step) * self.tokens_per_step / recent[len(recent) // 2]
-            print(f"step {step}/{self.config.steps}  loss {values['loss']:.4f}  {speed}  {left:.0f} s left", flush=True)
-        return now
+    def _stopping(self) -> bool:
+        """Whether to stop after this step. Several processes agree through the steps they have all done."""
+        return bool(self.stop) if jax.process_count() == 1 else self.asked_by_any
+
+    def _fetch(self, step: int, values: dict, wait: float) -> None:
+        """Waits for a step and records it."""
+        values = {name: value.item() for name, value in jax.device_get(values).items()}
+        self.asked_by_any |= bool(values.pop("asked"))
+        self.log.step(self.phase, step, values, self.data.epochs_at(step - self.phase.first_step), wait)
 
     def _save(self, state: State, step: int) -> None:
-        self.metrics.sync()
-        self.checkpoints.save(state, step)
-
-    def _validate(self, state: State, step: int) -> None:
-        """Mean loss over the held-out batches, in nats per token and in bits per byte of their text."""
-        losses = [float(self.trainer.evaluate(state.params, self.trainer.put_batch(batch.__getitem__))) for batch in self.validation]
-        loss, store = sum(losses) / len(losses), self.data.store
-        bits_per_byte = loss / math.log(2) * store.tokens("validation") / store.text_bytes("validation")
-        self.metrics.write(step, validation_loss=loss, validation_bits_per_byte=bits_per_byte)
-        self.bar.write(f"step {step}: validation loss {loss:.4f}, {bits_per_byte:.4f} bits per byte")
+        with self.log.clock("save"):
+            self.log.sync()
+            self.checkpoints.save(state, step)
 
 
-def _validation(config: TrainConfig, store: TokenStore) -> list[np.ndarray]:
-    """The held-out batches; none where none are asked for or the store has no such split."""
-    if config.data.validation_batches == 0 or "validation" not in store.splits:
-        return []
-    return validation_batches(
-        store, "validation", seq_len=config.data.sequence_length, batch_size=config.data.batch_size,
-        max_batches=config.data.validation_batches,
-    )  # fmt: skip
+def seed_of(phase: Phase) -> int:
+    """Seed of the data order: a later phase that reads the same folder reads it in another order."""
+    return phase.data.seed + 1_000_003 * phase.index
 
 
-@contextmanager
-def _only_one(run: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has it."""
-    with open(run / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process trains in {run}: wait for it, or give another folder with --run") from None
-        yield
+def _meet(where: str) -> None:
+    """Returns when every process of the job has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
 
 
 @contextmanager
@@ -212,46 +192,19 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _record_run(run: Path, config: TrainConfig, store: TokenStore) -> None:
-    """Writes run.json and tokenizer.json for a new run, or checks that this is the run that the folder holds.
-
-    A run is new until its first step is recorded: what failed before that binds nobody to its settings.
-    """
-    record, metrics = run / "run.json", run / METRICS
-    if saved_steps(run) or (metrics.exists() and metrics.stat().st_size):
-        try:
-            before = json.loads(record.read_text(encoding="utf-8"))
-            settings, tokenizer, tokens = before["config"].copy(), before["tokenizer_sha256"], before["train_tokens_sha256"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{record} is damaged or missing ({error!r}): put it back, or choose another folder with --run") from None
-        check_same_run(settings, config, run)
-        store.require_tokenizer(tokenizer)
-        if tokens != store.digest("train"):
-            raise InputError(f"{store.path} holds other tokens than those {run} began with: tokenize the same text, or choose another "
-                             "folder with --run")
-        return
-    shutil.copyfile(store.path / "tokenizer.json", run / "tokenizer.json")
-    contents = {
-        "config": recorded(config),
-        "tokenizer_sha256": store.manifest.tokenizer_sha256,
-        "train_tokens_sha256": store.digest("train"),
-        "versions": versions(),
-    }
-    part = run / "run.json.part"
-    part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, record)
-
-
-def _greeting(config: TrainConfig, store: TokenStore, trainer: Trainer, first: int) -> str:
-    devices = trainer.mesh.devices
-    tokens = config.steps * config.data.batch_size * config.data.sequence_length
-    schedule = config.model.schedule
-    return "\n".join([
+def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> str:
+    devices, schedule = mesh.devices, config.model.schedule
+    lines = [
         f"{config.name}: {lf.parameter_count(config.model):,} parameters, {config.model.num_lanes} lanes, layout {config.model.layout} "
         f"({schedule.num_reductions} reductions per pass for {schedule.num_modules} modules)",
         f"on {devices.size} x {devices.flat[0].device_kind} (data {devices.shape[0]} x lane {devices.shape[1]}), "
-        f"products in {trainer.precision.compute}",
-        f"{tokens:,} tokens = {tokens / store.tokens('train'):.2f} epochs of {store.path} ({store.tokens('train'):,} tokens), "
-        f"{config.steps} steps of {config.data.batch_size} x {config.data.sequence_length}",
-        f"going on after step {first} of {config.run_folder}" if first else f"new run in {config.run_folder}",
-    ])  # fmt: skip
+        f"products in {precision_of(config, mesh).compute}",
+    ]
+    for phase in config.phases:
+        tokens, there = phase.steps * phase.tokens_per_step, sum(stores[path].tokens("train") for path in phase.data.path)
+        lines.append(
+            f"{f'phase {phase.name}: ' if config.then else ''}{tokens:,} tokens = {tokens / there:.2f} epochs of "
+            f"{', '.join(map(str, phase.data.path))} ({there:,} tokens), {phase.steps} steps of {phase.data.batch_size} x "
+            f"{phase.data.sequence_length}"
+        )
+    return "\n".join([*lines, f"going on after step {first} of {config.run_folder}" if first else f"new run in {config.run_folder}"])

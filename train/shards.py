@@ -1,51 +1,91 @@
 """Token shards: the folder that tokenizing writes and training reads, memory-mapped and checksummed.
 
-    manifest.json       format version, token dtype, vocabulary, tokenizer hash, source, and the shards of every split
-    tokenizer.json      the tokenizer that made the ids, byte for byte
-    train-00000.bin     ids end to end, little-endian; each document is [bos] ids eos, and lies whole in one shard
-    validation-00000.bin
+    manifest.json        format version, token dtype, vocabulary, tokenizer hash, source, and the shards of every split
+    tokenizer.json       the tokenizer that made the ids, byte for byte
+    train-00000.bin      ids end to end, little-endian; each document is [bos] ids eos, and lies whole in one shard
+    train-00000.ends     the document index: int64 position in the shard after the last token of each document
+    train-00000.loss     one byte per token, 1 where predicting it counts; only where the writer was given loss masks
+    validation-00000.bin ...
 
-`StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a manifest is
-a finished one, and a run that dies leaves what was there before. `TokenStore` reads. Each shard carries a CRC-32 per 256 KiB block, checked
-when a block is first read: a flipped bit is found before it is trained on, and opening a store of any size costs no reading.
+`StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a manifest is a
+finished one. A run that dies leaves what was there before, and its own work up to the last checkpoint, from which the same run goes on.
+`TokenStore` reads. Every file carries a CRC-32 per 256 KiB block, checked when a block is first read: a flipped bit is found before it is
+trained on, and opening a store of any size costs no reading.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from laneformer.errors import ConfigError, InputError
 
 FORMAT = "laneformer-tokens"
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 1 << 18  # one checksum per block: 0.2 ms to check, 32 bytes of manifest per MiB of tokens
-OPEN_SHARDS = 256  # every mapping holds a file descriptor, and 1024 is a usual limit
-SHARD_NAME = re.compile(r"[a-z0-9_]+-\d{5}\.bin")
+OPEN_FILES = 256  # every mapping holds a file descriptor, and 1024 is a usual limit
+SHARD_NAME = re.compile(r"[a-z0-9_]+-\d{5}")
+SHARD_FILE = re.compile(SHARD_NAME.pattern + r"\.(bin|ends|loss)")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-MANIFEST, TOKENIZER, PARTIAL = "manifest.json", "tokenizer.json", ".partial"
+ENDS, LOSS = np.dtype("<i8"), np.dtype("u1")
+MANIFEST, TOKENIZER, PARTIAL, PROGRESS = "manifest.json", "tokenizer.json", ".partial", "progress.json"
 REMEDY = "copy the folder again, or tokenize again with --overwrite"
+
+
+class File(NamedTuple):
+    """One file of a shard: `length` values of `dtype`; `crc32` is 8 hex digits per block of BLOCK_BYTES."""
+
+    name: str
+    dtype: np.dtype
+    length: int
+    crc32: str
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of whole documents: `tokens` counts the bos/eos marks, `bytes` the UTF-8 text alone; `crc32` is 8 hex digits per block."""
+    """Whole documents: `tokens` counts the bos/eos marks, `bytes` the UTF-8 text alone; the checksums are those of the shard's files."""
 
-    file: str
+    name: str
     tokens: int
     bytes: int
     documents: int
-    crc32: str
+    tokens_crc32: str
+    ends_crc32: str
+    loss_crc32: str | None
+
+    def ids(self, dtype: np.dtype) -> File:
+        return File(f"{self.name}.bin", dtype, self.tokens, self.tokens_crc32)
+
+    @property
+    def ends(self) -> File:
+        return File(f"{self.name}.ends", ENDS, self.documents, self.ends_crc32)
+
+    @property
+    def loss(self) -> File:
+        return File(f"{self.name}.loss", LOSS, self.tokens, self.loss_crc32)
+
+    @property
+    def masked(self) -> bool:
+        return self.loss_crc32 is not None
+
+    def files(self, dtype: np.dtype) -> tuple[File, ...]:
+        return self.ids(dtype), self.ends, *((self.loss,) if self.masked else ())
 
 
 @dataclass(frozen=True)
@@ -62,6 +102,11 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+
+    def files(self) -> Iterator[File]:
+        """Every file of every shard."""
+        for shard in itertools.chain.from_iterable(self.splits.values()):
+            yield from shard.files(DTYPES[self.dtype])
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -81,10 +126,13 @@ class Manifest:
         try:
             splits = {split: tuple(Shard(**shard) for shard in shards) for split, shards in values.pop("splits").items()}
             manifest = cls(**values, splits=splits)
-            for shard in (shard for shards in splits.values() for shard in shards):
-                blocks = -(-shard.tokens * DTYPES[manifest.dtype].itemsize // BLOCK_BYTES)
-                if len(bytes.fromhex(shard.crc32)) != 4 * blocks:
-                    raise ValueError(f"crc32 of {shard.file} does not have {blocks} blocks")
+            for shards in splits.values():
+                if len({shard.masked for shard in shards}) != 1:
+                    raise ValueError("a split without shards, or with a loss mask for some of them")
+            for part in manifest.files():
+                blocks = -(-part.bytes // BLOCK_BYTES)
+                if not SHARD_FILE.fullmatch(part.name) or len(bytes.fromhex(part.crc32)) != 4 * blocks:
+                    raise ValueError(f"crc32 of {part.name} does not have {blocks} blocks")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InputError(f"{file} is damaged ({type(error).__name__}: {error}): {REMEDY}") from None
         return manifest
@@ -103,13 +151,13 @@ class TokenStore:
         self.dtype = DTYPES[manifest.dtype]
         self._ends = {split: np.cumsum([shard.tokens for shard in shards]) for split, shards in manifest.splits.items()}
         self._unchecked: dict[str, np.ndarray] = {}  # file -> bool[blocks]; outlives an evicted mapping
-        self._map = functools.lru_cache(OPEN_SHARDS)(self._map)
+        self._map = functools.lru_cache(OPEN_FILES)(self._map)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open `path`: reads the manifest, the tokenizer's hash and the size of every shard, no tokens.
+        """Open `path`: reads the manifest, the tokenizer's hash and the size of every file, no tokens.
 
-        Raises InputError for a missing or truncated shard, a tokenizer.json that is not the one the ids were made with, and the
+        Raises InputError for a missing or truncated file, a tokenizer.json that is not the one the ids were made with, and the
         manifest's own faults.
         """
         path = Path(path)
@@ -121,8 +169,8 @@ class TokenStore:
         if digest != store.manifest.tokenizer_sha256:
             raise InputError(f"{path / TOKENIZER} is not the tokenizer that made these tokens (sha256 {digest[:12]}, "
                              f"the manifest says {store.manifest.tokenizer_sha256[:12]}): {REMEDY}")
-        for shard in (shard for shards in store.manifest.splits.values() for shard in shards):
-            store._check_size(shard)
+        for part in store.manifest.files():
+            store._check_size(part)
         return store
 
     @property
@@ -131,10 +179,11 @@ class TokenStore:
 
     def tokens(self, split: str) -> int:
         """Tokens in `split`, end-of-text marks included."""
-        return sum(shard.tokens for shard in self._shards(split))
+        self._shards(split)
+        return int(self._ends[split][-1])
 
     def text_bytes(self, split: str) -> int:
-        """UTF-8 bytes of the text of `split`: bits per byte = loss in nats / ln 2 * tokens / text_bytes."""
+        """UTF-8 bytes of the text of `split`: bits per byte = loss in nats / ln 2 * tokens / text_bytes, unless it has a loss mask."""
         return sum(shard.bytes for shard in self._shards(split))
 
     def documents(self, split: str) -> int:
@@ -142,27 +191,40 @@ class TokenStore:
 
     def read(self, split: str, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of `split`, over shard borders -> int32[length]. InputError on a damaged block."""
-        shards, ends = self._shards(split), self._ends[split]
-        if start < 0 or length < 0 or start + length > self.tokens(split):
-            raise IndexError(f"tokens [{start}, {start + length}) of split {split!r}, which has {self.tokens(split)}")
         out = np.empty(length, np.int32)
-        done, index = 0, int(np.searchsorted(ends, start, side="right"))
-        while done < length:
-            shard = shards[index]
-            local = start + done - (int(ends[index]) - shard.tokens)
-            count = min(length - done, shard.tokens - local)
-            out[done : done + count] = self._checked(shard, local, local + count)
-            done, index = done + count, index + 1
+        for shard, local, count, done in self._spans(split, start, start + length):
+            out[done : done + count] = self._checked(shard.ids(self.dtype), local, local + count)
         return out
 
+    def has_loss_mask(self, split: str) -> bool:
+        """Whether the documents of `split` say which of their tokens count."""
+        return self._shards(split)[0].masked
+
+    def read_loss(self, split: str, start: int, length: int) -> np.ndarray:
+        """Whether predicting the tokens [start, start + length) of `split` counts -> bool[length]. For a split with a loss mask."""
+        out = np.empty(length, bool)
+        for shard, local, count, done in self._spans(split, start, start + length):
+            out[done : done + count] = self._checked(shard.loss, local, local + count)
+        return out
+
+    def document_ends(self, split: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Positions in `split` after the last token of each document -> int64[documents], ascending; only those in (start, stop]."""
+        stop = self.tokens(split) if stop is None else stop
+        found = [np.empty(0, np.int64)]
+        for shard, local, count, done in self._spans(split, start, stop):
+            ends = self._checked(shard.ends, 0, shard.documents)
+            first, last = np.searchsorted(ends, [local, local + count], side="right")
+            found.append(ends[first:last] + (start + done - local))
+        return np.concatenate(found)
+
     def verify(self) -> None:
-        """Read every shard and check all its blocks; InputError names the first damaged one."""
-        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
-            self._checked(shard, 0, shard.tokens)
+        """Read every file and check all its blocks; InputError names the first damaged one."""
+        for part in self.manifest.files():
+            self._checked(part, 0, part.length)
 
     def digest(self, split: str) -> str:
-        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal tokens in equal shards."""
-        return hashlib.sha256(repr([(shard.tokens, shard.crc32) for shard in self._shards(split)]).encode()).hexdigest()
+        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal shards."""
+        return hashlib.sha256(repr(self._shards(split)).encode()).hexdigest()
 
     def require_tokenizer(self, sha256: str) -> None:
         """InputError unless the tokens were made by the tokenizer.json with this hash, e.g. the one a checkpoint was trained with."""
@@ -177,59 +239,91 @@ class TokenStore:
             raise InputError(f"{self.path} has no split {split!r}, only {', '.join(self.splits) or 'none'}"
                              + (": tokenize with --validation-fraction above 0" if split == "validation" else "")) from None
 
-    def _check_size(self, shard: Shard) -> None:
-        file, want = self.path / shard.file, shard.tokens * self.dtype.itemsize
+    def _spans(self, split: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
+        """The shards that hold tokens [start, stop): each with the first of them in the shard, their count, and the count before them."""
+        shards, ends = self._shards(split), self._ends[split]
+        if not 0 <= start <= stop <= ends[-1]:
+            raise IndexError(f"tokens [{start}, {stop}) of split {split!r}, which has {ends[-1]}")
+        done, index = 0, int(np.searchsorted(ends, start, side="right"))
+        while start + done < stop:
+            shard = shards[index]
+            local = start + done - (int(ends[index]) - shard.tokens)
+            count = min(stop - start - done, shard.tokens - local)
+            yield shard, local, count, done
+            done, index = done + count, index + 1
+
+    def _check_size(self, part: File) -> None:
+        path = self.path / part.name
         try:
-            size = file.stat().st_size
+            size = path.stat().st_size
         except FileNotFoundError:
-            raise InputError(f"{file} is missing: {REMEDY}") from None
-        if size != want:
-            raise InputError(f"{file} is {'truncated' if size < want else 'too long'}: {size} bytes, the manifest says {want}; {REMEDY}")
+            raise InputError(f"{path} is missing: {REMEDY}") from None
+        if size != part.bytes:
+            raise InputError(f"{path} is {'truncated' if size < part.bytes else 'too long'}: {size} bytes, the manifest says {part.bytes}; "
+                             f"{REMEDY}")
 
-    def _map(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a shard and the checksums of its blocks."""
-        self._check_size(shard)  # again: reading a mapping of a file that shrank since `open` would kill the process
-        return np.memmap(self.path / shard.file, self.dtype, mode="r"), np.frombuffer(bytes.fromhex(shard.crc32), ">u4")
+    def _map(self, part: File) -> tuple[np.ndarray, np.ndarray]:
+        """The values of a file and the checksums of its blocks."""
+        self._check_size(part)  # again: reading a mapping of a file that shrank since `open` would kill the process
+        return np.memmap(self.path / part.name, part.dtype, mode="r"), np.frombuffer(bytes.fromhex(part.crc32), ">u4")
 
-    def _checked(self, shard: Shard, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of one shard as a view, after checking those of its blocks that no read has touched."""
-        data, expected = self._map(shard)
-        raw = data.view(np.uint8)
-        unchecked = self._unchecked.setdefault(shard.file, np.ones(len(expected), bool))
-        first, last = start * self.dtype.itemsize // BLOCK_BYTES, -(-stop * self.dtype.itemsize // BLOCK_BYTES)
+    def _checked(self, part: File, start: int, stop: int) -> np.ndarray:
+        """Values [start, stop) of one file as a view, after checking those of its blocks that no read has touched."""
+        data, expected = self._map(part)
+        unchecked = self._unchecked.setdefault(part.name, np.ones(len(expected), bool))
+        first, last = start * part.dtype.itemsize // BLOCK_BYTES, -(-stop * part.dtype.itemsize // BLOCK_BYTES)
         for block in first + np.flatnonzero(unchecked[first:last]):
-            piece = raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            piece = data.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             if zlib.crc32(piece) != expected[block]:
-                raise InputError(f"{self.path / shard.file} is corrupted near byte {block * BLOCK_BYTES}: {REMEDY}")
+                raise InputError(f"{self.path / part.name} is corrupted near byte {block * BLOCK_BYTES}: {REMEDY}")
             unchecked[block] = False
         return data[start:stop]
 
 
 class StoreWriter:
-    """Writes a token folder. Use as a context manager; without `finish` nothing of `path` changes.
+    """Writes a token folder. Use as a context manager; without `finish` nothing of `path` changes but its `.partial/`.
 
-        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0) as writer:
-            writer.add("train", ids, text_bytes)      # per document
+        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0, settings={"text": fingerprint}) as writer:
+            for number, document in enumerate(documents[writer.done :], start=writer.done):
+                writer.add("train", ids, text_bytes)
+                writer.checkpoint(number + 1)         # now and then
             writer.finish(source)
+
+    `settings` (JSON values) is all that the result depends on beside the other arguments. Where a run with the same ones was stopped,
+    `done` is the number that its last checkpoint was given, and the work goes on from there: the result is the same, byte for byte. Work
+    of other settings is thrown away, and without `settings` any. ConfigError while another process writes to `path`.
     """
 
     def __init__(self, path: str | Path, *, tokenizer: bytes, vocab_size: int, eos_id: int, bos_id: int | None = None,
-                 shard_tokens: int = 1 << 27):
+                 shard_tokens: int = 1 << 27, settings: dict[str, Any] | None = None):
         if shard_tokens < 1:
             raise ConfigError(f"shard_tokens is {shard_tokens}: give at least 1")
         if not 0 < vocab_size <= 1 << 31:
             raise ConfigError(f"vocab_size is {vocab_size}: token ids must fit into int32")
-        self.path, self.partial, self.shard_tokens = Path(path), Path(path) / PARTIAL, shard_tokens
-        self.manifest = Manifest(dtype="uint16" if vocab_size <= 1 << 16 else "uint32", vocab_size=vocab_size,
-                                 tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(), eos_id=eos_id, bos_id=bos_id)
-        self._open: dict[str, _ShardFile] = {}
-        self._shards: dict[str, list[Shard]] = {}
         self.begin = [] if bos_id is None else [bos_id]
         for token in [*self.begin, eos_id]:
             if not 0 <= token < vocab_size:
                 raise ConfigError(f"end or begin token {token} is outside the vocabulary of {vocab_size}")
-        shutil.rmtree(self.partial, ignore_errors=True)  # of a run that was killed
-        self.partial.mkdir(parents=True)
+        self.path, self.partial, self.shard_tokens = Path(path), Path(path) / PARTIAL, shard_tokens
+        self.manifest = Manifest(dtype="uint16" if vocab_size <= 1 << 16 else "uint32", vocab_size=vocab_size,
+                                 tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(), eos_id=eos_id, bos_id=bos_id)
+        self._identity = json.dumps([settings, shard_tokens, self.manifest.to_json()], sort_keys=True)
+        self.dtype = DTYPES[self.manifest.dtype]
+        self.done = 0
+        self._open: dict[str, _ShardFiles] = {}
+        self._shards: dict[str, list[Shard]] = {}
+        self._masked: dict[str, bool] = {}
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._folder = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            os.close(self._folder)
+            raise ConfigError(f"another process is writing to {self.path}: wait for it, or give another folder") from None
+        except OSError:
+            pass  # some network file systems have no locks
+        if settings is None or not self._resume():
+            self._clear()
         (self.partial / TOKENIZER).write_bytes(tokenizer)
 
     def __enter__(self) -> Self:
@@ -237,72 +331,165 @@ class StoreWriter:
 
     def __exit__(self, *_) -> None:
         for shard in self._open.values():
-            with contextlib.suppress(OSError):  # the disk may be full, which is why we are here
-                shard.file.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+            shard.abandon()
+        if not (self.partial / PROGRESS).exists():  # no checkpoint: nothing to go on from
+            shutil.rmtree(self.partial, ignore_errors=True)
+        os.close(self._folder)
 
-    def add(self, split: str, ids: Sequence[int] | np.ndarray, text_bytes: int) -> None:
-        """Append one document of `ids[n]`, which stand for `text_bytes` bytes of UTF-8; the marks around it are added here."""
+    def add(self, split: str, ids: Sequence[int] | np.ndarray, text_bytes: int, loss: Sequence[bool] | np.ndarray | None = None) -> None:
+        """Append one document of `ids[n]`, which stand for `text_bytes` bytes of UTF-8; the marks around it are added here.
+
+        `loss[n]` says of each token whether predicting it counts; the mark at the end counts as the last token does, the one at the
+        beginning does not. Without it every token counts; a split has masks for all of its documents or for none.
+        """
         ids = np.asarray(ids)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.manifest.vocab_size):
             raise InputError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of "
                              f"{self.manifest.vocab_size}")
+        masked, begin = loss is not None, self.begin
+        if masked and len(loss) != len(ids):
+            raise InputError(f"a loss mask of {len(loss)} for a document of {len(ids)} tokens: give one value per token")
+        if self._masked.get(split, masked) != masked:
+            raise InputError(f"split {split!r} of {self.path} would have some documents with a loss mask and some without: give it for all")
         if split not in self._open:
-            name = f"{split}-{len(self._shards.setdefault(split, [])):05d}.bin"
+            name = f"{split}-{len(self._shards.get(split, ())):05d}"
             if not SHARD_NAME.fullmatch(name):
                 raise ConfigError(f"split name {split!r}: use lower-case letters, digits and _")
-            self._open[split] = _ShardFile(self.partial / name)
-        shard, begin = self._open[split], self.begin
-        document = np.empty(len(begin) + len(ids) + 1, DTYPES[self.manifest.dtype])
+            self._masked[split] = masked
+            self._open[split] = _ShardFiles(self.partial, Shard(name, 0, 0, 0, "", "", "" if masked else None), self.dtype)
+        document = np.empty(len(begin) + len(ids) + 1, self.dtype)
         document[: len(begin)], document[len(begin) : -1], document[-1] = begin, ids, self.manifest.eos_id
-        shard.append(document, text_bytes)
+        mask = ()
+        if masked:
+            mask = np.zeros(len(document), LOSS)
+            mask[len(begin) : -1] = np.asarray(loss, bool)
+            mask[-1] = len(ids) and mask[-2]
+        shard = self._open[split]
+        shard.append(document, text_bytes, mask)
         if shard.tokens >= self.shard_tokens:
-            self._shards[split].append(self._open.pop(split).close())
+            self._close(split)
 
     def documents(self, split: str) -> int:
-        """Documents added to `split` so far."""
-        shards = [*self._shards.get(split, ()), *([self._open[split]] if split in self._open else [])]
-        return sum(shard.documents for shard in shards)
+        """Documents added to `split` so far, those of a run that is continued included."""
+        return sum(shard.documents for shard in self._begun(split))
+
+    def checkpoint(self, done: int) -> None:
+        """Make all that was added durable: a run that goes on from here has `done` source documents behind it."""
+        for shard in self._open.values():
+            shard.sync()
+        os.fsync(self._folder)
+        state = {"identity": self._identity, "done": done, "closed": {split: len(shards) for split, shards in self._shards.items()},
+                 "open": {split: asdict(files.shard()) for split, files in self._open.items()}}
+        _write_durably(self.partial / PROGRESS, json.dumps(state))
+        os.fsync(self._folder)
+        self.done = done
 
     def finish(self, source: dict[str, Any]) -> Manifest:
         """Close the shards and move everything into `path`, replacing a store that was there."""
         for split in sorted(self._open):
-            self._shards[split].append(self._open.pop(split).close())
+            self._close(split)
         splits = {split: tuple(self._shards[split]) for split in sorted(self._shards)}
-        manifest = Manifest(**{**vars(self.manifest), "splits": splits, "source": source})
-        (self.partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        for name in (TOKENIZER, MANIFEST):
-            with open(self.partial / name, "rb") as file:
-                os.fsync(file.fileno())
+        manifest = replace(self.manifest, splits=splits, source=source)
+        with open(self.partial / TOKENIZER, "rb") as file:
+            os.fsync(file.fileno())
+        _write_durably(self.partial / MANIFEST, manifest.to_json())
         # From here to the last rename the folder has no manifest, so a crash in between reads as "did not finish".
         (self.path / MANIFEST).unlink(missing_ok=True)
-        for old in self.path.glob("*.bin"):
-            if SHARD_NAME.fullmatch(old.name):
+        names = [part.name for part in manifest.files()]
+        for old in set(self.path.iterdir()) - {self.path / name for name in names}:
+            if SHARD_FILE.fullmatch(old.name):
                 old.unlink()
-        for name in [*(shard.file for shards in splits.values() for shard in shards), TOKENIZER, MANIFEST]:
+        for name in [*names, TOKENIZER, MANIFEST]:
             os.replace(self.partial / name, self.path / name)
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+        shutil.rmtree(self.partial)
         return manifest
 
+    def _begun(self, split: str) -> list[Shard]:
+        """The shards of `split` so far; the last may still be open."""
+        return [*self._shards.get(split, ()), *([self._open[split].shard()] if split in self._open else ())]
 
-class _ShardFile:
-    """A shard being written."""
+    def _close(self, split: str) -> None:
+        shard = self._open.pop(split).close()
+        _write_durably(self.partial / f"{shard.name}.json", json.dumps(asdict(shard)))
+        self._shards.setdefault(split, []).append(shard)
 
-    def __init__(self, path: Path):
-        self.path, self.tokens, self.bytes, self.documents = path, 0, 0, 0
-        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 (close() does)
+    def _resume(self) -> bool:
+        """Take over what `.partial/` holds up to its last checkpoint; False where that is not whole or of other settings."""
+        try:
+            state = json.loads((self.partial / PROGRESS).read_text(encoding="utf-8"))
+            if state["identity"] != self._identity:
+                return False
+            if (self.partial / MANIFEST).exists():  # stopped while moving the files into place
+                for part in Manifest.read(self.partial).files():
+                    if not (self.partial / part.name).exists():
+                        os.replace(self.path / part.name, self.partial / part.name)
+            records = {split: [self.partial / f"{split}-{i:05d}.json" for i in range(closed)] for split, closed in state["closed"].items()}
+            closed = {split: [Shard(**json.loads(path.read_text())) for path in paths] for split, paths in records.items()}
+            begun = {split: Shard(**values) for split, values in state["open"].items()}
+            files = [part for shard in (*itertools.chain(*closed.values()), *begun.values()) for part in shard.files(self.dtype)]
+            if any((self.partial / part.name).stat().st_size < part.bytes for part in files):
+                return False
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
+        self._clear({PROGRESS, *(path.name for path in itertools.chain(*records.values())), *(part.name for part in files)})
+        self._open = {split: _ShardFiles(self.partial, shard, self.dtype) for split, shard in begun.items()}
+        self._shards, self.done = closed, state["done"]
+        self._masked = {split: self._begun(split)[0].masked for split in {**closed, **begun}}
+        return True
 
-    def append(self, ids: np.ndarray, text_bytes: int) -> None:
-        self.file.write(ids.tobytes())
-        self.tokens, self.bytes, self.documents = self.tokens + len(ids), self.bytes + text_bytes, self.documents + 1
+    def _clear(self, keep: Collection[str] = ()) -> None:
+        """Delete what `.partial/` holds, but for the files to keep."""
+        for file in self.partial.iterdir():
+            if file.name not in keep:
+                file.unlink()
+
+
+class _ShardFiles:
+    """A shard being written, from where it was when it was recorded; `begun` has no checksums."""
+
+    def __init__(self, folder: Path, begun: Shard, dtype: np.dtype):
+        self.begun, self.tokens, self.bytes, self.documents = begun, begun.tokens, begun.bytes, begun.documents
+        parts = begun.files(dtype)
+        self.paths = [folder / part.name for part in parts]
+        self.files: list[BinaryIO] = [open(path, "ab") for path in self.paths]  # noqa: SIM115 (close() does)
+        for file, part in zip(self.files, parts, strict=True):
+            file.truncate(part.bytes)  # what came after the checkpoint
+
+    def append(self, ids: np.ndarray, text_bytes: int, mask: np.ndarray | tuple[()]) -> None:
+        self.tokens, self.bytes, self.documents = self.tokens + len(ids), self.bytes + int(text_bytes), self.documents + 1
+        for file, values in zip(self.files, (ids, np.array(self.tokens, ENDS), mask), strict=False):
+            file.write(values.tobytes())
+
+    def shard(self, *checksums: str) -> Shard:
+        return replace(self.begun, tokens=self.tokens, bytes=self.bytes, documents=self.documents,
+                       **dict(zip(("tokens_crc32", "ends_crc32", "loss_crc32"), checksums, strict=False)))
+
+    def sync(self) -> None:
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> Shard:
-        with self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        checksums = block_checksums(np.memmap(self.path, np.uint8, mode="r"))
-        return Shard(self.path.name, self.tokens, self.bytes, self.documents, checksums.astype(">u4").tobytes().hex())
+        self.sync()
+        self.abandon()
+        return self.shard(*(block_checksums(np.memmap(path, np.uint8, mode="r")).astype(">u4").tobytes().hex() for path in self.paths))
+
+    def abandon(self) -> None:
+        for file in self.files:
+            with contextlib.suppress(OSError):  # the disk may be full, which is why we are here
+                file.close()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Replace the file `path` as a whole: after a crash it holds the old text or the new one."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)

@@ -1,19 +1,30 @@
-"""The training state and one optimizer step: loss, gradients, AdamW, all in one compiled program over the (data, lane) mesh."""
+"""The training state and one optimizer step: loss, gradients, update, all in one compiled program over the (data, lane) mesh."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.mesh import DATA, sharding
+from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
 from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
-from train.config import OptimizerConfig, TrainConfig
+from train.config import Phase, TrainConfig
+from train.optimizer import learning_rate, make_optimizer
+
+Batch = dict[str, jax.Array]
+DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # what train/data.py's rows can hold
+
+
+def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
+    """Dtypes of the computation on these devices."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return Precision(compute="float32" if config.compute_dtype == "auto" and on_cpu else config.compute_dtype.replace("auto", "bfloat16"))
 
 
 @jax.tree_util.register_dataclass
@@ -26,77 +37,83 @@ class State:
     step: jax.Array
 
 
-def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up, constant, linear decay to 0 at `steps`."""
-    decay = math.ceil(config.decay_fraction * steps)
-    warmup = min(config.warmup_steps, steps - decay)
-    parts = [
-        optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1)),
-        optax.constant_schedule(config.learning_rate),
-        optax.linear_schedule(config.learning_rate, 0.0, max(decay, 1)),
-    ]
-    return optax.join_schedules(parts, [warmup, steps - decay])
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping by the norm over all weights, then AdamW; only matrices and embeddings decay."""
-    decays = {path: p.initial not in ("ones", "zeros") for path, p in parameter_table(config.model).items()}
-    o = config.optimizer
-    return optax.chain(
-        optax.clip_by_global_norm(o.clip_norm),
-        optax.adamw(schedule(o, config.steps), b1=o.beta1, b2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, mask=decays),
-    )
-
-
 class Trainer:
-    """The compiled programs of a run on one mesh: `init()`, `step(state, batch)`, `evaluate(params, batch)`."""
+    """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`, `lanes(params, batch)`.
 
-    def __init__(self, config: TrainConfig, mesh: Mesh):
-        self.config, self.mesh = config, mesh
-        platform = mesh.devices.flat[0].platform
-        bf16 = config.compute_dtype == "bfloat16" or (config.compute_dtype == "auto" and platform != "cpu")
-        self.precision = Precision(compute="bfloat16" if bf16 else "float32")
-        self.optimizer = make_optimizer(config)
-        self.learning_rate = schedule(config.optimizer, config.steps)
+    keys: what a batch holds, see train/data.py. A batch is ids int32 [b, s + 1], position t of which predicts token t + 1, and where
+    the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
+    """
+
+    def __init__(self, config: TrainConfig, phase: Phase, mesh: Mesh, keys: Sequence[str] = ("ids",)):
+        self.config, self.phase, self.mesh, self.keys = config, phase, mesh, tuple(keys)
+        self.precision = precision_of(config, mesh)
+        self.optimizer = make_optimizer(phase.optimizer, phase.model)
+        self.learning_rate = learning_rate(phase.optimizer, phase.steps)
         self.state_shardings = self._state_shardings()
-        self.batch_sharding = NamedSharding(mesh, P(DATA))
-        scalar = NamedSharding(mesh, P())
+        everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(DATA))
+        self.asked_sharding = NamedSharding(mesh, P((DATA, LANE)))
+        params = self.state_shardings.params
         self.step = jax.jit(
             self._step,
             donate_argnums=0,
-            in_shardings=(self.state_shardings, self.batch_sharding),
-            out_shardings=(self.state_shardings, scalar),
+            in_shardings=(self.state_shardings, rows, self.asked_sharding),
+            out_shardings=(self.state_shardings, everywhere),
         )
-        self.evaluate = jax.jit(self._loss, in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=scalar)
+        self.evaluate = jax.jit(lambda params, batch: self._sums(params, batch)[1], in_shardings=(params, rows), out_shardings=everywhere)
+        self.lanes = jax.jit(self._lanes, in_shardings=(params, rows), out_shardings=everywhere)
 
     def init(self) -> State:
         """The state before the first step, made on the devices that hold it."""
         return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    def adopt(self, state: State, before: Phase) -> State:
+        """The state that phase `before` ended with, for this one: its moments too, unless the optimizer is another."""
+        if before.optimizer.kind == self.phase.optimizer.kind:
+            return state
+        fresh = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.optimizer)(state.params)
+        return replace(state, optimizer=fresh)
 
     def abstract_state(self) -> State:
         """Shapes, dtypes and places of the state, for restoring it."""
         shapes = jax.eval_shape(self._init)
         return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.state_shardings)
 
-    def put_batch(self, rows_of) -> jax.Array:
-        """A global batch int32 [batch, s + 1] of which each host reads its rows: rows_of(slice) -> numpy."""
-        shape = (self.config.data.batch_size, self.config.data.sequence_length + 1)
-        read: dict[tuple, object] = {}  # devices that share rows share one read
+    def lower_step(self) -> jax.stages.Lowered:
+        """The step's program before it is compiled; nothing of the model's size is made."""
+        batch = {key: jax.ShapeDtypeStruct(self._shape(key), DTYPES[key]) for key in self.keys}
+        return self.step.lower(self.abstract_state(), batch, jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32))
 
-        def rows(index):
-            key = index[0].indices(shape[0])
-            if key not in read:
-                read[key] = rows_of(slice(*key))
-            return read[key]
+    def put_batch(self, rows_of: Callable[[slice], dict[str, np.ndarray]], keys: Iterable[str] | None = None) -> Batch:
+        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}; keys: by default the trainer's."""
+        read: dict[tuple, dict[str, np.ndarray]] = {}  # devices that share rows share one read
 
-        return jax.make_array_from_callback(shape, self.batch_sharding, rows)
+        def rows(index) -> dict[str, np.ndarray]:
+            span = index[0].indices(self.phase.data.batch_size)
+            if span not in read:
+                read[span] = rows_of(slice(*span))
+            return read[span]
+
+        where = NamedSharding(self.mesh, P(DATA))
+        return {key: jax.make_array_from_callback(self._shape(key), where, lambda i, key=key: rows(i)[key]) for key in keys or self.keys}
+
+    def put_asked(self, asked: bool) -> jax.Array:
+        """Whether this process wants the run to stop, int32 [devices]: `step` tells all processes of it."""
+        return jax.make_array_from_callback((self.mesh.size,), self.asked_sharding, lambda i: np.full(1, asked, np.int32))
+
+    def model(self, params: dict[str, jax.Array]) -> Laneformer:
+        """The model of this phase with these weights."""
+        return Laneformer(self.phase.model, params, self.precision, self.mesh)
+
+    def _shape(self, key: str) -> tuple[int, int]:
+        data = self.phase.data
+        return data.batch_size, data.sequence_length + (key != "weights")
 
     def _init(self) -> State:
-        params = initial_weights(self.config.model, self.config.seed)
+        params = initial_weights(self.phase.model, self.config.seed)
         return State(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def _state_shardings(self) -> State:
-        table = parameter_table(self.config.model)
+        table = parameter_table(self.phase.model)
 
         def place(keys, leaf):
             """Moments lie as their weight does; counters are everywhere."""
@@ -107,28 +124,49 @@ class Trainer:
 
         return jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._init))
 
-    def _loss(self, params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats per token of int32 [b, s + 1]: position t predicts token t + 1."""
-        model = Laneformer(self.config.model, params, self.precision, self.mesh)
-        logits = model(batch[:, :-1], remat=self.config.remat)
-        with jax.named_scope("loss"):
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    def _sums(self, params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The objective and its parts, summed over the batch's tokens: see Laneformer.loss."""
+        ids, segments = batch["ids"], batch.get("segments")
+        rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # of a part, per device
+        return self.model(params).loss(
+            ids[:, :-1], ids[:, 1:], batch.get("weights"), segments_bs=None if segments is None else segments[:, :-1],
+            remat=self.config.remat, z_loss=self.config.z_loss, chunk=max(1, self.config.loss_chunk // rows),
+        )  # fmt: skip
 
-    def _step(self, state: State, batch: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        parts = batch.reshape(-1, self.config.accumulate, batch.shape[1]).swapaxes(0, 1)  # every part has rows of every data shard
-        parts = jax.lax.with_sharding_constraint(parts, NamedSharding(self.mesh, P(None, DATA)))
+    def _lanes(self, params: dict[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
+        segments = batch.get("segments")
+        return self.model(params).lane_statistics(batch["ids"][:, :-1], segments_bs=None if segments is None else segments[:, :-1])
 
-        def part(total, rows):
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(self._loss)(state.params, rows)), None
+    def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        """Gradients of the mean objective over the batch, and the update by them unless they are not finite."""
+        accumulate, differentiate = self.phase.accumulate, jax.value_and_grad(self._sums, has_aux=True)
 
-        if self.config.accumulate == 1:
-            loss, grads = jax.value_and_grad(self._loss)(state.params, parts[0])
+        def parts_of(x: jax.Array) -> jax.Array:  # every part has rows of every data shard
+            parts = x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1)
+            return jax.lax.with_sharding_constraint(parts, NamedSharding(self.mesh, P(None, DATA)))
+
+        parts = jax.tree.map(parts_of, batch)
+        if accumulate == 1:
+            (_, sums), grads = differentiate(state.params, jax.tree.map(lambda x: x[0], parts))
         else:
-            zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            (loss, grads), _ = jax.lax.scan(part, zeros, parts)
-            loss, grads = jax.tree.map(lambda x: x / self.config.accumulate, (loss, grads))
+
+            def add(total, part):
+                (_, sums), grads = differentiate(state.params, part)
+                return jax.tree.map(jnp.add, total, (sums, grads)), None
+
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self._sums, state.params, batch)[1])
+            (sums, grads), _ = jax.lax.scan(add, (zeros, jax.tree.map(jnp.zeros_like, state.params)), parts)
         with jax.named_scope("optimizer"):
+            tokens = jnp.maximum(sums["weight"], 1e-6)  # a batch of padding alone has no gradient
+            grads = jax.tree.map(lambda g: g / tokens, grads)
+            loss, norm = sums["nll"] / tokens, optax.tree.norm(grads)
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            rate = jnp.asarray(self.learning_rate(state.step - self.phase.first_step), jnp.float32)
             updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": jnp.asarray(self.learning_rate(state.step))}
+            params = optax.apply_updates(state.params, jax.tree.map(lambda u: rate * u, updates))
+            before = (state.params, state.optimizer)
+            params, optimizer = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, optimizer), before)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "skipped": ~finite, "asked": asked.max()}
+        if self.config.z_loss:
+            metrics["z_loss"] = self.config.z_loss * sums["lse_squared"] / tokens
         return State(params, optimizer, state.step + 1), metrics

@@ -1,41 +1,19 @@
-"""Tokenizing: text round-trips, the same input gives the same bytes, finished work is not repeated, mistakes are named."""
+"""Tokenizing as a command: text round-trips, the same input gives the same bytes, finished work is not repeated, mistakes are named."""
 
-import json
-import os
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizing import content, documents, run, texts
 
+from scripts import encoder
 from scripts import tokenize as command
 from train.shards import TokenStore
 
 ROOT = Path(command.__file__).parents[1]
-
-
-def run(capsys, *args):
-    """(exit code, stdout, stderr) of the command."""
-    code = command.main([str(arg) for arg in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def texts(path, split):
-    """The documents of a split, decoded by the folder's own tokenizer."""
-    store = TokenStore.open(path)
-    tokenizer = command.load_tokenizer((path / "tokenizer.json").read_bytes(), "it")
-    ids = store.read(split, 0, store.tokens(split))
-    ends = np.flatnonzero(ids == store.manifest.eos_id)
-    assert ends[-1] == len(ids) - 1
-    return [tokenizer.decode(part[:-1], skip_special_tokens=False) for part in np.split(ids, ends + 1)[:-1]]
 
 
 @pytest.fixture
@@ -63,46 +41,18 @@ def corpus(tmp_path):
 FILES = ("--glob", "*.py", "--exclude", "test", "--train-bpe", 300, "--validation-fraction", 0.1)
 
 
-@pytest.fixture(scope="module")
-def trained():
-    bpe = command.train_bpe([Path(command.__file__).read_text(encoding="utf-8")], 600)
-    return command.load_tokenizer(bpe.to_str().encode(), "trained")
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.text() | st.text(alphabet=" \t\r\n\u00a0\u2028ab1'<|>endoftext"))
-def test_any_text_round_trips(trained, text):
-    ids = trained.encode(text, add_special_tokens=False).ids
-    assert trained.decode(ids, skip_special_tokens=True) == text
-    assert 0 not in ids
-
-
-def test_the_end_of_text_is_token_0_and_digits_stand_alone(trained):
-    assert trained.token_to_id("<|endoftext|>") == 0
-    assert trained.get_vocab_size() == 600
-    assert trained.encode("12345").tokens == list("12345")
-
-
-@given(st.text(alphabet="ab\n", max_size=200))
-def test_pieces_make_up_the_text(text):
-    parts = list(command.pieces(text, 16))
-    assert "".join(parts) == text
-    assert all(0 < len(part) <= 16 for part in parts)
-    assert all(part.endswith("\n") or len(part) == 16 for part in parts[:-1])
-
-
 def test_files_become_documents(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     code, line, err = run(capsys, "--out", out, corpus, *FILES)
     assert code == 0, err
-    assert "40 documents" in line and "2 skipped (not UTF-8 text, or empty)" in line and "bytes/token" in line
+    assert "40 documents" in line and "3 skipped (not UTF-8 text, or empty)" in line and "bytes/token" in line
     store = TokenStore.open(out)
     expected = {file.read_bytes().decode() for file in corpus.glob("pkg*/*.py")}
     train, validation = texts(out, "train"), texts(out, "validation")
     assert set(train) | set(validation) == expected and len(train) + len(validation) == 40
     assert 1 <= len(validation) <= 12 and store.documents("validation") == len(validation)
     assert store.text_bytes("train") == sum(len(text.encode()) for text in train)
-    assert 257 < store.manifest.vocab_size <= 300 and store.manifest.eos_id == 0 and store.manifest.bos_id is None
+    assert 262 < store.manifest.vocab_size <= 300 and store.manifest.eos_id == 0 and store.manifest.bos_id is None
 
 
 def test_the_same_text_and_settings_give_the_same_bytes(tmp_path, corpus, capsys):
@@ -117,7 +67,7 @@ def test_the_same_text_and_settings_give_the_same_bytes(tmp_path, corpus, capsys
 def test_copies_of_a_document_stay_on_one_side(tmp_path, capsys):
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"document {i // 3}")
-    assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 0.3, "--train-bpe", 260)[0] == 0
+    assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 0.3, "--train-bpe", 262)[0] == 0
     assert not set(texts(tmp_path / "out", "train")) & set(texts(tmp_path / "out", "validation"))
 
 
@@ -153,26 +103,26 @@ def test_a_damaged_folder_is_not_called_finished(tmp_path, corpus, capsys):
 def test_few_documents_still_give_a_validation_split(tmp_path, capsys):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
-    assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 1e-9, "--train-bpe", 260)[0] == 0
+    assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 1e-9, "--train-bpe", 262)[0] == 0
     assert TokenStore.open(tmp_path / "out").documents("validation") == 1
     code, _, err = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt")
     assert code == 2 and "1 document cannot be divided: give --validation-fraction 0" in err
-    code, line, _ = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt", "--validation-fraction", 0, "--train-bpe", 260)
+    code, line, _ = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt", "--validation-fraction", 0, "--train-bpe", 262)
     assert code == 0 and "1 documents" in line and TokenStore.open(tmp_path / "one").splits == ("train",)
     code, _, err = run(capsys, "--out", tmp_path / "two", tmp_path / "0.txt", tmp_path / "1.txt", "--validation-fraction", 0.999)
-    assert code == 2 and "no document fell to split train" in err and not list((tmp_path / "two").iterdir())
+    assert code == 2 and "no document fell to split train" in err and not (tmp_path / "two" / "manifest.json").exists()
 
 
 def test_a_file_of_many_documents(tmp_path, capsys):
     (tmp_path / "all.txt").write_text("\n--\n".join(f"story {i}" for i in range(20)))
-    assert run(capsys, "--out", tmp_path / "out", tmp_path / "all.txt", "--document-separator", "\n--\n", "--train-bpe", 257)[0] == 0
+    assert run(capsys, "--out", tmp_path / "out", tmp_path / "all.txt", "--document-separator", "\n--\n", "--train-bpe", 262)[0] == 0
     stories = texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")
     assert sorted(stories) == sorted(f"story {i}" for i in range(20))
 
 
 def test_long_documents_are_encoded_in_pieces(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "PIECE_CHARS", 64)
-    monkeypatch.setattr(command, "BATCH_CHARS", 200)
+    monkeypatch.setattr(encoder, "PIECE_CHARS", 64)
+    monkeypatch.setattr(encoder, "GROUP_BYTES", 200)
     long = "".join(f"line {i} is here\n" for i in range(300))
     (tmp_path / "long.txt").write_text(long)
     (tmp_path / "short.txt").write_text("short")
@@ -222,7 +172,7 @@ def test_a_given_tokenizer(tmp_path, foreign, capsys):
     (tmp_path / "a.txt").write_text("a b a b a b")
     args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--validation-fraction", 0)
     code, _, err = run(capsys, *args)
-    assert code == 2 and "has no token '<|endoftext|>': give --end-token, perhaps one of <s>, </s>, <pad>" in err
+    assert code == 2 and "has no token '<|endoftext|>': give --end-token, perhaps of <s>, </s>, <pad>" in err
     assert run(capsys, *args, "--end-token", "</s>", "--begin-token", "<s>")[0] == 0
     store = TokenStore.open(tmp_path / "out")
     assert store.read("train", 0, 8).tolist() == [1, 3, 4, 3, 4, 3, 4, 2] and store.tokens("train") == 8
@@ -238,8 +188,17 @@ def test_a_given_tokenizer(tmp_path, foreign, capsys):
     (("{c}", "--column", "body"), "--column goes with --dataset: leave it out"),
     (("--dataset", "json", "--glob", "*.py"), "--glob goes with files and folders: leave it out"),
     (("{c}", "--tokenizer", "{c}/notes.txt", "--train-bpe", "500"), "--train-bpe goes with a BPE trained here"),
-    (("{c}", "--end-token", "</s>"), "--end-token and --begin-token belong to --tokenizer"),
-    (("{c}", "--train-bpe", "100"), "--train-bpe 100: a byte-level vocabulary has at least 257"),
+    (("{c}", "--end-token", "</s>"), "--end-token, --begin-token and --fim-tokens belong to --tokenizer"),
+    (("{c}", "--fim-rate", "0.5", "--fim-tokens", "a", "b", "c"), "--fim-tokens belong to --tokenizer"),
+    (("{c}", "--fim-rate", "1.5"), "--fim-rate 1.5: give a share of the documents, from 0 to 1"),
+    (("{c}", "--fim-spm-rate", "0.1"), "--fim-spm-rate goes with --fim-rate: leave it out"),
+    (("{c}", "--chat"), "--chat goes with --dataset: leave it out"),
+    (("--dataset", "json", "--chat"), "--chat needs --tokenizer, that of the model to train"),
+    (("--dataset", "json", "--chat-date", "2025-01-31"), "--chat-date goes with --chat: leave it out"),
+    (("--dataset", "json", "--chat", "--tokenizer", "t", "--fim-rate", "0.5"), "--fim-rate goes with plain text, not --chat: leave it out"),
+    (("--dataset", "json", "--chat", "--tokenizer", "t", "--prompt-column", "q"), "or both --prompt-column and --answer-column"),
+    (("--dataset", "json", "--chat", "--tokenizer", "t", "--chat-date", "today"), "write year, month and day, as in 2025-01-31"),
+    (("{c}", "--train-bpe", "100"), "--train-bpe 100: a byte-level vocabulary has at least 262"),
     (("{c}", "--validation-fraction", "1"), "at least 0 and below 1"),
     (("{c}", "--shard-tokens", "0"), "give at least 1"),
     (("{c}/nowhere",), "nowhere does not exist"),
@@ -277,6 +236,40 @@ def test_as_a_command(tmp_path, corpus):
     assert all(f"--{name.replace('_', '-')}" in out for name in command.Options.__dataclass_fields__ if name != "sources")
 
 
+def test_fill_in_the_middle(tmp_path, corpus, capsys):
+    out, names = tmp_path / "out", ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    assert run(capsys, "--out", out, corpus, *FILES, "--fim-rate", 0.8)[0] == 0
+    expected = {file.read_bytes().decode() for file in corpus.glob("pkg*/*.py")}
+    rearranged = [text for text in texts(out, "train") if text.startswith(names[0])]
+    assert 20 <= len(rearranged) < len(texts(out, "train")), "about four fifths"
+    assert set(texts(out, "validation")) < expected, "validation stays as it is"
+    spm = 0
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    prefix, suffix, middle = map(tokenizer.token_to_id, names)
+    for ids in documents(out, "train"):
+        ids = ids[:-1].tolist()
+        if prefix in ids:
+            assert [ids.count(mark) for mark in (prefix, suffix, middle)] == [1, 1, 1] and ids[0] == prefix
+            before, behind, between = ids[1 : ids.index(suffix)], ids[ids.index(suffix) + 1 : ids.index(middle)], ids[ids.index(middle) + 1 :]
+            spm += not before
+            ids = [*before, *between, *behind]
+        assert tokenizer.decode(ids) in expected
+    assert 5 <= spm <= 25, "about half of them"
+    code, _, err = run(capsys, "--out", out, corpus, *FILES)
+    assert code == 2 and "fim (was {'rate': 0.8, " in err
+
+
+def test_fill_in_the_middle_with_a_given_tokenizer(tmp_path, foreign, capsys):
+    (tmp_path / "a.txt").write_text("a b a b a b")
+    args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--validation-fraction", 0, "--end-token", "</s>",
+            "--fim-rate", 1)
+    code, _, err = run(capsys, *args)
+    assert code == 2 and "foreign.json has no token '<|fim_prefix|>': give --fim-tokens, perhaps of <s>" in err
+    assert run(capsys, *args, "--fim-tokens", "<s>", "<pad>", "<unk>", "--fim-spm-rate", 0)[0] == 0
+    [ids] = documents(tmp_path / "out", "train")
+    assert [ids[0], *ids[(ids == 5) | (ids == 0)]] == [1, 0, 5]
+
+
 def test_a_full_disk_is_an_error_that_leaves_the_old_folder(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     run(capsys, "--out", out, corpus, *FILES)
@@ -288,49 +281,3 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_folder(tmp_path, corpus, ca
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: cannot write" in err and "Traceback" not in err
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-
-
-def test_killed_and_started_again(tmp_path):
-    source, out = tmp_path / "big.txt", tmp_path / "out"
-    source.write_text("\n".join(f"{i * 7919} words and {i}" for i in range(60_000)))
-    args = ("--out", out, source, "--document-separator", "\n", "--train-bpe", 300)
-    process = shell(*args)
-    while not (out / ".partial").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert not (out / "manifest.json").exists()
-    process = shell(*args)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert TokenStore.open(out).documents("train") > 58_000 and not (out / ".partial").exists()
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_of_local_files(tmp_path, streaming):
-    pytest.importorskip("datasets")
-    rows = [f"row {i}\nof text" for i in range(300)] + ["", None]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"id": i, "body": text}) for i, text in enumerate(rows)))
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    args = ["--out", tmp_path / "out", "--dataset", "json", "--data-files", tmp_path / "*.jsonl", "--train-bpe", "260",
-            "--validation-fraction", "0.1", *(["--streaming"] if streaming else [])]
-    outcomes = []
-    for column in ("text", "id", "body", "body"):
-        process = shell(*args, "--column", column, env=environment)
-        out, err = process.communicate(timeout=120)
-        assert "Traceback" not in err
-        outcomes.append((process.returncode, out + err))
-    assert outcomes[0][0] == 2 and "no column 'text': give --column, one of id, body" in outcomes[0][1]
-    assert outcomes[1][0] == 2 and "holds int, not text: give another --column" in outcomes[1][1]
-    assert outcomes[2][0] == 0 and "300 documents" in outcomes[2][1] and "2 skipped" in outcomes[2][1], outcomes[2][1]
-    assert outcomes[3][0] == 0 and "nothing to do" in outcomes[3][1]
-    assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")) == sorted(rows[:300])
-
-
-def test_a_dataset_that_is_not_there(tmp_path):
-    pytest.importorskip("datasets")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    process = shell("--out", tmp_path / "out", "--dataset", "json", "--data-files", tmp_path / "none.jsonl", env=environment)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and "error: cannot read dataset json (split train): Unable to find" in err and "Traceback" not in err

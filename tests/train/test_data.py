@@ -1,7 +1,9 @@
-"""The data order: a bijection per epoch, a pure function of the step, the same whatever reads it."""
+"""The data order: a pure function of the step, the same whatever reads it, with exact shares of the sources."""
 
 import itertools
 import threading
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,140 +11,225 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer.errors import ConfigError, InputError
-from train.data import Batches, Prefetch, mix, permute, validation_batches
+from train.config import DataConfig
+from train.data import Batches, Prefetch, tagged, validation_sets
+from train.mixture import BLOCK
+from train.permutation import permute
 from train.shards import StoreWriter, TokenStore
 
+EOS = 1999
+PACKINGS = st.tuples(st.sampled_from(["concat", "best_fit"]), st.booleans())
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """1001 tokens over several shards: each its own position, but every 77th the end of a document, 1999."""
-    path = tmp_path_factory.mktemp("store")
-    with StoreWriter(path, tokenizer=b"t", vocab_size=2000, eos_id=1999, shard_tokens=150) as writer:
-        for start in range(0, 1001, 77):
-            writer.add("train", np.arange(start, start + 76), 1)
-        writer.add("validation", np.arange(99), 1)
+
+def write(path, lengths, *, first=0, validation=(), masked=False, tokenizer=b"t"):
+    """A store of documents that count on from `first`; of a masked one every third token does not count."""
+    with StoreWriter(path, tokenizer=tokenizer, vocab_size=2000, eos_id=EOS, shard_tokens=150) as writer:
+        for split, documents in (("train", lengths), ("validation", validation)):
+            at = first
+            for length in documents:
+                ids = np.arange(at, at + length) % EOS
+                writer.add(split, ids, 2 * length, loss=ids % 3 > 0 if masked else None)
+                at += length + 1
         writer.finish({})
     return TokenStore.open(path)
 
 
-def batches(store, **changes):
-    return Batches(store, "train", **{"seq_len": 10, "batch_size": 8, "seed": 3, **changes})
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """1001 tokens over several shards: each its own position, but every 77th the end of a document."""
+    return write(tmp_path_factory.mktemp("stores") / "counting", [76] * 13, validation=[9] * 10)
 
 
-@settings(deadline=None)
-@given(st.integers(1, 3000), st.integers(0, 2**64), st.integers(0, 10**6))
-def test_permute_is_a_bijection(size, seed, epoch):
-    assert np.sort(permute(np.arange(size), size, seed, epoch)).tolist() == list(range(size))
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory, counting):
+    """Three stores of different sizes, the second with a loss mask."""
+    folder, random = tmp_path_factory.mktemp("stores"), np.random.default_rng(0)
+    return [counting, write(folder / "masked", random.integers(1, 40, 30), first=500, masked=True, validation=[20] * 20),
+            write(folder / "small", random.integers(0, 30, 12), first=1000)]
 
 
-@given(st.integers(2, 2**61), st.integers(0, 2**32), st.data())
-def test_permute_of_large_ranges_keeps_range_shape_and_distinctness(size, seed, data):
-    index = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=4, max_size=4, unique=True)) if size > 4 else [0, 1])
-    image = permute(index, size, seed, 0)
-    assert image.dtype == np.int64 and image.min() >= 0 and image.max() < size
-    assert len(set(image.tolist())) == len(index)
-    assert (permute(index[:, None], size, seed, 0)[:, 0] == image).all()
-    assert permute(index[:1], size, seed, 0)[0] == image[0]
+def config(stores, **changes):
+    return DataConfig(**{"path": tuple(store.path for store in stores), "sequence_length": 10, "batch_size": 8, **changes})
 
 
-def test_permute_refuses_what_is_outside():
-    with pytest.raises(IndexError):
-        permute(np.array([10]), 10, 0, 0)
-    assert permute(np.array([], np.int64), 10, 0, 0).tolist() == []
+def batches(*stores, seed=3, **changes):
+    return Batches(config(stores, **changes), list(stores), seed)
 
 
-def test_the_order_is_fixed_for_ever():
+def same(a, b):
+    return a.keys() == b.keys() and all((a[key] == b[key]).all() and a[key].dtype == b[key].dtype for key in a)
+
+
+def joined(parts):
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+def test_the_order_of_one_source_is_fixed_for_ever(counting):
     """Written down: a change here changes every run that is resumed."""
-    assert [hex(mix(x)) for x in (1, 2**63)] == ["0x5692161d100b05e5", "0x25c26ea579cea98a"]
-    assert permute(np.arange(12), 12, 0, 0).tolist() == [3, 1, 11, 0, 5, 7, 4, 6, 9, 8, 10, 2]
-    assert permute(np.arange(3), 10**12, 42, 7).tolist() == [257529644458, 604013950505, 133498005024]
-
-
-def test_permutations_look_random():
-    """Over many keys each index goes everywhere about equally often, and neighbours do not stay neighbours."""
-    size, keys = 13, 4000
-    images = np.stack([permute(np.arange(size), size, seed, seed % 3) for seed in range(keys)])
-    counts = np.stack([np.bincount(images[:, i], minlength=size) for i in range(size)])
-    chi2 = ((counts - keys / size) ** 2 / (keys / size)).sum()
-    assert chi2 < 230  # 144 degrees of freedom: mean 144, deviation 17
-    steps = np.diff(permute(np.arange(10**5), 10**5, 0, 0))
-    assert (np.abs(steps) == 1).sum() < 20
-    assert abs(np.corrcoef(np.arange(10**5), permute(np.arange(10**5), 10**5, 1, 0))[0, 1]) < 0.02
-
-
-def test_windows_tile_the_split(store):
-    data = batches(store)
-    assert data.windows_per_epoch == 100
+    data = batches(counting)
+    orders = [[row for _, row in data.rows_at(step)] for step in (0, 12, 10**6)]
+    assert orders == [[61, 55, 77, 36, 40, 16, 83, 84], [23, 18, 25, 71, 20, 4, 72, 70], [48, 52, 40, 83, 15, 69, 28, 23]]
+    stream = np.where(np.arange(1001) % 77 == 76, EOS, np.arange(1001))
     batch = data.batch_at(0)
-    assert batch.shape == (8, 11) and batch.dtype == np.int32
-    stream = np.where(np.arange(1001) % 77 == 76, 1999, np.arange(1001))
-    assert (batch == stream[10 * data.windows_at(0)[:, None] + np.arange(11)]).all()
+    assert data.keys == ("ids",) == tuple(batch)
+    assert (batch["ids"] == stream[10 * np.array(orders[0])[:, None] + np.arange(11)]).all() and batch["ids"].dtype == np.int32
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 250), st.integers(1, 120), st.integers(0, 2**32))
-def test_every_window_once_per_epoch_though_batches_straddle(store, batch_size, seq_len, seed):
-    data = batches(store, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    n = data.windows_per_epoch
-    row = np.concatenate([data.windows_at(step) for step in range(-(-3 * n // batch_size))])
+@given(st.integers(1, 250), st.integers(1, 120), st.integers(0, 2**32), PACKINGS)
+def test_every_row_once_per_epoch_in_the_permuted_order(counting, batch_size, length, seed, packing):
+    options = {"packing": packing[0], "attend_across_documents": packing[1]}
+    data = batches(counting, batch_size=batch_size, sequence_length=length, seed=seed, **options)
+    n = data.sources[0].rows
+    rows = [row for step in range(-(-3 * n // batch_size)) for source, row in data.rows_at(step) if source == 0]
     for epoch in range(3):
-        assert np.sort(row[epoch * n : (epoch + 1) * n]).tolist() == list(range(n))
-    for step in range(0, 3 * n // batch_size):
-        assert data.epoch_of(step) == step * batch_size // n
+        assert rows[epoch * n : (epoch + 1) * n] == permute(np.arange(n), n, seed, epoch).tolist()
+        assert sorted(rows[epoch * n : (epoch + 1) * n]) == list(range(n))
+    for step in range(3 * n // batch_size):
+        assert data.epochs_at(step) == {"counting": step * batch_size / n}
 
 
-def test_epochs_and_seeds_differ(store):
-    orders = [batches(store, batch_size=100, seed=seed).windows_at(step).tolist() for seed in (0, 1) for step in (0, 1)]
-    assert len(set(map(tuple, orders))) == 4
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([1.0, 2.5, 0.3]), min_size=1, max_size=3), st.integers(1, 40), PACKINGS,
+       st.lists(st.integers(0, 10**12), min_size=1, max_size=4), st.data())
+def test_batches_are_pure_and_hosts_share_them_out(stores, weights, batch_size, packing, steps, data):
+    chosen = stores[: len(weights)]
+    options = {"weights": tuple(weights), "batch_size": batch_size, "packing": packing[0], "attend_across_documents": packing[1]}
+    one, other = batches(*chosen, **options), batches(*chosen, **options)
+    for step in reversed(steps):
+        other.batch_at(step)
+    cuts = sorted(data.draw(st.lists(st.integers(0, batch_size), max_size=4)))
+    for step in steps:
+        whole = one.batch_at(step)
+        assert tuple(whole) == one.keys and whole["ids"].shape == (batch_size, 11)
+        assert same(joined([other.batch_at(step, slice(*span)) for span in itertools.pairwise([0, *cuts, batch_size])]), whole)
+        third = other.batch_at(step, slice(1, None, 3))
+        assert same(third, {key: value[1::3] for key, value in whole.items()})
 
 
-def test_batch_at_is_pure_and_rows_are_its_rows(store):
-    data, again = batches(store), batches(store)
-    for step in (40, 3, 10**9, 40):
-        whole = data.batch_at(step)
-        assert (whole == again.batch_at(step)).all()
-        parts = [data.batch_at(step, slice(start, start + 2)) for start in range(0, 8, 2)]
-        assert (np.concatenate(parts) == whole).all()
-        assert (data.batch_at(step, slice(1, None, 3)) == whole[1::3]).all()
-    assert data.batch_at(0, slice(8, 9)).shape == (0, 11)
+def test_a_host_reads_only_its_rows(counting, monkeypatch):
+    data, reads, read = batches(counting), [], TokenStore.read
+    monkeypatch.setattr(TokenStore, "read", lambda store, split, *span: reads.append(span) or read(store, split, *span))
+    data.batch_at(0, slice(2, 4))
+    assert reads == [(770, 11), (360, 11)]
+
+
+def test_no_overflow_at_any_step(stores):
+    assert batches(stores[0]).epochs_at(10**30) == {"counting": 8 * 10**30 / 100}
+    assert batches(*stores).batch_at(10**30)["ids"].shape == (8, 11)
     with pytest.raises(IndexError, match="negative"):
-        data.batch_at(-1)
+        batches(*stores).batch_at(-1)
 
 
-def test_no_overflow_at_any_step(store):
-    assert batches(store).epoch_of(10**30) == 8 * 10**30 // 100
-    assert batches(store).batch_at(10**30).shape == (8, 11)
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_mixture_has_exact_shares_and_exact_epochs(stores, packing):
+    data = batches(*stores, weights=(0.5, 0.3, 0.2), batch_size=BLOCK // 8, packing=packing)
+    counts = [8192, 4915, 3277]
+    sizes = [source.rows for source in data.sources]
+    seen: list[list[int]] = [[], [], []]
+    for step in range(17):
+        passes = [len(rows) / n for rows, n in zip(seen, sizes, strict=True)]
+        assert data.epochs_at(step) == dict(zip(("counting", "masked", "small"), passes, strict=True))
+        for source, row in data.rows_at(step):
+            seen[source].append(row)
+        if step % 8 == 7:
+            assert [len(rows) for rows in seen] == [(step + 1) // 8 * count for count in counts]
+    for rows, n in zip(seen, sizes, strict=True):
+        for epoch in range(len(rows) // n):
+            assert rows[epoch * n : (epoch + 1) * n] == permute(np.arange(n), n, 3, epoch).tolist()
+    near = Counter(source for source, _ in data.rows_at(2))
+    assert all(abs(near[i] - counts[i] / 8) < 120 for i in range(3)), "mixed within a block, not one source after another"
 
 
-def test_settings_that_cannot_work(store):
-    with pytest.raises(InputError, match=r"has 1001 tokens, a window of seq_len 1001 needs 1002"):
-        batches(store, seq_len=1001)
-    assert batches(store, seq_len=1000).windows_per_epoch == 1
-    for name in ("seq_len", "batch_size"):
-        with pytest.raises(ConfigError, match=f"{name} is 0"):
-            batches(store, **{name: 0})
+def test_shares_follow_the_tokens_unless_told(stores):
+    tokens = [store.tokens("train") for store in stores]
+    counts = batches(*stores).mixture.counts
+    assert np.abs(counts - BLOCK * np.array(tokens) / sum(tokens)).max() < 1 and counts.sum() == BLOCK
 
 
-def test_validation_batches_are_fixed_distinct_and_spread(store):
-    chosen = validation_batches(store, "train", seq_len=10, batch_size=4, max_batches=5)
-    assert len(chosen) == 5 and all(batch.shape == (4, 11) and batch.dtype == np.int32 for batch in chosen)
-    assert np.concatenate(chosen)[:, 0].tolist() == list(range(0, 1000, 50))
-    rows = validation_batches(store, "train", seq_len=10, batch_size=4, max_batches=5, rows=slice(2, 4))
-    assert all((part == whole[2:4]).all() for part, whole in zip(rows, chosen, strict=True))
-    every = validation_batches(store, "validation", seq_len=10, batch_size=4, max_batches=100)
-    assert len(every) == 2 and len(np.unique(np.concatenate(every)[:, 0])) == 8  # 9 windows: two full batches
-    with pytest.raises(InputError, match=r"has 9 windows .* takes 10: lower .* at most 9"):
-        validation_batches(store, "validation", seq_len=10, batch_size=10, max_batches=1)
-    with pytest.raises(ConfigError, match="max_batches is 0"):
-        validation_batches(store, "validation", seq_len=10, batch_size=1, max_batches=0)
+def test_another_seed_is_another_order_of_rows_and_sources(stores):
+    orders = [batches(*stores, seed=seed).rows_at(step) for seed in (0, 1) for step in (0, 1)]
+    assert len(set(map(tuple, orders))) == 4
+    assert len({tuple(source for source, _ in order) for order in orders}) == 4
 
 
-def test_prefetch_starts_anywhere_and_ends_with_its_steps(store):
-    data = batches(store)
+@pytest.mark.parametrize(("packing", "across", "masked", "keys"), [
+    ("concat", True, False, ("ids",)), ("concat", True, True, ("ids", "weights")), ("concat", False, False, ("ids", "weights", "segments")),
+    ("best_fit", True, False, ("ids", "weights")), ("best_fit", False, True, ("ids", "weights", "segments")),
+])
+def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing, across, masked, keys):
+    chosen = stores if masked else stores[::2]
+    data = batches(*chosen, packing=packing, attend_across_documents=across)
+    assert data.keys == keys
+    for batch in (data.batch_at(0), data.batch_at(5, slice(3, 3))):
+        assert tuple(batch) == keys
+        rows = len(batch["ids"])
+        shapes = {"ids": ((rows, 11), np.int32), "weights": ((rows, 10), np.float32), "segments": ((rows, 11), np.int32)}
+        assert all((batch[key].shape, batch[key].dtype) == shapes[key] for key in keys)
+    if keys == ("ids", "weights"):
+        for (source, _), weights in zip(data.rows_at(0), data.batch_at(0)["weights"], strict=True):
+            assert weights.all() == (source != 1) or packing == "best_fit"
+
+
+def test_stores_that_cannot_be_mixed(tmp_path, stores):
+    with pytest.raises(ConfigError, match=r"counting and .*other/counting would both be called 'counting': .* or rename one"):
+        tagged([stores[0], write(tmp_path / "other" / "counting", [50])])
+    with pytest.raises(InputError, match=r"counting and .*strange were tokenized with different tokenizers: .*--tokenizer"):
+        batches(stores[0], write(tmp_path / "strange", [50], tokenizer=b"u"))
+    with pytest.raises(ConfigError, match=r"small would have less than 1 row in 16384: .*data\.weights"):
+        batches(*stores, weights=(1.0, 1.0, 1e-5))
+    with pytest.raises(InputError, match=r"tiny has 3 tokens, a row of sequence_length 10 needs 11"):
+        batches(stores[0], write(tmp_path / "tiny", [2]))
+
+
+def test_a_tag_is_the_folders_last_name(tmp_path, monkeypatch):
+    write(tmp_path / "code", [50])
+    monkeypatch.chdir(tmp_path / "code")
+    assert [*tagged([TokenStore.open(".")])] == [*tagged([TokenStore.open("../code/")])] == ["code"]
+
+
+def test_validation_sets_are_fixed_distinct_and_spread(stores):
+    data = config(stores[::2], sequence_length=10, batch_size=2, validation_batches=3)
+    (held_out,) = validation_sets(data, stores[::2], []).values()  # `small` has no such split
+    assert [tuple(batch) for batch in held_out.batches] == [("ids",)] * 3
+    ids = np.concatenate([batch["ids"] for batch in held_out.batches])
+    stream = stores[0].read("validation", 0, 100)
+    assert (ids == stream[np.array([0, 1, 3, 4, 6, 7])[:, None] * 10 + np.arange(11)]).all()
+    assert held_out.tokens_per_byte == 100 / (2 * 90)
+    every = validation_sets(config(stores, batch_size=4, validation_batches=100), stores[:1], [])["counting"]
+    assert len(every.batches) == 2 and len(np.unique(joined(every.batches)["ids"][:, 0])) == 8  # 9 rows: two full batches
+    assert validation_sets(config(stores, validation_batches=0), stores[:1], stores[2:]) == {}
+
+
+def test_validation_of_several_stores(stores):
+    data = config(stores[:1], batch_size=4, packing="best_fit", attend_across_documents=False)
+    sets = validation_sets(data, stores[:1], stores[1:2])
+    assert [*sets] == ["counting", "masked"]
+    assert all(tuple(batch) == ("ids", "weights", "segments") for held_out in sets.values() for batch in held_out.batches)
+    assert sets["masked"].tokens_per_byte is None and sets["counting"].tokens_per_byte is not None
+    with pytest.raises(InputError, match=r"small has no split 'validation'.*--validation-fraction"):
+        validation_sets(data, stores[:1], stores[2:])
+    with pytest.raises(ConfigError, match="both be called 'counting': name a folder once"):
+        validation_sets(data, stores[:1], stores[:1])
+    with pytest.raises(InputError, match=r"has 9 rows .* takes 10: lower data\.batch_size to at most 9"):
+        validation_sets(config(stores, batch_size=10), stores[:1], [])
+
+
+def test_a_validation_split_of_which_nothing_counts(tmp_path):
+    with StoreWriter(tmp_path, tokenizer=b"t", vocab_size=9, eos_id=0) as writer:
+        writer.add("validation", [1] * 50, 50, loss=[False] * 50)
+        writer.finish({})
+    store = TokenStore.open(tmp_path)
+    with pytest.raises(InputError, match=r"no token of the validation batches of .* counts"):
+        validation_sets(DataConfig(path=(Path("x"),), sequence_length=10, batch_size=2), [store], [])
+
+
+def test_prefetch_starts_anywhere_and_ends_with_its_steps(counting):
+    data = batches(counting)
     with Prefetch(data.batch_at, range(30, 35)) as stream:
         got = list(stream)
     assert [step for step, _ in got] == list(range(30, 35))
-    assert all((batch == data.batch_at(step)).all() for step, batch in got)
+    assert all((batch["ids"] == data.batch_at(step)["ids"]).all() for step, batch in got)
 
 
 def test_prefetch_is_bounded_ahead_and_in_one_other_thread():

@@ -1,5 +1,7 @@
 """One optimizer step against numpy, and the same on every mesh, however the batch is cut."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,14 +10,15 @@ from tiny_recipe import changed, tiny
 
 from laneformer import Laneformer, make_mesh
 from laneformer.parameters import parameter_table
-from train.config import OptimizerConfig
-from train.step import Trainer, make_optimizer, schedule
+from train.config import LaterPhase, OptimizerConfig
+from train.step import Trainer
 
 MESHES = [(1, 8), (2, 4), (4, 2), (1, 1)]
 
 
 def trainer(data=1, lane=8, **changes):
-    return Trainer(changed(tiny(), **changes), make_mesh(8, data=data, lane=lane))
+    config = changed(tiny(), **changes)
+    return Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
 
 
 def batch_of(step: int, rows: int = 8) -> np.ndarray:
@@ -23,11 +26,20 @@ def batch_of(step: int, rows: int = 8) -> np.ndarray:
     return ((np.arange(17) * random.integers(1, 5, (rows, 1)) + random.integers(63, size=(rows, 1))) % 63 + 1).astype(np.int32)
 
 
-def run(trainer, steps=5):
+def put(trainer, ids, **more):
+    rows = {"ids": ids, **more}
+    return trainer.put_batch(lambda span: {key: values[span] for key, values in rows.items()}, rows)
+
+
+def step(trainer, state, batch):
+    return trainer.step(state, batch, trainer.put_asked(False))
+
+
+def run(trainer, steps=5, **more):
     """The losses and gradient norms of the first steps, and the state after them."""
     state, losses = trainer.init(), []
-    for step in range(steps):
-        state, values = trainer.step(state, trainer.put_batch(batch_of(step).__getitem__))
+    for n in range(steps):
+        state, values = step(trainer, state, put(trainer, batch_of(n), **more))
         losses.append([float(values["loss"]), float(values["grad_norm"])])
     return np.array(losses), state
 
@@ -50,8 +62,10 @@ def test_the_loss_is_the_cross_entropy_of_the_models_logits():
     logits = np.asarray(Laneformer(t.config.model, state.params, t.precision)(batch[:, :-1]), np.float64)
     log_sum = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     expected = (log_sum - np.take_along_axis(logits, batch[:, 1:, None], -1)[..., 0]).mean()
-    assert float(t.evaluate(state.params, t.put_batch(batch.__getitem__))) == pytest.approx(expected, rel=1e-6)
-    _, values = t.step(state, t.put_batch(batch.__getitem__))
+    sums = t.evaluate(state.params, put(t, batch))
+    assert float(sums["nll"]) / 128 == pytest.approx(expected, rel=1e-6) and float(sums["weight"]) == 128
+    assert float(sums["lse_squared"]) / 128 == pytest.approx((log_sum**2).mean(), rel=1e-6)
+    _, values = step(t, state, put(t, batch))
     assert float(values["loss"]) == pytest.approx(expected, rel=1e-6)
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
@@ -66,8 +80,133 @@ def test_accumulating_over_parts_changes_nothing(reference, data, parts):
     close(run(trainer(data, 8 // data, accumulate=parts)), reference)
 
 
-def test_recomputing_activations_changes_nothing(reference):
-    close(run(trainer(remat=True)), reference)
+@pytest.mark.parametrize("remat", ["block", "dots"])
+def test_recomputing_activations_changes_nothing(reference, remat):
+    close(run(trainer(remat=remat)), reference)
+
+
+def test_the_chunk_of_the_loss_changes_nothing(reference):
+    close(run(trainer(loss_chunk=24)), reference)  # 3 of 16 positions at a time
+
+
+def test_weights_of_one_and_one_segment_change_nothing(reference):
+    ones, one = np.ones((8, 16), np.float32), np.zeros((8, 17), np.int32)
+    close(run(trainer(2, 4, accumulate=2), weights=ones, segments=one), reference)
+
+
+def test_tokens_of_weight_zero_do_not_count():
+    """The step on rows whose last half is masked is that on the first half alone, also where parts have unequally many tokens."""
+    t, cut, batch = trainer(accumulate=2), trainer(data__sequence_length=8), batch_of(3)
+    weights = np.where(np.arange(16) < 8, 1, 0).astype(np.float32) * np.ones((8, 1), np.float32)
+    state, values = step(t, t.init(), put(t, batch, weights=weights))
+    expected, other = step(cut, cut.init(), put(cut, batch[:, :9]))
+    assert float(values["loss"]) == pytest.approx(float(other["loss"]), rel=1e-6)
+    close(([[0]], state), ([[0]], expected))
+    weights[::2] = 0  # whole rows
+    alone = trainer(data__sequence_length=8, data__batch_size=4)
+    _, values = step(t, t.init(), put(t, batch, weights=weights))
+    _, other = step(alone, alone.init(), put(alone, batch[1::2, :9]))
+    np.testing.assert_allclose([values["loss"], values["grad_norm"]], [other["loss"], other["grad_norm"]], rtol=1e-5)
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    """A row of two documents costs what they cost as rows of their own."""
+    batch = batch_of(5)
+    segments = (np.arange(17) >= 8).astype(np.int32) * np.ones((8, 1), np.int32)
+    weights = np.where(np.arange(16) == 7, 0, 1).astype(np.float32) * np.ones((8, 1), np.float32)  # the target that begins the second
+    both, first, second = trainer(), trainer(data__sequence_length=7), trainer(data__sequence_length=8)
+    params = both.init().params
+    sums = both.evaluate(params, put(both, batch, weights=weights, segments=segments))
+    apart = sum(float(t.evaluate(params, put(t, part))["nll"]) for t, part in ((first, batch[:, :8]), (second, batch[:, 8:])))
+    assert float(sums["nll"]) == pytest.approx(apart, rel=1e-5)
+    assert float(both.evaluate(params, put(both, batch, weights=weights))["nll"]) != pytest.approx(apart, rel=1e-5)
+
+
+def test_the_z_loss_is_in_the_gradient_and_apart_in_the_metrics(weight=0.5):
+    t, plain = trainer(z_loss=weight), trainer()
+    state, batch = plain.init(), batch_of(0)
+
+    def objective(params):
+        logits = Laneformer(plain.phase.model, params, plain.precision)(batch[:, :-1])
+        lse = jax.nn.logsumexp(logits, -1)
+        return (lse - jnp.take_along_axis(logits, batch[:, 1:, None], -1)[..., 0] + weight * lse**2).mean()
+
+    grads = jax.grad(objective)(state.params)
+    norm = np.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in grads.values()))
+    _, values = step(t, t.init(), put(t, batch))
+    assert float(values["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert float(values["loss"] + values["z_loss"]) == pytest.approx(float(objective(state.params)), rel=1e-6)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_count(broken):
+    t = trainer(2, 4)
+    state, _ = step(t, t.init(), put(t, batch_of(0)))
+    before = jax.device_get(state)
+    weights = np.ones((8, 16), np.float32)
+    weights[2, 3] = broken
+    state, values = step(t, state, put(t, batch_of(1), weights=weights))
+    assert bool(values["skipped"]) and int(state.step) == 2
+    for kept, now in zip(jax.tree.leaves((before.params, before.optimizer)), jax.tree.leaves((state.params, state.optimizer)), strict=True):
+        np.testing.assert_array_equal(kept, now)
+    _, values = step(t, state, put(t, batch_of(2)))
+    assert not bool(values["skipped"]) and np.isfinite(float(values["loss"]))
+
+
+def test_a_batch_without_targets_has_no_gradient():
+    t = trainer()
+    _, values = step(t, t.init(), put(t, batch_of(0), weights=np.zeros((8, 16), np.float32)))
+    assert float(values["loss"]) == 0 and float(values["grad_norm"]) == 0 and not bool(values["skipped"])
+
+
+def test_a_later_phase_keeps_the_moments_of_its_own_kind_of_optimizer():
+    data = tiny().data
+    config = changed(tiny(), then={
+        "same": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(learning_rate=1e-3)),
+        "other": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(kind="muon")),
+    })  # fmt: skip
+    first, same, other = (Trainer(config, phase, make_mesh(8)) for phase in config.phases)
+    state, _ = step(first, first.init(), put(first, batch_of(0)))
+    mu = np.asarray(state.optimizer[1].mu["lm_head"])
+    assert mu.any()
+    kept = same.adopt(state, first.phase)
+    np.testing.assert_array_equal(kept.optimizer[1].mu["lm_head"], mu)
+    fresh = other.adopt(kept, same.phase)
+    assert jax.tree.structure(fresh) == jax.tree.structure(other.abstract_state())
+    moments = [x for x in jax.tree.leaves(fresh.optimizer) if x.shape in {p.shape for p in fresh.params.values()}]
+    assert len(moments) > len(fresh.params) and not any(np.asarray(x).any() for x in moments)
+    state, values = step(other, fresh, put(other, batch_of(1)))
+    assert int(state.step) == 2 and np.isfinite(float(values["loss"]))
+
+
+def test_the_rate_of_a_phase_counts_from_its_beginning():
+    optimizer = OptimizerConfig(learning_rate=2e-3, warmup_steps=4)
+    config = changed(tiny(), then={"next": LaterPhase(steps=10, data=tiny().data, optimizer=optimizer)})
+    t = Trainer(config, config.phases[1], make_mesh(8))
+    state = dataclasses.replace(t.init(), step=jax.device_put(np.int32(61), t.state_shardings.step))
+    _, values = step(t, state, put(t, batch_of(0)))
+    assert float(values["learning_rate"]) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("data", "lane"), [(2, 4), (1, 1)])
+def test_muon_on_every_mesh(data, lane):
+    close(run(trainer(data, lane, optimizer__kind="muon")), run(trainer(optimizer__kind="muon")))
+
+
+def test_lane_statistics_of_a_phase():
+    t = trainer()
+    lanes = t.lanes(t.init().params, put(t, batch_of(0)))
+    assert {name: x.shape for name, x in lanes.items()} == dict.fromkeys(("similarity", "own", "landed"), (5,))
+
+
+def test_any_process_can_ask_to_stop():
+    t = trainer(2, 4)
+    asked = np.zeros(8, np.int32)
+    asked[5] = 1
+    state, values = t.step(t.init(), put(t, batch_of(0)), jax.device_put(asked, t.asked_sharding))
+    assert int(values["asked"]) == 1
+    assert int(t.step(state, put(t, batch_of(0)), t.put_asked(False))[1]["asked"]) == 0
+    assert int(t.put_asked(True).sum()) == 8
 
 
 def test_bfloat16_products_leave_float32_masters(reference):
@@ -80,12 +219,12 @@ def test_bfloat16_products_leave_float32_masters(reference):
 def test_the_state_lies_where_the_table_says():
     t = trainer(2, 4)
     state = t.init()
-    wq, mu = "layers.0.attention.wq", state.optimizer[1][0].mu
+    wq, mu = "layers.0.attention.wq", state.optimizer[1].mu
     assert state.params[wq].sharding.shard_shape((8, 4, 32)) == (2, 4, 16)
     assert mu[wq].sharding == state.params[wq].sharding
     assert [x.sharding for x in jax.tree.leaves(t.abstract_state())] == [x.sharding for x in jax.tree.leaves(state)]
     assert state.step.sharding.is_fully_replicated
-    after, _ = t.step(state, t.put_batch(batch_of(0).__getitem__))
+    after, _ = step(t, state, put(t, batch_of(0)))
     assert after.params[wq].sharding == t.state_shardings.params[wq]
     assert int(after.step) == 1
 
@@ -95,25 +234,25 @@ def test_a_host_reads_each_of_its_rows_once():
 
     def rows(part):
         read.append((part.start, part.stop))
-        return batch_of(0)[part]
+        return {"ids": batch_of(0)[part], "weights": np.ones((4, 16), np.float32)}
 
-    batch = t.put_batch(rows)
+    batch = t.put_batch(rows, ["ids", "weights"])
     assert sorted(read) == [(0, 4), (4, 8)]
-    np.testing.assert_array_equal(batch, batch_of(0))
+    np.testing.assert_array_equal(batch["ids"], batch_of(0))
 
 
 def test_adamw_and_clipping_against_numpy(clip_norm=0.8):
     """Loshchilov & Hutter, algorithm 2, written out in float64, over three steps with different gradients."""
     t = trainer(lane=1, optimizer__clip_norm=clip_norm, optimizer__eps=1e-3, optimizer__warmup_steps=2)
-    o, table = t.config.optimizer, parameter_table(t.config.model)
+    o, table = t.phase.optimizer, parameter_table(t.config.model)
     state = t.init()
     w = {path: np.asarray(x, np.float64) for path, x in state.params.items()}
     m, v = ({path: np.zeros_like(x) for path, x in w.items()} for _ in "mv")
-    gradient, norms = jax.jit(jax.grad(t._loss)), []
+    gradient, norms = jax.jit(jax.grad(lambda params, batch: t._sums(params, batch)[0] / 128)), []
     for n, rate in enumerate((0.005, 0.01, 0.01), 1):
-        batch = t.put_batch(batch_of(n).__getitem__)
+        batch = put(t, batch_of(n))
         g = {path: np.asarray(x, np.float64) for path, x in gradient(state.params, batch).items()}
-        state, values = t.step(state, batch)
+        state, values = step(t, state, batch)
         norm = np.sqrt(sum((x**2).sum() for x in g.values()))
         norms.append(norm)
         assert float(values["grad_norm"]) == pytest.approx(norm, rel=1e-5), "before clipping"
@@ -126,48 +265,8 @@ def test_adamw_and_clipping_against_numpy(clip_norm=0.8):
             decay = o.weight_decay if table[path].initial in ("normal", "output", "embedding") else 0
             w[path] = w[path] - rate * (direction + decay * w[path])
             np.testing.assert_allclose(state.params[path], w[path], rtol=1e-5, atol=1e-6, err_msg=path)
-            np.testing.assert_allclose(state.optimizer[1][0].mu[path], m[path], rtol=1e-3, atol=1e-8, err_msg=path)
+            np.testing.assert_allclose(state.optimizer[1].mu[path], m[path], rtol=1e-3, atol=1e-8, err_msg=path)
     assert min(norms) < clip_norm < max(norms), "one step was clipped and one was not"
-
-
-def test_only_matrices_and_embeddings_decay():
-    config = changed(
-        tiny(), optimizer__weight_decay=0.5, optimizer__warmup_steps=0, model__qkv_bias=True, model__qk_norm=True,
-        model__replicated_rmsn_scale=False,
-    )  # fmt: skip
-    params = {path: jnp.ones(p.shape) for path, p in parameter_table(config.model).items()}
-    optimizer = make_optimizer(config)
-    updates = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[0])(params)
-    decayed = {path.split(".")[-1] for path, update in updates.items() if (update == -0.01 * 0.5).all()}
-    kept = {path.split(".")[-1] for path, update in updates.items() if (update == 0).all()}
-    assert decayed == {"tok_embeddings", "lm_head", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
-    assert kept == {"attention_norm", "ffn_norm", "norm", "wq_bias", "wk_bias", "wv_bias", "q_norm", "k_norm"}
-
-
-def test_the_schedule_at_its_corners():
-    rate = schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
-    assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
-        0.1, 0.2, 0.9, 1.0, 1.0, 1.0, 1.0, 0.95, 0.05, 0.0
-    ]  # fmt: skip
-    values = [float(rate(step)) for step in range(101)]
-    assert max(values) == 1.0 and min(values[:100]) > 0
-
-
-@pytest.mark.parametrize(
-    ("warmup", "fraction", "steps", "expected"),
-    [
-        (0, 0.0, 4, [1, 1, 1, 1]),
-        (1, 0.0, 3, [1, 1, 1]),
-        (0, 1.0, 4, [1, 0.75, 0.5, 0.25]),
-        (100, 0.5, 4, [0.5, 1, 1, 0.5]),  # a warm-up longer than the run ends where the decay begins
-        (2, 0.01, 4, [0.5, 1, 1, 1]),
-        (100, 1.0, 1, [1]),
-        (3, 0.0, 3, [1 / 3, 2 / 3, 1]),
-    ],
-)
-def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
-    rate = schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=warmup, decay_fraction=fraction), steps)
-    np.testing.assert_allclose([float(rate(step)) for step in range(steps)], expected, rtol=1e-6)
 
 
 def test_first_weights_depend_on_the_seed_and_not_on_the_mesh(reference):

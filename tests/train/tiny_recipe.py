@@ -27,7 +27,7 @@ def tiny() -> TrainConfig:
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
             max_position_embeddings=32, num_lanes=8, layout="laneformer", broadcast_delay=1,
         ),
-        data=DataConfig(path=Path("no/store"), sequence_length=16, batch_size=8, validation_batches=2),
+        data=DataConfig(path=(Path("no/store"),), sequence_length=16, batch_size=8, validation_batches=2),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
         mesh=MeshConfig(host_devices=8),
         validate_every=20,

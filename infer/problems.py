@@ -1,0 +1,214 @@
+"""Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the files their authors publish or through `datasets`."""
+
+import ast
+import gzip
+import hashlib
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from laneformer.errors import ConfigError, InputError
+
+# Name -> data set on the Hugging Face hub, its configuration, its split.
+HUB = {
+    "humaneval": ("openai/openai_humaneval", None, "test"),
+    "humaneval+": ("evalplus/humanevalplus", None, "test"),
+    "mbpp": ("google-research-datasets/mbpp", "full", "test"),
+    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "test"),
+    "mbpp+": ("evalplus/mbppplus", None, "test"),
+}
+# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus itself, whose evaluator does not use
+# these files, compares as the second does.
+REPAIRS = (
+    (
+        "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32
+        "        assert abs(_poly(*inp, candidate(*inp))) <= 0.0001",
+        "no solution passed: coefficients and result in the wrong places",
+    ),
+    (
+        "        exact_match = exp == (out is not None)\n\n",  # Mbpp/737, 787 and 794
+        "        exact_match = exp == (out is not None)\n    assert exact_match\n\n",
+        "every solution passed: compared, but not asserted",
+    ),
+)
+URL = re.compile(r"https?://\S+")
+BASE_SECONDS, PLUS_SECONDS = 5.0, 60.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task."""
+
+    task_id: str
+    """As in "HumanEval/0" and "Mbpp/2"."""
+    prompt: str
+    """What a program begins with: imports, signature and docstring; of MBPP a docstring with the text and the first assertion."""
+    entry_point: str
+    """The function that the tests call."""
+    reference: str
+    """A program that passes, the prompt included."""
+    test: str
+    """Runs after the program and raises if it is wrong."""
+    seconds: float
+    """CPU time that a program gets on a machine of nominal speed."""
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """The problems of one source."""
+
+    name: str
+    """The file's name, or the one given to `load_problems`."""
+    kind: str
+    """HumanEval, HumanEval+, MBPP or MBPP+."""
+    problems: tuple[Problem, ...]
+    sha256: str
+    """Of the file, or of the rows as JSON where they were downloaded."""
+    notes: tuple[str, ...] = ()
+    """What was changed in it."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self.problems)
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, task_id: str | int) -> Problem:
+        """By id; MBPP's also by its number. Raises KeyError."""
+        return self._by_id[task_name(task_id)]
+
+    def __post_init__(self):
+        by_id = {problem.task_id: problem for problem in self.problems}
+        if len(by_id) < len(self.problems):
+            raise InputError(f"{self.name}: some task_id stands there twice")
+        object.__setattr__(self, "_by_id", by_id)
+
+    def first(self, count: int) -> "ProblemSet":
+        """The first so many of them."""
+        return ProblemSet(self.name, self.kind, self.problems[:count], self.sha256, self.notes)
+
+
+def load_problems(source: str | Path) -> ProblemSet:
+    """The problems of a file (.jsonl, .json, also with .gz), or of a name in HUB, which `datasets` downloads.
+
+    Raises InputError for a source that cannot be read or is of another kind, ConfigError without `datasets`.
+    """
+    if Path(source).is_file():
+        raw, name = Path(source).read_bytes(), Path(source).name
+        rows = _rows(raw, name)
+    elif str(source) in HUB:
+        rows, name = _download(str(source)), str(source)
+        raw = json.dumps(rows, sort_keys=True).encode()
+    else:
+        raise InputError(f"{source} is no file, nor one of {', '.join(HUB)}: give the file of a data set, or one of these names")
+    if not rows:
+        raise InputError(f"{name} has no problems in it")
+    kind, read = _format(rows, name)
+    try:
+        problems, notes = [], []
+        for row in rows:
+            problem = read(row, kind)
+            for broken, repaired, why in REPAIRS:
+                if broken in problem.test:
+                    problem = replace(problem, test=problem.test.replace(broken, repaired))
+                    notes.append(f"{problem.task_id}: test repaired ({why})")
+            problems.append(problem)
+    except (LookupError, TypeError, AttributeError, SyntaxError, StopIteration) as error:
+        raise InputError(f"{name} is not a whole {kind} file ({type(error).__name__}: {error}): get it again") from None
+    return ProblemSet(name, kind, tuple(problems), hashlib.sha256(raw).hexdigest(), tuple(notes))
+
+
+def task_name(task_id: str | int) -> str:
+    """MBPP's numbers as names: 2 is "Mbpp/2"."""
+    return f"Mbpp/{task_id}" if isinstance(task_id, int) or task_id.isdecimal() else task_id
+
+
+def parse(source: str) -> ast.Module:
+    """`ast.parse` that does not warn of what others wrote. Raises what that does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file, which may be packed with gzip. Raises InputError, naming the line."""
+    return _rows(path.read_bytes(), path.name)
+
+
+def _rows(raw: bytes, name: str) -> list[dict]:
+    rows, at = [], "its text"
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            for n, line in enumerate(text.split("\n"), 1):
+                at = f"line {n}"
+                if line.strip():
+                    rows.append(json.loads(line))
+    except ValueError as error:
+        raise InputError(f"{name}: {at} is not JSON ({error})") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{name} is a damaged gzip file ({error}): get it again") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{name}: a line, or a member of the list, is not a JSON object")
+    return rows
+
+
+def _download(name: str) -> list[dict]:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{name} comes through datasets: pip install -e '.[data]', or give --data the file of the data set") from None
+    path, config, split = HUB[name]
+    try:
+        return [dict(row) for row in datasets.load_dataset(path, config, split=split)]
+    except Exception as error:  # of many kinds
+        raise InputError(f"{path} could not be loaded ({error}): give --data the file of the data set") from None
+
+
+def _format(rows: list[dict], name: str) -> tuple[str, Any]:
+    fields = set.intersection(*(set(row) for row in rows))
+    if "plus_input" in fields:
+        raise InputError(f"{name} has inputs in place of tests: give the -OriginFmt file of the same release")
+    if {"prompt", "entry_point", "canonical_solution", "test"} <= fields:
+        return ("HumanEval+" if all("inputs = [" in row["test"] for row in rows) else "HumanEval"), _humaneval
+    if {"code", "test_list"} <= fields:
+        return ("MBPP+" if "test" in fields else "MBPP"), _mbpp
+    raise InputError(f"{name} has the fields {', '.join(sorted(fields))}: known are the files of HumanEval, HumanEval+, MBPP and MBPP+")
+
+
+def _humaneval(row: dict, kind: str) -> Problem:
+    return Problem(
+        task_id=row["task_id"],
+        prompt=row["prompt"],
+        entry_point=row["entry_point"],
+        reference=row["prompt"] + row["canonical_solution"],
+        test=f"{row['test']}\ncheck({row['entry_point']})\n",
+        seconds=PLUS_SECONDS if kind == "HumanEval+" else BASE_SECONDS,
+    )
+
+
+def _mbpp(row: dict, kind: str) -> Problem:
+    text = URL.sub("", (row["prompt"] if "prompt" in row else row["text"]).strip())
+    setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
+    return Problem(
+        task_id=task_name(row["task_id"]),
+        prompt=f'"""\n{text}\n{row["test_list"][0].strip()}\n"""\n',  # as EvalPlus asks
+        entry_point=_called(row["code"], row["test_list"]),
+        reference=row["code"],
+        test="\n".join([*setup, *([row["test"]] if kind == "MBPP+" else row["test_list"])]) + "\n",
+        seconds=PLUS_SECONDS if kind == "MBPP+" else BASE_SECONDS,
+    )
+
+
+def _called(code: str, tests: list[str]) -> str:
+    """The function of the program that its tests call first."""
+    defined = {node.name for node in parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    calls = (node for test in tests for node in ast.walk(parse(test)) if isinstance(node, ast.Call))
+    return next(call.func.id for call in calls if isinstance(call.func, ast.Name) and call.func.id in defined)

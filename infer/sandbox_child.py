@@ -1,0 +1,75 @@
+"""Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by infer/sandbox.py alone.
+
+Standard input is a file: `size` bytes of JSON (solution, test, limits, path), then a nonce. The verdict goes to standard output as JSON
+lines. The nonce is read only after the last test has passed, and only a report that carries it counts, so that ending early, whatever the
+exit status or the output, is not passing.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import types
+
+
+def main(size):
+    request, report = os.dup(0), os.dup(1)  # not inherited by programs that the solution starts
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    spec = json.loads(os.pread(request, size, 0))
+    for name, limit in spec["limits"].items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        spare = soft + 1 if name == "RLIMIT_CPU" and soft == limit else soft  # SIGXCPU first; SIGKILL for those who ignore it
+        resource.setrlimit(kind, (soft, spare))
+    signal.alarm(spec["alarm"])  # ends it should whoever started it be gone
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # when memory runs out, this goes first
+    except OSError:
+        pass
+    sys.path[:0] = spec["path"]
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    write, read, leave, me, clock = os.write, os.pread, os._exit, os.getpid(), time.process_time  # the solution may replace the originals
+    getpid, dumps = os.getpid, json.dumps
+
+    def say(verdict, error="", **more):
+        if getpid() == me:  # not a child that the solution forked and let run on
+            line = {"verdict": verdict, "error": error, "cpu": clock() - began, **more}
+            write(report, (dumps(line) + "\n").encode())
+
+    def describe(error):
+        try:
+            return f"{type(error).__name__}: {error}"[:500]
+        except BaseException:  # the text of an exception is the solution's code too
+            return "an exception without a text"
+
+    began = clock()
+    say("started")
+    try:
+        solution = compile(spec["solution"], "<solution>", "exec")
+    except MemoryError as error:
+        say("memory", describe(error))
+        leave(0)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        say("syntax", describe(error))
+        leave(0)
+    test = compile(spec["test"], "<test>", "exec")
+    del spec
+    try:
+        exec(solution, module.__dict__)
+        exec(test, module.__dict__)
+    except MemoryError as error:
+        say("memory", describe(error))
+    except BaseException as error:
+        say("failed", describe(error))
+    else:
+        say("passed", nonce=read(request, 64, size).decode())
+    leave(0)
+
+
+main(int(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""Causal attention of every lane: cuDNN's kernel where it serves, else tiles of queries and keys, whose scores alone are in memory.
+
+Shape letters as in laneformer/model.py, and i block of queries, j block of keys, r row of a block of queries: its positions, once for
+each of the h / n query heads that read the same key head.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+_UNSEEN = -1e30  # finite: a row that has seen nothing yet must not become inf - inf
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, segments: jax.Array | None = None, start: jax.Array | None = None
+) -> jax.Array:
+    """softmax(q k^T / sqrt(head_dim)) v over the keys that each query sees, softmax in float32, for each lane.
+
+    q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at position j,
+    query i at start + i; it sees its own position and those before, the newest `window` of them, and only those of its segment.
+    start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v are of the same positions (t = s).
+    segments: int32 [b, s], of q, k and v of the same positions.
+
+    Memory is linear in s + t, also for gradients: these compute the probabilities again, tile by tile, from the log-sum-exp of each
+    query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are skipped.
+    """
+    cudnn = jax.default_backend() == "gpu" and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    if cudnn and start is None and segments is None:
+        local = None if window is None else (window - 1, 0)
+        kernel = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=local, implementation="cudnn")
+        return jax.vmap(kernel)(q, k, v)
+    start = jnp.int32(0) if start is None else start
+    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start)
+
+
+def _block_sizes(s: int, t: int) -> tuple[int, int]:
+    """Positions per block of queries and of keys. A few queries on a cache are one tile; also short texts have tiles to skip."""
+    if s < 16:
+        return s, t
+    largest = 128 if jax.default_backend() == "cpu" else 256  # a tile's scores should stay in the cache of a CPU's core
+    s, t = (16 * math.ceil(length / max(4, math.ceil(length / largest)) / 16) for length in (s, t))
+    return s, t
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_in_tiles(sizes, window, q, k, v, segments, start):
+    return _forward(sizes, window, q, k, v, segments, start)[0]
+
+
+def _forward(sizes, window, q, k, v, segments, start):
+    """The output, and what the backward pass needs, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
+    tiles = _Tiles(sizes, window, q, k, segments, start)
+    keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
+
+    def block(_, inputs):
+        i, q_i = inputs
+
+        def tile(j, carry):
+            top, total, o = carry
+            scores, seen = tiles.scores(i, j, q_i, keys[j])
+            new_top = jnp.maximum(top, jnp.where(seen, scores, _UNSEEN).max(-1, keepdims=True))
+            p = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
+            shrink = jnp.exp(top - new_top)
+            o = o * shrink + _product("lbnrt,lbntk->lbnrk", p.astype(v.dtype), values[j])
+            return new_top, total * shrink + p.sum(-1, keepdims=True), o
+
+        o = jnp.zeros_like(q_i, jnp.float32)
+        top, total, o = jax.lax.fori_loop(*tiles.range_of(i), tile, (o[..., :1] + _UNSEEN, o[..., :1], o))
+        return (), (o / total, top + jnp.log(total))
+
+    _, (o, lse) = jax.lax.scan(block, (), (jnp.arange(tiles.rows), tiles.query_blocks(q)))
+    o = checkpoint_name(tiles.queries(o).astype(q.dtype), "product")
+    return o, (q, k, v, segments, start, o, checkpoint_name(lse, "product"))
+
+
+def _backward(sizes, window, kept, do):
+    """With p = exp(q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
+
+    dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it must transpose a tile of p or ds.
+    """
+    q, k, v, segments, start, o, lse = kept
+    tiles = _Tiles(sizes, window, q, k, segments, start)
+    keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
+    do_o = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1, keepdims=True)
+
+    def block(carry, inputs):
+        i, q_i, do_i, do_o_i, lse_i = inputs
+        q_kr, do_kr = q_i.swapaxes(-1, -2), do_i.swapaxes(-1, -2)
+
+        def tile(j, carry):
+            dq, dk, dv = carry
+            scores, seen = tiles.scores(i, j, q_i, keys[j])
+            p = jnp.where(seen, jnp.exp(scores - lse_i), 0.0)
+            ds = (p * (_product("lbnrk,lbntk->lbnrt", do_i, values[j]) - do_o_i)).astype(q.dtype)
+            dq = dq + _product("lbnrt,lbntk->lbnrk", ds, keys[j])
+            dk = dk.at[j].add(_product("lbnkr,lbnrt->lbnkt", q_kr, ds))
+            return dq, dk, dv.at[j].add(_product("lbnkr,lbnrt->lbnkt", do_kr, p.astype(v.dtype)))
+
+        dq, dk, dv = jax.lax.fori_loop(*tiles.range_of(i), tile, (jnp.zeros_like(q_i, jnp.float32), *carry))
+        return (dk, dv), dq
+
+    zeros = jnp.zeros_like(keys.swapaxes(-1, -2), jnp.float32)
+    inputs = (jnp.arange(tiles.rows), tiles.query_blocks(q), tiles.query_blocks(do), tiles.query_blocks(do_o), lse)
+    (dk, dv), dq = jax.lax.scan(block, (zeros, zeros), inputs)
+    dq, dk, dv = tiles.queries(dq) * tiles.scale, tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale, tiles.keys(dv.swapaxes(-1, -2))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_attend_in_tiles.defvjp(_forward, _backward)
+
+
+class _Tiles:
+    """How positions are cut into blocks of `sizes` (queries, keys), and which blocks and positions see each other."""
+
+    def __init__(self, sizes: tuple[int, int], window: int | None, q: jax.Array, k: jax.Array, segments: jax.Array | None, start: jax.Array):
+        self.size, self.key_size = sizes
+        self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
+        self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)
+        self.window, self.start, self.scale = window, start, q.shape[-1] ** -0.5
+        self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, self.rows * self.size - self.s)))
+
+    def query_blocks(self, x: jax.Array) -> jax.Array:
+        """[l, b, s, h, k] -> [i, l, b, n, r, k], filled up with zeros."""
+        return _blocks(x, self.size, self.rows, self.n)
+
+    def key_blocks(self, x: jax.Array) -> jax.Array:
+        """[l, b, t, n, k] -> [j, l, b, n, t, k], filled up with zeros: those positions come after every query."""
+        return _blocks(x, self.key_size, self.columns, self.n)
+
+    def queries(self, blocks: jax.Array) -> jax.Array:
+        """The inverse of query_blocks."""
+        return _positions(blocks, self.size)[:, :, : self.s]
+
+    def keys(self, blocks: jax.Array) -> jax.Array:
+        """The inverse of key_blocks."""
+        return _positions(blocks, self.key_size)[:, :, : self.t]
+
+    def range_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First and one past the last block of keys that block i of queries sees some position of."""
+        first, last = self.start + i * self.size, self.start + (i + 1) * self.size - 1
+        lowest = 0 if self.window is None else jnp.maximum(first - self.window + 1, 0) // self.key_size
+        return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
+
+    def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, broadcastable to it."""
+        distance = self.start + i * self.size + jnp.arange(self.size)[:, None] - (j * self.key_size + jnp.arange(self.key_size))
+        seen = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
+        if self.segments is not None:
+            of_query = jax.lax.dynamic_slice_in_dim(self.segments, i * self.size, self.size, 1)
+            of_key = jax.lax.dynamic_slice_in_dim(self.segments, j * self.key_size, self.key_size, 1)
+            seen = seen & (of_query[:, None, :, None] == of_key[:, None, None, :])
+        return _product("lbnrk,lbntk->lbnrt", q_i, k_j) * self.scale, jnp.tile(seen, (self.group, 1))
+
+
+def _blocks(x: jax.Array, size: int, count: int, n: int) -> jax.Array:
+    l, b, s, h, k = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, count * size - s), (0, 0), (0, 0)))
+    return x.reshape(l, b, count, size, n, h // n, k).transpose(2, 0, 1, 4, 5, 3, 6).reshape(count, l, b, n, h // n * size, k)
+
+
+def _positions(blocks: jax.Array, size: int) -> jax.Array:
+    count, l, b, n, r, k = blocks.shape
+    return blocks.reshape(count, l, b, n, r // size, size, k).transpose(1, 2, 0, 5, 3, 4, 6).reshape(l, b, count * size, -1, k)
+
+
+def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """float32 result; float32 operands mean full float32, not TF32."""
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=jnp.float32)

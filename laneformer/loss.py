@@ -1,0 +1,183 @@
+"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: the logits of all positions never exist at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from laneformer.mesh import DATA
+from laneformer.precision import Precision
+
+
+class TokenLoss(NamedTuple):
+    """What `cross_entropy` returns. Only `total` has a gradient; the others are for metrics."""
+
+    total: jax.Array
+    """sum over tokens of weight (nll + z_loss lse^2), float32 scalar."""
+    nll_bs: jax.Array
+    """lse - logit[target] of every token in nats, float32 [b, s]."""
+    lse_bs: jax.Array
+    """log sum exp of every token's logits over the vocabulary, float32 [b, s]."""
+
+
+def cross_entropy(
+    y_lbsd: jax.Array,
+    head_lvd: jax.Array,
+    targets_bs: jax.Array,
+    weights_bs: jax.Array | None,
+    *,
+    chunk: int,
+    z_loss: float = 0.0,
+    precision: Precision,
+    axis: str | None = None,
+    add_lanes: bool = False,
+) -> TokenLoss:
+    """Weighted cross-entropy of a head's logits, with z-loss (PaLM, Chowdhery et al., arXiv 2204.02311).
+
+    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. What one device has:
+    y [l, b, s, d], head [l, v, d], targets int [b, s], weights float32 [b, s] (None: all 1), and of the logits
+    - head[l] y[l] as slice l of its part of the vocabulary (l = 1: a head that all lanes share), or
+    - with add_lanes a share over the whole vocabulary, sum over l of head[l] y[l], to be summed over the devices.
+    axis: the manual mesh axis over which slices or lanes are spread; y (float32) must vary over it: `jax.lax.pcast` does that, and its
+    transpose sums dy once, at the end. None: each device has the whole head. The batch may be sharded over the mesh axis "data".
+
+    The sequence is cut into equal chunks of at most `chunk` positions. The loss is a weighted sum, so that a chunk's dlogits are known with
+    its logits: where a gradient is wanted, the same sweep adds up dy and, in float32, dhead, and the head costs its three products.
+    Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with add_lanes also a reduce-scatter of logits and an
+    all-gather of dlogits. Not for use within `jax.checkpoint`, which would repeat them.
+    """
+    if weights_bs is None:
+        weights_bs = jnp.ones(targets_bs.shape, jnp.float32)
+    batch, data = targets_bs.shape[0], jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
+    head = _Head(precision, axis, add_lanes, data if batch % data == 0 else 1)
+    with jax.named_scope("loss"):
+        total, nll, lse = _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
+    return TokenLoss(total, *jax.lax.stop_gradient((nll, lse)))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Logits and the gradients through them. The batch is cut into `groups` g, as many as the data axis has devices.
+
+    As a dimension of its own, g lets each device add up its own dhead; a sum over the whole batch would go over the axis in every chunk.
+    """
+
+    precision: Precision
+    axis: str | None
+    add_lanes: bool
+    groups: int
+
+    def logits(self, y_lgbsd: jax.Array, w_lvd: jax.Array) -> jax.Array:
+        """This device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf where the last has fewer tokens."""
+        if not self.add_lanes:
+            return self.precision.einsum("lgbsd,lvd->lgbsv", y_lgbsd, w_lvd).astype(jnp.float32)
+        logits = self.precision.einsum("lgbsd,lvd->gbsv", y_lgbsd, w_lvd).astype(jnp.float32)
+        if self.axis is not None:
+            surplus = -logits.shape[-1] % jax.lax.axis_size(self.axis)
+            logits = jnp.pad(logits, [(0, 0)] * 3 + [(0, surplus)], constant_values=-jnp.inf)
+            logits = self._in_groups(partial(jax.lax.psum_scatter, axis_name=self.axis, scatter_dimension=3, tiled=True), logits)
+        return logits[None]
+
+    def gradients(self, dlogits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: in this order no operand as large as dlogits needs transposing."""
+        dlogits, letters = dlogits_lgbsv.astype(self.precision.compute), "lgbsv"
+        if self.add_lanes:
+            dlogits, letters = dlogits[0], "gbsv"
+            if self.axis is not None:
+                gathered = self._in_groups(partial(jax.lax.all_gather, axis_name=self.axis, axis=3, tiled=True), dlogits)
+                dlogits = gathered[..., : w_lvd.shape[1]]
+        einsum = self.precision.einsum
+        return einsum(f"{letters},lvd->lgbsd", dlogits, w_lvd), einsum(f"lgbsd,{letters}->lgdv", y_lgbsd, dlogits)
+
+    def columns(self, targets_gbs: jax.Array, slices: int, width: int) -> jax.Array:
+        """Where the targets are within each slice of this device, int [l, g, b, s]: outside 0..width - 1 if in another."""
+        first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * slices
+        return targets_gbs - (first + jnp.arange(slices)[:, None, None, None]) * width
+
+    def over_devices(self, reduce: Callable, x: jax.Array) -> jax.Array:
+        """x reduced over the mesh axis, if there is one."""
+        return x if self.axis is None else reduce(x, self.axis)
+
+    def _in_groups(self, collective: Callable, x_gbsv: jax.Array) -> jax.Array:
+        """The collective within each group: by itself the compiler would gather x over the data axis first."""
+        if self.groups == 1:
+            return collective(x_gbsv)
+        return jax.shard_map(collective, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA})(x_gbsv)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
+    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs, with_gradient=False)[0]
+
+
+def _with_gradient(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
+    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs, with_gradient=True)
+
+
+def _times_cotangent(head, chunk, z_loss, gradient, cotangents):
+    dy, dw, dweights = (cotangents[0].astype(x.dtype) * x for x in gradient)
+    return dy, dw, None, dweights
+
+
+_cross_entropy.defvjp(_with_gradient, _times_cotangent)
+
+
+def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs, *, with_gradient: bool):
+    """(total, nll, lse) and the gradient of total for y, w and weights, or None."""
+    b, s = targets_bs.shape
+    l, v, d = w_lvd.shape
+    count = -(-s // chunk)
+    length = -(-s // count)
+
+    def cut(x: jax.Array, at: int) -> jax.Array:
+        """[..., b, s, ...] with b at dimension `at` -> [chunk, ..., group, b, s, ...]; positions beyond the last are zeros."""
+        x = jnp.pad(x, [(0, count * length - s if dim == at + 1 else 0) for dim in range(x.ndim)])
+        x = x.reshape(*x.shape[:at], head.groups, b // head.groups, count, length, *x.shape[at + 2 :])
+        return jnp.moveaxis(x, at + 2, 0)
+
+    def join(x: jax.Array, at: int) -> jax.Array:
+        """The inverse of `cut`."""
+        x = jnp.moveaxis(x, 0, at + 2)
+        x = x.reshape(*x.shape[:at], b, count * length, *x.shape[at + 4 :])
+        return jax.lax.slice_in_dim(x, 0, s, axis=at + 1)
+
+    w, dw = w_lvd.astype(head.precision.compute), None
+    if head.groups > 1:
+        w = jax.lax.with_sharding_constraint(w, P())  # gathered here, once for all chunks
+    if with_gradient:
+        dw = jnp.zeros((l, head.groups, d, v), jnp.float32)
+        if head.axis is not None:
+            dw = jax.lax.pcast(dw, head.axis, to="varying")
+
+    def step(dw, of_chunk):
+        y, targets, weights = of_chunk
+        logits = head.logits(y, w)
+        columns = head.columns(targets, logits.shape[0], logits.shape[-1])
+        here = (columns >= 0) & (columns < logits.shape[-1])
+        at_target = jnp.take_along_axis(logits, jnp.where(here, columns, 0)[..., None], -1)[..., 0]
+        highest = head.over_devices(jax.lax.pmax, logits.max((0, -1)))
+        sums = jnp.exp(logits - highest[..., None]).sum((0, -1)), jnp.where(here, at_target, 0).sum(0)
+        sum_exp, at_target = head.over_devices(jax.lax.psum, jnp.stack(sums))
+        lse = highest + jnp.log(sum_exp)
+        of_tokens = jnp.log(sum_exp) - (at_target - highest), lse  # by differences, exact for large logits
+        if not with_gradient:
+            return None, of_tokens
+        slope = weights * (1 + 2 * z_loss * lse) / sum_exp
+        one_hot = jax.nn.one_hot(columns, logits.shape[-1])
+        dlogits = slope[..., None] * jnp.exp(logits - highest[..., None]) - weights[..., None] * one_hot
+        dy, more = head.gradients(dlogits, y, w)
+        return dw + more.astype(jnp.float32), (*of_tokens, dy)
+
+    chunks = cut(y_lbsd.astype(head.precision.compute), 1), cut(targets_bs, 0), cut(weights_bs, 0)
+    dw, (nll, lse, *dy) = jax.lax.scan(step, dw, chunks)
+    nll, lse = join(nll, 0), join(lse, 0)
+    cost = nll + z_loss * lse**2
+    loss = (weights_bs * cost).sum(), nll, lse
+    if not with_gradient:
+        return loss, None
+    dw = dw.sum(1).swapaxes(1, 2)
+    return loss, (join(dy[0], 1).astype(y_lbsd.dtype), dw.astype(w_lvd.dtype), cost)

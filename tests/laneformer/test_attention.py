@@ -1,0 +1,240 @@
+"""Attention and its gradients against float64 numpy with all scores in memory, on meshes, in every tiling, and what it may cost."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from laneformer import attention, make_mesh
+from laneformer.attention import attend
+from laneformer.mesh import DATA, LANE
+
+
+def visible(s: int, t: int, window=None, segments=None, start=0) -> np.ndarray:
+    """Which keys each query sees, by one comparison per pair: [1 or b, s, t]."""
+    seen = np.zeros((1 if segments is None else len(segments), s, t), bool)
+    for row, i, j in np.ndindex(seen.shape):
+        newest = start + i
+        oldest = 0 if window is None else newest - window + 1
+        seen[row, i, j] = oldest <= j <= newest and (segments is None or segments[row, i] == segments[row, j])
+    return seen
+
+
+def expected(q, k, v, do, **which) -> tuple[np.ndarray, ...]:
+    """o, dq, dk, dv of float64 softmax attention with the gradient do of o."""
+    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
+    group, scale = q.shape[3] // k.shape[3], q.shape[-1] ** -0.5
+    keys, values = k.repeat(group, 3), v.repeat(group, 3)
+    seen = visible(q.shape[2], k.shape[2], **which)[None, :, None]
+    scores = np.where(seen, np.einsum("lbshk,lbthk->lbhst", q, keys) * scale, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("lbshk,lbthk->lbhst", do, values)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    dq = np.einsum("lbhst,lbthk->lbshk", ds, keys)
+    dk, dv = np.einsum("lbhst,lbshk->lbthk", ds, q), np.einsum("lbhst,lbshk->lbthk", p, do)
+    dk, dv = (x.reshape(*x.shape[:3], -1, group, x.shape[-1]).sum(4) for x in (dk, dv))
+    return np.einsum("lbhst,lbthk->lbshk", p, values), dq, dk, dv
+
+
+def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="float32") -> tuple[jax.Array, ...]:
+    """q, k, v and the gradient of the output."""
+    r = np.random.default_rng(seed)
+    queries, keys = (l, b, s, n * group, k), (l, b, t or s, n, k)
+    return tuple(jnp.asarray(r.standard_normal(shape), dtype) for shape in (queries, keys, keys, queries))
+
+
+@partial(jax.jit, static_argnames="window")
+def with_gradients(q, k, v, do, window=None, segments=None) -> tuple[jax.Array, ...]:
+    """o, dq, dk, dv."""
+    o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, window=window, segments=segments), q, k, v)
+    return o, *pull(do)
+
+
+def assert_close(found, wanted, tolerance=3e-6):
+    """The error of each array is small next to its largest entry."""
+    for name, x, y in zip(("o", "dq", "dk", "dv"), found, wanted, strict=False):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape
+        assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max()), name  # also fails for nan
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_equals_float64(data):
+    """Any lengths (also below, at and between multiples of a block), windows, groups and, in no order, segments."""
+    s = data.draw(st.integers(1, 70), "s")
+    b, group = data.draw(st.integers(1, 2), "b"), data.draw(st.sampled_from((1, 2, 3)), "group")
+    inputs = random_inputs(b=b, s=s, group=group, n=data.draw(st.integers(1, 2), "n"), k=data.draw(st.sampled_from((2, 8)), "k"), seed=s)
+    which = {"window": data.draw(st.none() | st.integers(1, s + 3), "window")}
+    if data.draw(st.booleans(), "segments?"):
+        which["segments"] = np.array(data.draw(st.lists(st.lists(st.integers(0, 2), min_size=s, max_size=s), min_size=b, max_size=b)), np.int32)
+    assert_close(with_gradients(*inputs, **which), expected(*inputs, **which))
+
+
+def test_reference_gradient_equals_differences():
+    """The equations of `expected`, along a random direction of q, k and v."""
+    inputs, which = [np.asarray(x, np.float64) for x in random_inputs(s=9, group=2)], {"window": 5}
+    along, step = [np.random.default_rng(1).standard_normal(x.shape) for x in inputs[:3]], 1e-5
+
+    def loss(factor):
+        moved = [x + factor * d for x, d in zip(inputs, along, strict=False)]
+        return (expected(*moved, inputs[3], **which)[0] * inputs[3]).sum()
+
+    gradient = sum((g * d).sum() for g, d in zip(expected(*inputs, **which)[1:], along, strict=True))
+    assert (loss(step) - loss(-step)) / (2 * step) == pytest.approx(gradient, rel=1e-8)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 30, 100])
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 5), (16, 7), (7, 16), (64, 64)], ids=str)
+def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
+    inputs, segments = random_inputs(s=45, group=2), np.repeat([[0, 1, 2], [3, 3, 5]], 15, axis=1).astype(np.int32)
+    monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
+    jax.clear_caches()
+    which = {"window": window, "segments": segments}
+    assert_close(with_gradients(*inputs, **which), expected(*inputs, **which))
+
+
+def test_default_tiles_are_several():
+    """So that the tests above and below do cross blocks; a few queries on a cache are one tile."""
+    assert attention._block_sizes(256, 256) == (64, 64)
+    assert attention._block_sizes(70, 5000) == (32, 128)
+    assert attention._block_sizes(8, 5000) == (8, 5000)
+
+
+def test_one_key_is_the_value():
+    inputs = random_inputs(s=40)
+    o, dq, dk, dv = with_gradients(*inputs, window=1)
+    assert_close((o, dq, dk, dv), (inputs[2], 0 * inputs[0], 0 * inputs[1], inputs[3]), 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e4], ids=str)
+def test_extreme_scores(size):
+    """Scores of 1e8 leave one key with all the weight, tiny ones are a mean; neither overflows."""
+    q, k, v, do = random_inputs(s=40)
+    inputs = (q * size, k * size, v, do)
+    o, *gradients = with_gradients(*inputs)
+    assert_close((o,), expected(*inputs)[:1], 1e-4 if size > 1 else 3e-6)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_bfloat16_rounds_only_inputs_probabilities_and_results():
+    inputs = random_inputs(s=45, group=2, dtype="bfloat16")
+    found = with_gradients(*inputs, window=20)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    assert_close(found, expected(*inputs, window=20), 1e-2)
+
+
+def test_segments_are_as_if_apart():
+    """Whole blocks of other segments are hidden from a query; only its own segment decides."""
+    q, k, v, do = random_inputs(b=1, s=96)
+    segments = np.repeat([[7, 2]], 48, axis=1).astype(np.int32)
+    together = with_gradients(q, k, v, do, segments=segments)
+    apart = [with_gradients(*(x[:, :, part] for x in (q, k, v, do))) for part in (slice(48), slice(48, None))]
+    assert_close(together, [np.concatenate(pair, axis=2) for pair in zip(*apart, strict=True)])
+
+
+def test_tiles_that_nobody_sees_are_not_computed():
+    """Values of nan come through even with probability 0, so that a block of them shows where its tile was computed."""
+    q, k, v, _ = random_inputs(s=96)
+    block = attention._block_sizes(96, 96)[0]
+    assert block == 32
+    later = attend(q, k, v.at[:, :, 64:].set(jnp.nan))
+    assert np.isfinite(later[:, :, :64]).all()
+    assert np.isnan(later[:, :, 64:]).all()
+    outside = attend(q, k, v.at[:, :, :32].set(jnp.nan), window=33)  # position 64 sees 32..64
+    assert np.isfinite(outside[:, :, 64:]).all()
+    assert np.isnan(attend(q, k, v.at[:, :, :32].set(jnp.nan), window=34)[:, :, 64]).all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 60])
+@pytest.mark.parametrize(("s", "start"), [(1, 0), (1, 50), (5, 20), (16, 0), (30, 21), (40, 11)])
+def test_queries_that_continue_a_cache(s, start, window):
+    """What lies in the cache after the last query is not read."""
+    q, k, v, do = random_inputs(s=s, t=51, group=2)
+    k, v = (x.at[:, :, start + s :].set(1e4) for x in (k, v))
+    o = jax.jit(partial(attend, window=window))(q, k, v, start=jnp.int32(start))
+    assert_close((o,), expected(q, k, v, do, window=window, start=start)[:1])
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_on_a_mesh(window, segmented):
+    """Lanes by hand, the batch by the compiler: the same values and gradients, each where its input lies, and nothing exchanged."""
+    inputs = random_inputs(l=4, b=4, s=70, group=2)
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 70))).astype(np.int32) if segmented else None
+    mesh = make_mesh(4, data=2, lane=4)
+    here = NamedSharding(mesh, P(LANE, DATA))
+
+    def local(q, k, v, do, segments):
+        o, pull = jax.vjp(jax.checkpoint(lambda q, k, v: attend(q, k, v, window=window, segments=segments)), q, k, v)
+        return o, *pull(do)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(*[P(LANE)] * 4, P()), out_specs=(P(LANE),) * 4, axis_names={LANE})
+    args = (*jax.device_put(inputs, here), None if segments is None else jax.device_put(segments, NamedSharding(mesh, P(DATA))))
+    program = jax.jit(mapped).lower(*args).compile()
+    found = program(*args)
+    assert all(x.sharding.is_equivalent_to(here, x.ndim) for x in found)
+    text = program.as_text()
+    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
+    assert_close(found, expected(*inputs, window=window, segments=segments))
+
+
+def test_under_vmap():
+    many = [jnp.stack(pair) for pair in zip(random_inputs(seed=1), random_inputs(seed=2), strict=True)]
+    found = jax.vmap(partial(with_gradients, window=7))(*many)
+    for n in range(2):
+        assert_close([x[n] for x in found], expected(*(x[n] for x in many), window=7))
+
+
+@pytest.mark.parametrize(("window", "segmented"), [(None, False), (100, False), (None, True)])
+def test_memory_is_linear(window, segmented):
+    """Twice the positions take twice the memory, gradients included, and less than one matrix of scores."""
+
+    def temporary(s: int) -> int:
+        x = jax.ShapeDtypeStruct((1, 1, s, 2, 32), jnp.float32)
+        segments = jax.ShapeDtypeStruct((1, s), jnp.int32) if segmented else None
+        return with_gradients.lower(x, x, x, x, window=window, segments=segments).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8192) < 2.2 * temporary(4096)
+    assert temporary(8192) < 2 * 4 * 8192**2 / 10
+
+
+def test_recomputed_only_where_nothing_is_kept():
+    """A policy that keeps "product"s keeps what the backward pass needs: the forward loops are not run again."""
+
+    def loops(policy) -> int:
+        kept = jax.checkpoint(attend, policy=policy)
+        x = jax.ShapeDtypeStruct((1, 1, 64, 1, 8), jnp.float32)
+        return jax.jit(jax.grad(lambda q, k, v: kept(q, k, v).sum(), (0, 1, 2))).lower(x, x, x).compile().as_text().count(" while(")
+
+    nothing, products = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names("product")
+    everything = jax.checkpoint_policies.everything_saveable
+    assert loops(products) == loops(everything) == 4
+    assert loops(nothing) > 4
+
+
+def test_cudnn_where_it_serves(monkeypatch):
+    """16-bit attention over the own positions; not float32, segments or a cache, of which its public function has none or rounds."""
+    calls = []
+
+    def kernel(q, k, v, **options):
+        calls.append(options)
+        return q
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    q, k, v, _ = random_inputs(dtype="bfloat16")
+    attend(q, k, v, window=5)
+    assert calls == [{"is_causal": True, "local_window_size": (4, 0), "implementation": "cudnn"}]
+    attend(q, k, v, segments=jnp.zeros((2, 24), jnp.int32))
+    attend(q, k, v, start=jnp.int32(0))
+    attend(*(x.astype(jnp.float32) for x in (q, k, v)))
+    attend(*(x[..., :7] for x in (q, k, v)))
+    assert len(calls) == 1

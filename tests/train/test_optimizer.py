@@ -1,0 +1,113 @@
+"""Optimizers and learning rates against numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_recipe import changed, tiny
+
+from laneformer.parameters import initial_weights, parameter_table
+from train.config import OptimizerConfig
+from train.optimizer import learning_rate, make_optimizer
+
+
+def test_only_matrices_and_embeddings_decay():
+    config = changed(
+        tiny(), optimizer__weight_decay=0.5, optimizer__warmup_steps=0, model__qkv_bias=True, model__qk_norm=True,
+        model__replicated_rmsn_scale=False,
+    )  # fmt: skip
+    params = {path: jnp.ones(p.shape) for path, p in parameter_table(config.model).items()}
+    optimizer = make_optimizer(config.optimizer, config.model)
+    updates = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[0])(params)
+    decayed = {path.split(".")[-1] for path, update in updates.items() if (update == -0.5).all()}
+    kept = {path.split(".")[-1] for path, update in updates.items() if (update == 0).all()}
+    assert decayed == {"tok_embeddings", "lm_head", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    assert kept == {"attention_norm", "ffn_norm", "norm", "wq_bias", "wk_bias", "wv_bias", "q_norm", "k_norm"}
+
+
+def test_the_schedule_at_its_corners():
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
+    assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
+        0.1, 0.2, 0.9, 1.0, 1.0, 1.0, 1.0, 0.95, 0.05, 0.0
+    ]  # fmt: skip
+    values = [float(rate(step)) for step in range(101)]
+    assert max(values) == 1.0 and min(values[:100]) > 0
+
+
+@pytest.mark.parametrize(
+    ("warmup", "fraction", "steps", "expected"),
+    [
+        (0, 0.0, 4, [1, 1, 1, 1]),
+        (1, 0.0, 3, [1, 1, 1]),
+        (0, 1.0, 4, [1, 0.75, 0.5, 0.25]),
+        (100, 0.5, 4, [0.5, 1, 1, 0.5]),  # a warm-up longer than the run ends where the decay begins
+        (2, 0.01, 4, [0.5, 1, 1, 1]),
+        (100, 1.0, 1, [1]),
+        (3, 0.0, 3, [1 / 3, 2 / 3, 1]),
+    ],
+)
+def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=warmup, decay_fraction=fraction), steps)
+    np.testing.assert_allclose([float(rate(step)) for step in range(steps)], expected, rtol=1e-6)
+
+
+def test_the_cosine_and_the_constant():
+    cosine = learning_rate(OptimizerConfig(learning_rate=2.0, schedule="cosine", warmup_steps=10, final_fraction=0.1), 110)
+    steps = np.arange(10, 111)
+    expected = 2 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (steps - 10) / 100)))
+    np.testing.assert_allclose([float(cosine(step)) for step in steps], expected, rtol=1e-5)
+    assert float(cosine(4)) == pytest.approx(1.0)
+    constant = learning_rate(OptimizerConfig(learning_rate=2.0, schedule="constant", warmup_steps=4), 20)
+    assert [float(constant(step)) for step in (0, 1, 3, 4, 19)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_decay_that_ends_above_zero():
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, decay_fraction=0.5, final_fraction=0.2), 10)
+    np.testing.assert_allclose([float(rate(step)) for step in (4, 5, 6, 9)], [1, 1, 0.84, 0.36], rtol=1e-6)
+
+
+def orthogonal(g):
+    """Five Newton-Schulz steps of Jordan's quintic (github.com/KellerJordan/modded-nanogpt), in float64."""
+    x = g / np.linalg.norm(g)
+    x = x.T if g.shape[0] > g.shape[1] else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+def test_muon_orthogonalises_each_lane_on_its_own():
+    """Two steps with momentum, each matrix of each lane against numpy; what is no matrix of a layer follows Adam."""
+    config = changed(tiny(), model__hidden_size=48, model__qkv_bias=True)
+    o = OptimizerConfig(kind="muon", weight_decay=0.1, clip_norm=1e9, momentum=0.9)
+    optimizer, adam = (make_optimizer(dataclasses.replace(o, kind=kind), config.model) for kind in ("muon", "adamw"))
+    params = initial_weights(config.model, 0)
+    state, other = optimizer.init(params), adam.init(params)
+    table, mean = parameter_table(config.model), {path: 0.0 for path in params}
+    for n in (1, 2):
+        grads = {path: jax.random.normal(jax.random.fold_in(jax.random.key(n), i), p.shape) for i, (path, p) in enumerate(params.items())}
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+        expected, other = jax.jit(adam.update)(grads, other, params)
+        for path, update in updates.items():
+            if not (path.startswith("layers.") and len(table[path].shape) == 3):
+                np.testing.assert_allclose(update, expected[path], rtol=1e-6, err_msg=path)
+                continue
+            g = np.asarray(grads[path], np.float64)
+            mean[path] = 0.9 * mean[path] + 0.1 * g
+            nesterov = (0.9 * mean[path] / (1 - 0.9 ** (n + 1))) + 0.1 * g / (1 - 0.9**n)
+            for lane in range(8):
+                size = 0.2 * np.sqrt(max(g.shape[1:]))
+                wanted = -size * orthogonal(nesterov[lane]) - 0.1 * np.asarray(params[path][lane], np.float64)
+                np.testing.assert_allclose(update[lane], wanted, atol=3e-3 * size, err_msg=path)
+
+
+def test_the_norm_is_clipped_before_anything_else():
+    config = tiny()
+    optimizer = make_optimizer(dataclasses.replace(config.optimizer, clip_norm=1.0), config.model)
+    params = initial_weights(config.model, 0)
+    grads = jax.tree.map(lambda p: 100 * jnp.ones_like(p), params)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    norm = float(jnp.sqrt(sum((m**2).sum() for m in state[1].mu.values())))
+    assert norm == pytest.approx(0.1, rel=1e-5)  # (1 - beta1) of a gradient of norm 1

@@ -1,0 +1,126 @@
+"""Samples: what a fresh engine would write with the weights of the moment, compiled once."""
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+import laneformer
+from infer.engine import Engine
+from infer.sampling import Sampling
+from laneformer.errors import InputError
+from laneformer.mesh import sharding
+from laneformer.parameters import parameter_table
+from laneformer.precision import Precision
+from train.samples import SAMPLING, Samples, texts
+
+CONFIG = laneformer.ModelConfig(
+    vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+    max_position_embeddings=48, num_lanes=8, layout="laneformer", broadcast_delay=1, bos_token_id=256, eos_token_id=(0,),
+)  # fmt: skip
+PROMPTS = ["", "one two", "a somewhat longer prompt"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """One token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({"<s>": 256, **{piece: n for n, piece in enumerate(alphabet)}}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return laneformer.make_mesh(8, data=2, lane=4)
+
+
+def weights(seed):
+    """Large enough for logits that differ."""
+    random = np.random.default_rng(seed)
+    table = parameter_table(CONFIG)
+    return {path: np.float32(1 if p.initial == "ones" else random.normal(0, 0.2, p.shape)) + np.zeros(p.shape, np.float32)
+            for path, p in table.items()}  # fmt: skip
+
+
+def spread(weights, mesh):
+    """As a training state has them."""
+    table = parameter_table(CONFIG)
+    return {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
+
+
+def by_fresh_engine(weights, prompts, sampling):
+    """Ids that an engine made for these weights alone draws, on one device and in the dispatches of its own choice."""
+    engine = Engine(laneformer.Laneformer(CONFIG, jax.device_put(weights)), "xla")
+    return [list(engine.generate(prompt, max_new_tokens=12, sampling=sampling)) for prompt in prompts]
+
+
+def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
+    samples = Samples(CONFIG, mesh, Precision(), tokenizer, PROMPTS, max_new_tokens=12)
+    drawn = []
+    for seed in (1, 2, 1):
+        params = spread(weights(seed), mesh)
+        drawn.append([record["tokens"] for record in samples.draw(params)])
+        for w in params.values():  # as after the next step, which is given them
+            w.delete()
+        backend = samples._engine._backend
+        assert (backend._begin._cache_size(), backend._decode._cache_size()) == (2, 1), "prompts of up to 16 and up to 32 tokens"
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert drawn[:2] == [by_fresh_engine(weights(seed), samples.prompts.values(), SAMPLING) for seed in (1, 2)]
+
+
+def test_records_have_prompt_text_and_ids(mesh, tokenizer):
+    samples = Samples(CONFIG, mesh, Precision(), tokenizer, PROMPTS, max_new_tokens=12)
+    assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 3
+    records = samples.draw(spread(weights(1), mesh))
+    made = tokenizers.Tokenizer.from_file(str(tokenizer))
+    for i, (record, prompt) in enumerate(zip(records, PROMPTS, strict=True)):
+        assert (record["sample"], record["prompt"], record["finish_reason"]) == (i, prompt, "length")
+        assert record["text"] == made.decode(record["tokens"]) and len(record["tokens"]) == 12
+    assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(PROMPTS)}
+
+
+def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(b'{"any": "bytes"}')
+    greedy = Sampling()
+    samples = Samples(CONFIG, mesh, Precision(), file, ["3,1,4", ""], max_new_tokens=12, sampling=greedy)
+    records = samples.draw(spread(weights(1), mesh))
+    assert [record["tokens"] for record in records] == by_fresh_engine(weights(1), [[3, 1, 4], [256]], greedy)
+    assert all("text" not in record for record in records)
+    assert texts(records)["samples/0"] == "3,1,4 -> " + ",".join(map(str, records[0]["tokens"]))
+
+
+def test_weights_reach_an_engine_that_computes_in_another_precision(mesh, tokenizer):
+    samples = Samples(CONFIG, mesh, Precision(compute="bfloat16"), tokenizer, [""], max_new_tokens=12)
+    for seed in (1, 2):  # on a CPU it computes in float32
+        records = samples.draw(spread(weights(seed), mesh))
+        assert [record["tokens"] for record in records] == by_fresh_engine(weights(seed), [[256]], SAMPLING)
+
+
+def test_the_empty_prompt_begins_a_document(mesh, tmp_path):
+    def start(**changes):
+        config = CONFIG.replace(**changes)
+        return Samples(config, mesh, Precision(), tmp_path / "none", [""], max_new_tokens=1).prompts[""].tolist()
+
+    assert start() == [256]
+    assert start(bos_token_id=None, eos_token_id=(7, 8)) == [7]
+    with pytest.raises(InputError, match="the empty prompt needs"):
+        start(bos_token_id=None, eos_token_id=())
+
+
+@pytest.mark.parametrize(
+    "prompt, text, message",
+    [
+        ("def f", False, "'def f' is no list of token ids, as in 3,1,4, and the data has no tokenizer.json"),
+        ("1,257", False, "token id 257 is outside the vocabulary of 257"),
+        ("x" * 47, True, "has 48 tokens and the context 48: shorten it"),
+    ],
+)
+def test_impossible_prompts_are_refused_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
+    with pytest.raises(InputError, match=message):
+        Samples(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none", [prompt], max_new_tokens=4)

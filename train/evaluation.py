@@ -1,0 +1,75 @@
+"""What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming problems."""
+
+import math
+from pathlib import Path
+
+import jax
+
+from train.config import Phase, TrainConfig
+from train.data import Rows, validation_sets
+from train.run_log import RunLog
+from train.samples import Samples
+from train.shards import TokenStore
+from train.step import Trainer
+
+Params = dict[str, jax.Array]
+
+
+class Evaluation:
+    """The measurements of one phase. Every process of the job must call `measure` with the same steps."""
+
+    def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, stores: dict[Path, TokenStore]):
+        """stores: by path, those of the phase's data. Raises LaneformerError for what cannot be measured as asked."""
+        self.config, self.phase, self.trainer = config, phase, trainer
+        self.sets = validation_sets(
+            phase.data, [stores[path] for path in phase.data.path], [stores[path] for path in phase.data.validation_path]
+        )
+        watch = config.watch
+        self.samples = None
+        if watch.samples_every:
+            self.samples = Samples(
+                phase.model, trainer.mesh, trainer.precision, config.run_folder / "tokenizer.json", watch.prompts,
+                max_new_tokens=watch.sample_tokens,
+            )  # fmt: skip
+
+    def due(self, step: int) -> bool:
+        """Whether anything is measured after this step."""
+        return any(self._due(step, every) for every in self._every())
+
+    def measure(self, params: Params, step: int, log: RunLog) -> None:
+        """Measures what is due after this step, and logs it."""
+        if self.sets and self._due(step, self.config.validate_every):
+            log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
+            if self.config.watch.lanes and self.phase.model.num_lanes > 1:
+                log.record(step, {"lanes": self._lanes(params)})
+        if self.samples is not None and self._due(step, self.config.watch.samples_every):
+            log.sample(step, self.samples.draw(params))
+
+    def _every(self) -> list[int]:
+        """Steps between the measurements that are asked for."""
+        return [self.config.validate_every] * bool(self.sets) + [self.config.watch.samples_every] * (self.samples is not None)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.phase.last_step or step % every == 0
+
+    def _validate(self, params: Params, tag: str, step: int, log: RunLog) -> dict[str, float]:
+        """Mean loss over the held-out batches in nats per token, and bits per byte where every token of the text counts."""
+        held_out = self.sets[tag]
+        sums = [jax.device_get(self.trainer.evaluate(params, self._put(rows))) for rows in held_out.batches]
+        found = {"loss": float(sum(s["nll"] for s in sums) / sum(s["weight"] for s in sums))}
+        said = f"validation loss {found['loss']:.4f}"
+        if held_out.tokens_per_byte is not None:
+            found["bits_per_byte"] = found["loss"] / math.log(2) * held_out.tokens_per_byte
+            said += f", {found['bits_per_byte']:.4f} bits per byte"
+        log.record(step, {}, said + (f" ({tag})" if len(self.sets) > 1 else ""))
+        return found
+
+    def _lanes(self, params: Params) -> dict[str, list[float | None]]:
+        """By time in the schedule: see `Laneformer.lane_statistics`."""
+        rows = next(iter(self.sets.values())).batches[0]
+        found = {name: x.tolist() for name, x in jax.device_get(self.trainer.lanes(params, self._put(rows))).items()}
+        ratio = [landed / own if own else None for landed, own in zip(found["landed"], found["own"], strict=True)]
+        return {"similarity": found["similarity"], "landed_over_own": ratio}
+
+    def _put(self, rows: Rows):
+        return self.trainer.put_batch(lambda span: {key: values[span] for key, values in rows.items()}, rows)

@@ -1,0 +1,249 @@
+"""Reads the text of a compiled XLA program: the kernels and exchanges that one device runs, loops counted as often as they turn."""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jax.sharding import Mesh
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
+)  # fmt: skip
+_ENTERED = ("while", "conditional", "call", "async-start")  # what these call is launched by itself
+_NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier")
+_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """%name = type op(operands), attributes: one line of the text. The operand of a parameter is its number."""
+
+    name: str
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @cached_property
+    def arrays(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Bytes per element and shape of each array of the result."""
+        found = []
+        for name, dims in re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", self.type):
+            bits = _BITS[name] if name in _BITS else int(re.search(r"\d+", name)[0])
+            found.append((bits / 8, tuple(map(int, dims.split(","))) if dims else ()))
+        return found
+
+    @cached_property
+    def bytes(self) -> float:
+        """Of the result."""
+        return sum(size * math.prod(shape) for size, shape in self.arrays)
+
+    @cached_property
+    def called(self) -> list[str]:
+        return [name for names in _CALLED.findall(self.attributes) for name in names.split(", ")]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: FLOPs of its matrix products, bytes that it reads and writes, and how often it runs per call of the program."""
+
+    op: str
+    flops: int
+    bytes: float
+    times: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one device does of one kind of exchange per call of the program."""
+
+    kind: str
+    axis: str
+    """Mesh axes along which a group's devices differ, as data or lane; "?" where the text names the groups in an unknown way."""
+    group: int
+    """Devices that take part in one exchange."""
+    count: int
+    bytes: int
+    """Of the whole arrays: what is summed, or what has been gathered."""
+    sent: int
+    """Bytes that the device sends, and receives, when a ring carries it: (g - 1)/g of `bytes`, twice that for an all-reduce."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program's text. Loops whose number of turns XLA does not know count once and are listed in `unknown_loops`."""
+
+    text: str
+
+    @cached_property
+    def computations(self) -> dict[str, dict[str, Instruction]]:
+        """Name of a computation -> its instructions by name, the result last."""
+        found, current = {}, None
+        for line in self.text.splitlines():
+            if header := re.match(r"(?:ENTRY )?(%[\w.\-]+) \(.*\{$", line):
+                current = found[header[1]] = {}
+            elif current is not None and (instruction := _instruction(line)):
+                current[instruction.name] = instruction
+        return found
+
+    @cached_property
+    def launched(self) -> list[tuple[str, Instruction, int]]:
+        """(computation, instruction, times) of all that a call of the program runs; both sides of a condition count."""
+        found = []
+
+        def visit(computation: str, count: int) -> None:
+            for instruction in self.computations[computation].values():
+                turns = _TURNS.search(instruction.attributes) if instruction.op == "while" else None
+                if instruction.op not in _ENTERED:
+                    found.append((computation, instruction, count))
+                else:
+                    for inner in instruction.called:
+                        visit(inner, count * (int(turns[1]) if turns else 1))
+
+        visit(re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1], 1)
+        return found
+
+    @cached_property
+    def unknown_loops(self) -> tuple[str, ...]:
+        instructions = (i for computation in self.computations.values() for i in computation.values())
+        return tuple(i.name for i in instructions if i.op == "while" and not _TURNS.search(i.attributes))
+
+    @cached_property
+    def kernels(self) -> list[Kernel]:
+        """All but exchanges. Products inside calls of libraries other than cuBLAS, as in cuDNN's attention, do not show in the text."""
+        return [
+            Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
+            for computation, i, times in self.launched
+            if i.op not in _NO_WORK and not i.op.endswith("-done") and i.op.removesuffix("-start") not in COLLECTIVES
+        ]
+
+    def collectives(self, mesh: Mesh) -> list[Collective]:
+        """One row per kind, axis and size of group, the largest first."""
+        rows: dict[tuple, list[float]] = {}
+        for _, i, times in self.launched:
+            kind = i.op.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            axis, size = _axis(i.attributes, mesh)
+            full = _full_bytes(i, kind, size)
+            sent = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size) * full
+            row = rows.setdefault((kind, axis, size), [0, 0, 0])
+            for n, value in enumerate((times, full * times, sent * times)):
+                row[n] += value
+        return sorted((Collective(*key, int(n), int(full), int(sent)) for key, (n, full, sent) in rows.items()), key=lambda c: -c.sent)
+
+    def _flops(self, computation: str, i: Instruction) -> int:
+        """2 x elements of the result x contracted elements, of a product or of those in a fusion."""
+        if i.op == "dot":
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+        elif i.op == "custom-call" and 'custom_call_target="__cublas' in i.attributes:
+            contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
+        else:
+            return sum(self._flops(name, inner) for name in i.called for inner in self.computations[name].values())
+        lhs = self.computations[computation][i.operands[0]].arrays[0][1]
+        return 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[int(n)] for n in re.findall(r"\d+", contracted[1]))
+
+    def _bytes(self, computation: str, i: Instruction) -> float:
+        """Operands and results. Of an array that is only sliced, or updated in place, the slice counts."""
+        inside = self.computations[computation]
+        if i.op != "fusion":
+            return _written(i, inside) + sum(_read(name, inside[name].bytes, (i,), inside) for name in set(i.operands))
+        fused = self.computations[i.called[0]]
+        root = list(fused.values())[-1]
+        total = sum(_written(fused[name], fused) for name in root.operands) if root.op == "tuple" else _written(root, fused)
+        for parameter in (p for p in fused.values() if p.op == "parameter"):
+            users = [user for user in fused.values() if parameter.name in user.operands]
+            total += _read(parameter.name, parameter.bytes, users, fused)
+        return total
+
+
+def _written(i: Instruction, inside: dict[str, Instruction]) -> float:
+    return inside[i.operands[1]].bytes if i.op == "dynamic-update-slice" else i.bytes
+
+
+def _read(name: str, size: float, users, inside: dict[str, Instruction]) -> float:
+    """Bytes of array `name` that its users take."""
+    total = 0.0
+    for user in users:
+        if user.op == "dynamic-slice" and user.operands[0] == name:
+            total += user.bytes
+        elif user.op != "dynamic-update-slice" or user.operands[0] != name:
+            return size
+    return min(total, size)
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) = ", line)
+    if not match:
+        return None
+    rest = re.sub(r"/\*index=\d+\*/", "", line[match.end() :])
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    op = re.match(r" ([\w\-]+)\(", rest[end:])
+    opened = end + op.end() - 1
+    closed = _closing(rest, opened)
+    operands = re.findall(r"%[\w.\-]+|^\d+$", rest[opened + 1 : closed])
+    return Instruction(match[1], rest[:end], op[1], tuple(operands), rest[closed + 1 :])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis at `start` closes."""
+    depth = 0
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return start + match.start()
+    raise ValueError(f"no closing parenthesis: {text[:200]}")
+
+
+def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:
+    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others. A start's type is (operands, results)."""
+    total, started = instruction.bytes, instruction.op.endswith("-start")
+    if kind in ("all-gather", "reduce-scatter"):
+        if started:
+            return total * group / (group + 1)
+        return total * (group if kind == "reduce-scatter" else 1)
+    return total / 2 if started and kind != "all-reduce" else total
+
+
+def _axis(attributes: str, mesh: Mesh) -> tuple[str, int]:
+    """Mesh axes along which the devices of a group differ, and how many they are."""
+    groups = _groups(attributes, mesh.size)
+    if groups is None:
+        return "?", mesh.size
+    coordinates = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))  # [axis, group, member]
+    varies = (coordinates != coordinates[..., :1]).any((1, 2))
+    return " x ".join(name for name, v in zip(mesh.axis_names, varies, strict=True) if v) or "none", groups.shape[1]
+
+
+def _groups(attributes: str, devices: int) -> np.ndarray | None:
+    """Device numbers [group, member] of replica_groups in any of its forms, or of the pairs of a permutation; None for an unknown form."""
+    if pairs := re.search(r"source_target_pairs=(\{\{.*?\}\})", attributes):
+        return np.array([list(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", pairs[1])])
+    if listed := re.search(r"replica_groups=(\{\{.*?\}\})", attributes):
+        rows = [list(map(int, row.split(","))) for row in re.findall(r"\{(\d[\d,]*)\}", listed[1])]
+        return np.array(rows) if len({len(row) for row in rows}) == 1 else None
+    if "replica_groups={}" in attributes:
+        return np.arange(devices)[None]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _iota(iota[2]).reshape([int(n) for n in iota[1].split(",")])
+    form = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}:]*)\}"
+    if named := re.search(form, attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        members = re.findall(r"'(\w+)'", named[3])
+        ids = (_iota(named[2]) if named[2] else np.arange(devices)).reshape(list(sizes.values()))
+        last = [list(sizes).index(name) for name in members]
+        first = [n for n in range(len(sizes)) if n not in last]
+        return ids.transpose(first + last).reshape(-1, math.prod(sizes[name] for name in members))
+    return None
+
+
+def _iota(text: str) -> np.ndarray:
+    """[a,b]T(1,0): arange(a b) as [a, b], transposed."""
+    dims = [int(n) for n in re.match(r"\[([\d,]+)\]", text)[1].split(",")]
+    order = re.search(r"T\(([\d,]+)\)", text)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose([int(n) for n in order[1].split(",")]) if order else ids

@@ -1,0 +1,55 @@
+"""The optimizers and the learning rate over a phase, all from optax."""
+
+import math
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from laneformer.config import ModelConfig
+from laneformer.parameters import parameter_table
+from train.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step of a phase of `steps` steps: a linear warm-up, then what `config.schedule` says."""
+    top, end = config.learning_rate, config.learning_rate * config.final_fraction
+    decay = math.ceil(config.decay_fraction * steps) if config.schedule == "wsd" else 0
+    warmup = min(config.warmup_steps, steps - decay)
+    rise = optax.linear_schedule(top / max(warmup, 1), top, max(warmup - 1, 1))
+    if config.schedule == "cosine":
+        return optax.join_schedules([rise, optax.cosine_decay_schedule(top, max(steps - warmup, 1), config.final_fraction)], [warmup])
+    fall = optax.linear_schedule(top, end, max(decay, 1))
+    return optax.join_schedules([rise, optax.constant_schedule(top), fall], [warmup, steps - decay])
+
+
+def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
+    """Clipping by the norm over all weights, AdamW or Muon, and decay of matrices and embeddings; at learning rate 1.
+
+    muon orthogonalises each lane's share of a matrix on its own, as it is a matrix of its own to the lane, and scales the result to
+    the size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head, norms and
+    biases stay AdamW's.
+    """
+    table = parameter_table(model)
+    matrices = {path: path.startswith("layers.") and len(p.shape) == 3 for path, p in table.items()}
+    decays = {path: p.initial not in ("ones", "zeros") for path, p in table.items()}
+    rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    if config.kind == "muon":
+        labels = {path: "muon" if matrix else "adam" for path, matrix in matrices.items()}
+        rule = optax.partition({"muon": _muon(config), "adam": rule}, labels)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm), rule, optax.add_decayed_weights(config.weight_decay, decays), optax.scale(-1.0)
+    )
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """For weights [l, out, in]."""
+
+    def dimensions(params):
+        return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=2, output_axis=1), params)
+
+    def to_adam_size(updates, _):
+        return jax.tree.map(lambda u: 0.2 * math.sqrt(max(u.shape[1:])) * u, updates)
+
+    orthogonal = scale_by_muon(beta=config.momentum, eps=config.eps, weight_dimension_numbers=dimensions)
+    return optax.chain(orthogonal, optax.stateless(to_adam_size))

@@ -1,0 +1,46 @@
+"""A jax.profiler trace of a few steps in the middle of a run."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+
+class Profile:
+    """Traces steps `first` to `first + steps - 1` (counted from 1) into `folder`: TensorBoard's profile plugin and Perfetto read it.
+
+        with Profile(run / "profile", 100, 5) as profile:
+            for step in ...:
+                profile.on_step(step, state)
+                state = train_step(state, batch)
+
+    A run that starts inside the window traces the rest of it, one that ends inside it keeps what there is.
+    """
+
+    def __init__(self, folder: Path, first: int, steps: int):
+        self.folder, self.window = folder, range(first, first + steps)
+        self._tracing = False
+
+    def on_step(self, step: int, state: Any) -> None:
+        """Call before `step` is started. state: what the steps before make, waited for at both ends: the trace has whole steps."""
+        if (step in self.window) == self._tracing:
+            return
+        jax.block_until_ready(state)
+        if self._tracing:
+            self._stop()
+        else:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every Python call would bury the steps
+            jax.profiler.start_trace(self.folder, profiler_options=options)
+            self._tracing = True
+
+    def _stop(self) -> None:
+        self._tracing = False
+        jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._tracing:
+            self._stop()

@@ -1,0 +1,93 @@
+"""Text samples during training: the same prompts and the same noise each time, so that only the weights differ."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from infer.engine import Engine
+from infer.sampling import Sampling
+from infer.tokenizer import Tokenizer
+from laneformer.config import ModelConfig
+from laneformer.errors import CheckpointError, InputError
+from laneformer.model import Laneformer, check_ids
+from laneformer.precision import Precision
+
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)
+
+
+class Samples:
+    """Continues prompts with weights that are being trained, where they lie on the training mesh. Compiled once, with the first samples."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        precision: Precision,
+        tokenizer: Path,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = SAMPLING,
+    ):
+        """tokenizer: a tokenizer.json; where it is none, prompts are token ids, as in "3,1,4", and samples have no text.
+
+        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the one before. Raises
+        InputError for a prompt that the model cannot take.
+        """
+        self.config, self.mesh, self.precision = config, mesh, precision
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        try:
+            self.tokenizer = Tokenizer(tokenizer, config.bos_token_id)
+        except CheckpointError:
+            self.tokenizer = None
+        self.prompts = {prompt: self._encode(prompt) for prompt in prompts}
+        self._engine: Engine | None = None
+
+    def draw(self, params: dict[str, jax.Array]) -> list[dict]:
+        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path -> weight, on the mesh."""
+        jax.block_until_ready(params)  # on host devices, programs with collectives must not queue up
+        model = Laneformer(self.config, params, self.precision, self.mesh)
+        if self._engine is None:
+            self._engine = Engine(model, "xla", tokenizer=self.tokenizer)
+        else:  # a new engine would compile anew
+            nnx.update(self._engine.model, nnx.state(model))
+        records = []
+        for i, (prompt, ids) in enumerate(self.prompts.items()):
+            result = self._engine.generate(
+                ids, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
+                tokens_per_dispatch=self.max_new_tokens,  # not by the clock: all hosts must run the same programs
+            ).result  # fmt: skip
+            text = {} if self.tokenizer is None else {"text": result.text}
+            records.append({"sample": i, "prompt": prompt, **text, "tokens": list(result.tokens), "finish_reason": result.finish_reason})
+        return records
+
+    def _encode(self, prompt: str) -> np.ndarray:
+        """Token ids, int32 [n], n >= 1."""
+        starts = [*([] if self.config.bos_token_id is None else [self.config.bos_token_id]), *self.config.eos_token_id]
+        if self.tokenizer is not None:
+            ids = self.tokenizer.encode(prompt) or starts[:1]
+        elif prompt:
+            try:
+                ids = [int(word) for word in prompt.split(",")]
+            except ValueError:
+                raise InputError(
+                    f"watch.prompts: {prompt!r} is no list of token ids, as in 3,1,4, and the data has no tokenizer.json for text"
+                ) from None
+        else:
+            ids = starts[:1]
+        if not ids:
+            raise InputError("watch.prompts: the empty prompt needs a model with bos_token_id or eos_token_id; give another prompt")
+        context = self.config.max_position_embeddings
+        if len(ids) >= context:
+            raise InputError(f"watch.prompts: {prompt!r} has {len(ids)} tokens and the context {context}: shorten it")
+        check_ids(self.config, np.array([ids]))
+        return np.array(ids, np.int32)
+
+
+def texts(records: Sequence[dict]) -> dict[str, str]:
+    """Each sample by name, for a `Sink`: prompt and answer, or the ids where there is no text."""
+    return {f"samples/{r['sample']}": f"{r['prompt']}{r.get('text', ' -> ' + ','.join(map(str, r['tokens'])))}" for r in records}

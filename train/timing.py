@@ -1,0 +1,57 @@
+"""Where the wall time of a run goes: every moment belongs to one of a few buckets."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+BUCKETS = ("compile", "data", "step", "eval", "save", "other")
+
+
+class Clock:
+    """Charges every nanosecond since it was made to one bucket, so that the buckets add up to the wall time.
+
+        with clock("eval"): ...
+
+    Within another bucket the inner one takes the time; outside of all it goes to "other". One thread uses a clock.
+    """
+
+    def __init__(self, before: Iterable[dict] = (), *, now: Callable[[], int] = time.perf_counter_ns):
+        """before: records of earlier processes of the run, whose "time" (what `interval` returned) counts in `total`."""
+        self._now, self._last, self._open = now, now(), ["other"]
+        self._total, self._interval = dict.fromkeys(BUCKETS, 0), dict.fromkeys(BUCKETS, 0)
+        for record in before:
+            for bucket, seconds in record.get("time", {}).items():
+                self._total[bucket] += round(seconds * 1e9)
+
+    @contextmanager
+    def __call__(self, bucket: str) -> Iterator[None]:
+        """Charges what happens inside to `bucket`, one of BUCKETS."""
+        self._charge()
+        self._open.append(bucket)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def interval(self) -> dict[str, float]:
+        """Seconds by bucket since the last call; the sum is the wall time between the two."""
+        self._charge()
+        seconds = _seconds(self._interval)
+        self._interval = dict.fromkeys(BUCKETS, 0)
+        return seconds
+
+    def total(self) -> dict[str, float]:
+        """Seconds by bucket of the whole run: of this process until now, and of the records before it."""
+        self._charge()
+        return _seconds(self._total)
+
+    def _charge(self) -> None:
+        now = self._now()
+        for times in (self._total, self._interval):
+            times[self._open[-1]] += now - self._last
+        self._last = now
+
+
+def _seconds(nanoseconds: dict[str, int]) -> dict[str, float]:
+    return {bucket: n / 1e9 for bucket, n in nanoseconds.items()}
