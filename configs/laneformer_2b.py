@@ -48,7 +48,8 @@ def laneformer_2b() -> TrainConfig:
             "instruct": LaterPhase(
                 steps=210_000_000 // (64 * CONTEXT),
                 data=DataConfig(  # ours: whole conversations, each for itself, loss on the answers
-                    path=(Path("data/instruct"),), sequence_length=CONTEXT, batch_size=64, packing="best_fit", attend_across_documents=False,
+                    path=(Path("data/instruct"),), sequence_length=CONTEXT, batch_size=64, packing="best_fit",
+                    attend_across_documents=False,
                 ),
                 # ours: a twenty-fifth of the pretraining rate, usual for tuning
                 optimizer=OptimizerConfig(learning_rate=2e-5, schedule="cosine", warmup_steps=30, final_fraction=0.1, weight_decay=0.0),

@@ -22,8 +22,8 @@ HUB = {
     "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "test"),
     "mbpp+": ("evalplus/mbppplus", None, "test"),
 }
-# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus itself, whose evaluator does not use
-# these files, compares as the second does.
+# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus's own evaluator, which has other
+# tests, compares as the second does.
 REPAIRS = (
     (
         "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32

@@ -8,6 +8,7 @@ verdict, as they run in one process. Code of unknown people belongs into a virtu
 
 import itertools
 import json
+import logging
 import math
 import os
 import secrets
@@ -28,6 +29,7 @@ from typing import Any, Literal
 from infer.sandbox_levels import ENVIRONMENT, LEVELS, PLACES, Level, interpreter
 from laneformer.errors import ConfigError, LaneformerError
 
+log = logging.getLogger(__name__)
 CHILD = files("infer").joinpath("sandbox_child.py").read_text(encoding="utf-8")
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
 REPORT_BYTES = 1 << 16
@@ -217,6 +219,8 @@ def _choose(name: str) -> Level:
     for level in wanted:
         missing = [tool for tool in level.tools if shutil.which(tool) is None]
         if not missing:
+            if level is not wanted[0]:
+                log.warning("bubblewrap is not installed (apt install bubblewrap): unshare shuts programs in, and hides fewer files")
             return level
     raise ConfigError(
         f"sandbox {name} needs {missing[0]}, which is not installed: install bubblewrap (apt install bubblewrap). "

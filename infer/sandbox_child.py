@@ -22,10 +22,10 @@ def main(size):
     spec = json.loads(os.pread(request, size, 0))
     for name, limit in spec["limits"].items():
         kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        spare = soft + 1 if name == "RLIMIT_CPU" and soft == limit else soft  # SIGXCPU first; SIGKILL for those who ignore it
-        resource.setrlimit(kind, (soft, spare))
+        ceiling = resource.getrlimit(kind)[1]
+        most = ceiling if ceiling != resource.RLIM_INFINITY else limit + 1
+        # Of CPU time a second more: SIGXCPU first, SIGKILL for those who ignore it.
+        resource.setrlimit(kind, (min(limit, most), min(limit + (name == "RLIMIT_CPU"), most)))
     signal.alarm(spec["alarm"])  # ends it should whoever started it be gone
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
@@ -72,4 +72,5 @@ def main(size):
     leave(0)
 
 
-main(int(sys.argv[1]))
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

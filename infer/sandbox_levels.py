@@ -108,7 +108,7 @@ def unshare(stage: Path, run: int) -> list[str]:
     script = f"{BIND}; {HIDE}; {WORK}; {RUN}"
     python = stage / "python" / interpreter().relative_to(needed()["python"]) if "python" in needed() else interpreter()
     shut = [*staged(stage), "--", *homes(stage), "--", str(stage / "work"), *without_rights(run), str(python)]
-    return ["unshare", *root, *spaces, "sh", "-ec", script, "sh", *shut]
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *root, *spaces, "sh", "-ec", script, "sh", *shut]
 
 
 def homes(stage: Path) -> list[str]:

@@ -15,8 +15,9 @@ _UNSEEN = -1e30  # finite: a row that has seen nothing yet must not become inf -
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, segments: jax.Array | None = None, start: jax.Array | None = None
-) -> jax.Array:
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, window: int | None = None, segments: jax.Array | None = None, start: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(head_dim)) v over the keys that each query sees, softmax in float32, for each lane.
 
     q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at position j,
@@ -115,7 +116,7 @@ _attend_in_tiles.defvjp(_forward, _backward)
 class _Tiles:
     """How positions are cut into blocks of `sizes` (queries, keys), and which blocks and positions see each other."""
 
-    def __init__(self, sizes: tuple[int, int], window: int | None, q: jax.Array, k: jax.Array, segments: jax.Array | None, start: jax.Array):
+    def __init__(self, sizes, window, q, k, segments, start):
         self.size, self.key_size = sizes
         self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
         self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)

@@ -117,7 +117,7 @@ class Dataset:
             import datasets
         except ImportError:
             raise InputError("--dataset needs the datasets library: pip install 'laneformer[data]'") from None
-        self.name, self.split = name, split
+        self.name, self.split, self.streaming = name, split, streaming
         local = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in data_files}
         self.files = [file for found in local.values() for file in found]
         files = [file for pattern, found in local.items() for file in found or [pattern]]
@@ -153,6 +153,8 @@ class Dataset:
     def documents(self, start: int = 0) -> Iterator[Document | None]:
         unit = start
         try:
+            if not self.streaming and start == len(self.rows):  # which skip refuses
+                return
             for batch in self.rows.select_columns(self.columns).skip(start).iter(batch_size=ROWS):
                 for values in zip(*(batch[column] for column in self.columns), strict=True):
                     yield Document.of(unit, self._content(dict(zip(self.columns, values, strict=True))))
@@ -179,7 +181,10 @@ class Dataset:
         root = error
         while root.__cause__ is not None:  # "An error occurred while generating the dataset" has the reason inside
             root = root.__cause__
-        return InputError(f"cannot read dataset {self.name} (split {self.split}): {' '.join(str(root).split())}")
+        reason = " ".join(str(root).split())
+        if isinstance(root, StopIteration) or "BatchSize must be" in reason or "corresponds to no data" in reason:
+            reason = "there are no rows in it, or in one of its files: leave that out"
+        return InputError(f"cannot read dataset {self.name} (split {self.split}): {reason}")
 
 
 @dataclass(frozen=True)

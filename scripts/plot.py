@@ -130,11 +130,16 @@ def _optimizer(runs: list[Run], window: int) -> list[Part]:
             axes.legend(fontsize="small")
 
     def norm(axes):
+        from matplotlib.ticker import LogLocator
+
         for run in runs:
             _faint_and_mean(axes, *run.curve("grad_norm"), window, run.color, run.name)
         _mark_borders_and_skips(axes, runs)
         _tokens_below(axes)
-        axes.set(title="Gradient norm", yscale="log")
+        axes.set_title("Gradient norm")
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
     return [rate, norm]
 
@@ -166,7 +171,7 @@ def _speed(runs: list[Run], window: int) -> list[Part]:
 def _lanes(runs: list[Run], window: int) -> list[Part]:
     """One run: how it changes in training; several: their last records."""
     if not any(run.lanes for run in runs):
-        raise InputError(f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; train with --watch.lanes")
+        raise InputError(f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; it comes with validations (watch.lanes)")
     if len(runs) == 1:
         records = runs[0].lanes
         chosen = sorted({round(i) for i in np.linspace(0, len(records) - 1, TIMES)})

@@ -236,7 +236,7 @@ def tokenize(options: Options) -> str:
     template = options.template(tokenizer)
     found = None if options.streaming else Survey.of(source.documents())
     if found and not found.documents:
-        raise InputError(f"no text in {source.name}, {found.units} skipped ({source.without}): give others")
+        raise _nothing(source, found.units)
     wanted = settings(options, source, found, tokenizer_file, template)
     if finished(options, wanted):
         return f"{options.out}: already tokenized with these settings, nothing to do ({_counts(TokenStore.open(options.out))})"
@@ -289,11 +289,12 @@ def write(options: Options, source: Files | Dataset, found: Survey | None, share
                     writer.checkpoint(done)
                     tokens, saved = 0, time.monotonic()
         skipped = done - sum(map(writer.documents, splits))
+        if skipped == done:
+            raise _nothing(source, skipped)
         for split in splits:
             if not writer.documents(split):
                 raise InputError(f"no document fell to split {split} at --validation-fraction {options.validation_fraction}: "
-                                 f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents "
-                                 f"({skipped} were skipped: {source.without})")
+                                 f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents")
         beside = template.files() if template else {}
         for file in (TEMPLATE, CONFIG):  # before the manifest, without which the folder is not finished
             (options.out / file).unlink(missing_ok=True)
@@ -317,6 +318,10 @@ def _sample(source: Files | Dataset, found: Survey | None, share: float, size: i
                 yield piece
             if not found and taken >= size:
                 return
+
+
+def _nothing(source: Files | Dataset, skipped: int) -> InputError:
+    return InputError(f"no text in {source.name}, {skipped} skipped ({source.without}): give others")
 
 
 def _counts(store: TokenStore) -> str:

@@ -1,4 +1,7 @@
-"""`python -m train RECIPE [--section.option value ...]`: pretrains, or goes on with, the run that the recipe describes."""
+"""`python -m train RECIPE [--section.option value ...]`: pretrains, or goes on with, the run that the recipe describes.
+
+With --dry-run it only says what the run would take on a described cluster.
+"""
 
 import logging
 import shlex
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 
 from laneformer.errors import LaneformerError
 from train.loop import Interrupted, train
+from train.plan import dry_run
 from train.recipes import parse
 
 
@@ -15,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _say_errors_once()
     try:
-        train(parse(arguments))
+        if "--dry-run" in arguments:
+            print(dry_run(arguments))
+        else:
+            train(parse(arguments))
     except (LaneformerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

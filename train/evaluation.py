@@ -1,15 +1,13 @@
 """What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming problems."""
 
 import math
-from pathlib import Path
 
 import jax
 
 from train.config import Phase, TrainConfig
-from train.data import Rows, validation_sets
+from train.data import HeldOut, Rows
 from train.run_log import RunLog
 from train.samples import Samples
-from train.shards import TokenStore
 from train.step import Trainer
 
 Params = dict[str, jax.Array]
@@ -18,12 +16,9 @@ Params = dict[str, jax.Array]
 class Evaluation:
     """The measurements of one phase. Every process of the job must call `measure` with the same steps."""
 
-    def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, stores: dict[Path, TokenStore]):
-        """stores: by path, those of the phase's data. Raises LaneformerError for what cannot be measured as asked."""
-        self.config, self.phase, self.trainer = config, phase, trainer
-        self.sets = validation_sets(
-            phase.data, [stores[path] for path in phase.data.path], [stores[path] for path in phase.data.validation_path]
-        )
+    def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, sets: dict[str, HeldOut]):
+        """sets: held-out text by tag. Raises InputError for prompts that the model cannot take."""
+        self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
         watch = config.watch
         self.samples = None
         if watch.samples_every:

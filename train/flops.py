@@ -18,21 +18,27 @@ def keys_seen(length: int, window: int | None = None) -> float:
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
 
-def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of a forward pass per token of a sequence, 2 per multiplication and addition:
+def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
 
-        2 M + sum over layers of 4 H e keys,
-
-    with M the `matmul_parameters`, H query heads of size e, and keys the `keys_seen` in that layer: q k^T and the weighted sum of v
-    each take 2 e per head and key. Convention of PaLM (arXiv 2204.02311, appendix B), but with causal attention counted for the keys
-    that are seen, not for all. Norms, rotations, softmax and lanes' sums are left out; document boundaries are not known here.
+    H query heads of size e each take 2 e per key for either product; keys are the `keys_seen` in that layer. Document boundaries are
+    not known here.
     """
-    attention = sum(keys_seen(sequence_length, window) for window in config.layer_windows)
-    return 2 * matmul_parameters(config) + 4 * config.num_attention_heads * config.head_size * attention
+    keys = sum(keys_seen(sequence_length, window) for window in config.layer_windows)
+    return 4 * config.num_attention_heads * config.head_size * keys
+
+
+def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of a forward pass per token of a sequence, 2 per multiplication and addition: 2 M + attention.
+
+    M are the `matmul_parameters`. The convention of PaLM (arXiv 2204.02311, appendix B), except that attention counts the keys that
+    are seen, about half of them, not all. Norms, rotations, softmax and the sums over lanes are left out.
+    """
+    return 2 * matmul_parameters(config) + attention_flops_per_token(config, sequence_length)
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward, which computes every product twice: 3 x forward, so 6 M + 12 H e keys. Recomputation is not counted."""
+    """Forward and backward, which takes two products for each: 3 x forward = 6 M + 12 H e keys. Recomputation is not counted."""
     return 3 * forward_flops_per_token(config, sequence_length)
 
 

@@ -113,6 +113,16 @@ class Module:
         return tuple(i.name for i in instructions if i.op == "while" and not _TURNS.search(i.attributes))
 
     @cached_property
+    def libraries(self) -> dict[str, int]:
+        """Launches of code that is not XLA's, by name."""
+        found: dict[str, int] = {}
+        for _, i, times in self.launched:
+            if i.op == "custom-call":
+                name = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
+                found[name] = found.get(name, 0) + times
+        return found
+
+    @cached_property
     def kernels(self) -> list[Kernel]:
         """All but exchanges. Products inside calls of libraries other than cuBLAS, as in cuDNN's attention, do not show in the text."""
         return [

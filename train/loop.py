@@ -4,6 +4,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -14,7 +16,7 @@ from laneformer.errors import LaneformerError
 from laneformer.mesh import join_hosts, keep_freed_memory
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
-from train.data import Batches, Prefetch
+from train.data import Batches, HeldOut, Prefetch, validation_sets
 from train.evaluation import Evaluation
 from train.profiler import Profile
 from train.program import save_program
@@ -44,6 +46,7 @@ def train(config: TrainConfig) -> None:
     if config.mesh.distributed:
         join_hosts()
     stores = open_stores(config)
+    data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     run, speaks = config.run_folder, jax.process_index() == 0
     run.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,7 @@ def train(config: TrainConfig) -> None:
             print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(_stop_signals())
         log = stack.enter_context(RunLog(config, mesh, first))
-        loop = _Loop(config, mesh, stores, checkpoints, log, stop)
+        loop = _Loop(config, mesh, data, checkpoints, log, stop)
         for phase in config.phases:
             if first < phase.last_step:
                 state = loop.run(phase, state, max(first, phase.first_step))
@@ -72,19 +75,36 @@ def train(config: TrainConfig) -> None:
             print(f"{run}: {config.total_steps} steps done, last checkpoint in {run / 'checkpoints' / str(config.total_steps)}")
 
 
+@dataclass(frozen=True)
+class PhaseData:
+    """What a phase reads: training batches, and held-out ones by tag."""
+
+    batches: Batches
+    held_out: dict[str, HeldOut]
+
+    @classmethod
+    def open(cls, phase: Phase, stores: Stores) -> Self:
+        """Raises InputError or ConfigError for stores that do not give what the phase asks for."""
+        train, extra = ([stores[path] for path in paths] for paths in (phase.data.path, phase.data.validation_path))
+        seed = phase.data.seed + 1_000_003 * phase.index  # a later phase that reads the same folder reads it in another order
+        return cls(Batches(phase.data, train, seed), validation_sets(phase.data, train, extra))
+
+
 class _Loop:
     """One step after another; the metrics of a step are fetched while the next one runs."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, stores: Stores, checkpoints: Checkpoints, log: RunLog, stop: list[int]):
-        self.config, self.mesh, self.stores, self.checkpoints, self.log, self.stop = config, mesh, stores, checkpoints, log, stop
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, data: dict[str, PhaseData], checkpoints: Checkpoints, log: RunLog, stop: list[int]
+    ):
+        self.config, self.mesh, self.data, self.checkpoints, self.log, self.stop = config, mesh, data, checkpoints, log, stop
         self.asked_by_any = False  # a process wants to stop, and all know it
 
     def run(self, phase: Phase, state: State | None, first: int) -> State:
         """The phase from step `first` to its end. Raises Interrupted when asked to stop."""
-        clock = self.log.clock
-        self.phase, self.data = phase, Batches(phase.data, [self.stores[path] for path in phase.data.path], seed_of(phase))
-        trainer = Trainer(self.config, phase, self.mesh, self.data.keys)
-        self.evaluation = Evaluation(self.config, phase, trainer, self.stores)
+        clock, data = self.log.clock, self.data[phase.name]
+        self.phase, self.batches = phase, data.batches
+        trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
+        self.evaluation = Evaluation(self.config, phase, trainer, data.held_out)
         with clock("compile"):
             lowered = trainer.lower_step()
             self.step = lowered.compile()
@@ -97,7 +117,7 @@ class _Loop:
                 save_program(lowered, self.step, self.config.run_folder / "program", phase.name, self.mesh)
 
         def batch(step: int):
-            return trainer.put_batch(lambda rows: self.data.batch_at(step - phase.first_step, rows))
+            return trainer.put_batch(lambda rows: self.batches.batch_at(step - phase.first_step, rows))
 
         with Prefetch(batch, range(first, phase.last_step)) as stream, ExitStack() as stack:
             watch = self.config.watch
@@ -155,17 +175,12 @@ class _Loop:
         """Waits for a step and records it."""
         values = {name: value.item() for name, value in jax.device_get(values).items()}
         self.asked_by_any |= bool(values.pop("asked"))
-        self.log.step(self.phase, step, values, self.data.epochs_at(step - self.phase.first_step), wait)
+        self.log.step(self.phase, step, values, self.batches.epochs_at(step - self.phase.first_step), wait)
 
     def _save(self, state: State, step: int) -> None:
         with self.log.clock("save"):
             self.log.sync()
             self.checkpoints.save(state, step)
-
-
-def seed_of(phase: Phase) -> int:
-    """Seed of the data order: a later phase that reads the same folder reads it in another order."""
-    return phase.data.seed + 1_000_003 * phase.index
 
 
 def _meet(where: str) -> None:

@@ -133,8 +133,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
             left -= full * each + last
             if full:
                 runs.append((first, full, each))
-                if room > each * size:
-                    heapq.heappush(narrow, (each * size - room, first, full))
+                heapq.heappush(narrow, (each * size - room, first, full))
             untouched = number - full - (last > 0)
             if untouched:
                 open_runs.append((room, first + number - untouched, untouched))

@@ -16,7 +16,7 @@ from laneformer.mesh import DATA, LANE
 from train.cluster import Device, find_device
 from train.compile_only import OPTIONS, Compiler, compile_only_devices
 from train.config import Phase, TrainConfig
-from train.flops import train_flops_per_token
+from train.flops import attention_flops_per_token, train_flops_per_token
 from train.packing import row_keys
 from train.program import Program, gigabytes, read_program
 from train.recipes import parse
@@ -56,7 +56,7 @@ class Times:
     """Seconds per step, projected. A roofline: each resource by itself at full speed, its share of the peak stated in the cluster."""
 
     device: float
-    """Sum over kernels of the longer of products at efficiency x peak and bytes at the memory's bandwidth; at least the model's FLOPs."""
+    """Sum over kernels of the longer of products at efficiency x peak and bytes at the memory's bandwidth."""
     products: float
     """Of `device`: the model's FLOPs alone."""
     links: float
@@ -192,17 +192,20 @@ def _phase(plan: Plan, config: TrainConfig, phase: Phase, trainer: Trainer, prog
     return PhasePlan(
         name=phase.name, steps=phase.steps, tokens_per_step=phase.tokens_per_step, model_flops=flops, parameters=parameters,
         moments=held(state.optimizer), gradients=parameters, program=program, fits=fits,
-        advice=() if fits else _advice(config, phase, parameters, program), times=_times(plan, flops, program),
+        advice=() if fits else _advice(config, phase, parameters, program), times=_times(plan, phase, flops, program),
     )  # fmt: skip
 
 
-def _times(plan: Plan, model_flops: float, program: Program) -> Times | None:
+def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Times | None:
     device = plan.device
     if device.peak_flops is None:
         return None
     speed = device.peak_flops * plan.cluster.efficiency
     products = model_flops / plan.devices / speed
     kernels = sum(k.times * max(k.flops / speed, k.bytes / device.memory_bandwidth) for k in program.kernels)
+    if program.unknown_loops or any("fmha" in name for name in program.libraries):  # attention's products do not show in the program
+        attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
+        kernels += attention / plan.devices / speed
     spread = {DATA: plan.mesh[LANE] * (plan.mesh[DATA] - 1), LANE: plan.mesh[LANE] - 1}  # devices lie lane by lane
     inside = [axis for axis in program.axes if spread.get(axis, plan.devices - 1) < device.per_node]
     return Times(
@@ -268,7 +271,7 @@ def describe(plan: Plan) -> str:
             t, s = phase.times, speeds(plan, phase)
             column += [f"{t.device:.3g}", f"{t.products:.3g}", f"{t.links:.3g}", f"{t.network:.3g}", t.bound]
             column += [_range(s["step_seconds"], ".3g"), _range(s["tokens_per_second"], ",.0f")]
-            column += [_range(s["mfu"], ".0%"), _range(s["days"], ",.3g")]
+            column += [_range(s["mfu"], ".1%"), _range(s["days"], ",.3g")]
         for row, cell in zip(rows, column, strict=True):
             row.append(cell)
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
@@ -296,15 +299,15 @@ def _notes(plan: Plan) -> list[str]:
         lines.append(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}: JAX takes 0.75 of a GPU's memory otherwise")
     if plan.compiler == "cpu" and plan.cluster.device != "cpu":
         lines.append("XLA:CPU stood in for the device: temporary memory and traffic are upper estimates (bfloat16 computed in float32)")
-    if unknown := sorted({loop for phase in plan.phases for loop in phase.program.unknown_loops}):
-        lines.append(f"loops of unknown length were counted once: {', '.join(unknown)}")
+    if any(phase.program.unknown_loops for phase in plan.phases):
+        lines.append("loops of unknown length (attention's tiles) count once in the program's figures; times have attention by formula")
     if plan.phases[0].times:
         days = [sum(speeds(plan, phase)["days"][n] for phase in plan.phases) for n in (0, 1)]
         lines.append(f"the whole run: {_range(days, ',.3g')} days")
         lines.append(
-            f"ranges: computing and exchanges overlap wholly, or never; products at {plan.cluster.efficiency:.0%} of the peak; memory, links "
-            f"({plan.device.link / 1e9:,.0f} GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at full speed; saving and "
-            "validating are not in it"
+            f"ranges: computing and exchanges overlap wholly, or never; products at {plan.cluster.efficiency:.0%} of the peak; memory "
+            f"({plan.device.memory_bandwidth / 1e12:.3g} TB/s), links ({plan.device.link / 1e9:,.0f} GB/s) and network "
+            f"({(plan.device.network or 0) / 1e9:,.0f} GB/s) at full speed; saving and validating are not in it"
         )
     return lines
 

@@ -43,12 +43,14 @@ class Program:
     """What was compiled. XLA merges small exchanges, and delayed ones of the lane axis, into fewer and larger ones."""
     issued: dict[str, int]
     """Exchanges that the program asks for before the compiler adds those of the data axis and merges them; in a loop each counts once."""
+    libraries: dict[str, int]
+    """Launches of kernels that are not XLA's own."""
     unknown_loops: tuple[str, ...]
     """Loops whose number of turns XLA does not know: their contents are counted once."""
 
     @property
     def matmul_flops(self) -> int:
-        """FLOPs of the matrix products in the compiled text; those inside vendor kernels (cuDNN attention) do not show there."""
+        """FLOPs of the matrix products in the compiled text; those inside a library's attention do not show there."""
         return sum(kernel.flops * kernel.times for kernel in self.kernels)
 
     @property
@@ -79,6 +81,7 @@ def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mes
         kernels=tuple(module.kernels),
         collectives=tuple(module.collectives(mesh)),
         issued=dict(issued),
+        libraries=module.libraries,
         unknown_loops=module.unknown_loops,
     )  # fmt: skip
 
@@ -113,8 +116,10 @@ def describe(program: Program) -> str:
         "",
         f"Asked for before compilation, once per loop: {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}.",
     ]
+    if program.libraries:
+        lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]
     if program.unknown_loops:
-        lines += ["", f"Loops of unknown length, counted once: {', '.join(program.unknown_loops)}."]
+        lines += ["", f"Loops of unknown length, whose contents are counted once: {', '.join(program.unknown_loops)}."]
     return "\n".join(lines)
 
 

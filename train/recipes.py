@@ -57,7 +57,8 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
     Raises ConfigError for an unknown recipe or option and for values that cannot work.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n\nrecipes:\n{list_recipes()}")
+        print(f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n       {program} RECIPE --dry-run "
+              f"[--cluster.device h200 --cluster.nodes 32 ...] [--json FILE]\n\nrecipes:\n{list_recipes()}")
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")

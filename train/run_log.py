@@ -35,6 +35,7 @@ class RunLog:
             self.divergence.see(record)
         before = self.clock.total()
         self._peak, self._spent, self._speeds = peak_flops(self.devices[0].device_kind), before["step"] + before["data"], []
+        self._last = 0  # step done by this process
         self._stack = ExitStack()
         self.bar = tqdm(
             total=config.total_steps, initial=first, unit="step", dynamic_ncols=True, disable=not (self.writes and sys.stderr.isatty())
@@ -47,7 +48,7 @@ class RunLog:
 
     def step(self, phase: Phase, step: int, values: dict, epochs: dict[str, float], wait: float) -> None:
         """A step that is done. values: loss, grad_norm, ...; wait: seconds in which it had no data. Raises DivergedError."""
-        spent = self.clock.total()
+        self._last, spent = step, self.clock.total()
         seconds, self._spent = spent["step"] + spent["data"] - self._spent, spent["step"] + spent["data"]
         if not values["skipped"]:
             del values["skipped"]
@@ -90,6 +91,8 @@ class RunLog:
         return self
 
     def __exit__(self, *_) -> None:
+        if self._last:
+            self._write(self._last, {"time": self.clock.interval()})
         self._stack.close()
 
     def _write(self, step: int, record: dict) -> None:

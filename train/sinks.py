@@ -52,7 +52,8 @@ class WeightsAndBiases:
     """One Weights & Biases run for all processes of a training run, on line or with WANDB_MODE=offline.
 
     W&B has no way back: a step that it has, it keeps. A resumed run gives the same values again, so those are left out. On line W&B knows
-    how far it got; off line every process leaves a part of its own in RUN/wandb, whose steps do not overlap, for `wandb sync`.
+    how far it got; off line every process leaves a part of its own in RUN/wandb, whose steps do not overlap, for `wandb sync`, and one that
+    is killed takes up to 15 s of rows with it, which metrics.jsonl has.
     """
 
     def __init__(self, run: Path, *, project: str, name: str, config: dict, last_step: int):

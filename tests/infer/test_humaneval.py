@@ -61,6 +61,7 @@ def test_a_report(problems, judge):
     assert found["sandbox"]["level"] == "rlimits" and found["sandbox"]["network"] is True
     assert found["verdicts"][1] | {"cpu_seconds": 0} == {
         "task_id": "HumanEval/1", "sample": 0, "passed": False, "verdict": "failed", "error": "AssertionError: ", "cpu_seconds": 0,
+        "tokens": len(WRONG["twice"]), "generation_seconds": 0.5,
     }  # fmt: skip
     made = found["generation"]
     assert made["mode"] == "completion" and made["max_new_tokens"] == 50 and made["conditions"]["model"] == "scripted"
@@ -124,9 +125,7 @@ def test_a_real_model(problems, judge):
         vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         num_lanes=1, max_position_embeddings=256,
     )  # fmt: skip
-    tokenizer = types.SimpleNamespace(
-        encode=lambda text: list(text.encode()), token_bytes=lambda token, first=False: bytes([token])
-    )
+    tokenizer = types.SimpleNamespace(encode=lambda text: list(text.encode()), token_bytes=lambda token, first=False: bytes([token]))
     model = laneformer.Laneformer.init(config, 1)
     report = evaluate(model, problems.first(1), max_new_tokens=8, tokenizer=tokenizer, judge=judge)
     assert len(report.verdicts) == 1 and report.pass_at[1] == 0 and report.speed["tokens"] == 8

@@ -1,4 +1,4 @@
-"""The published data sets, where LANEFORMER_EVALUATION_DATA names a folder with their files: the reference solutions pass, wrong ones fail."""
+"""The published data sets, where LANEFORMER_EVALUATION_DATA names the folder of their files: reference solutions pass, wrong ones fail."""
 
 import dataclasses
 import gzip

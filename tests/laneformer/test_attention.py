@@ -60,12 +60,12 @@ def with_gradients(q, k, v, do, window=None, segments=None) -> tuple[jax.Array, 
 def assert_close(found, wanted, tolerance=3e-6):
     """The error of each array is small next to its largest entry."""
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, wanted, strict=False):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert x.shape == y.shape
-        assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max()), name  # also fails for nan
+        error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
+        assert error <= tolerance * max(1.0, float(np.abs(y).max())), name  # also fails for nan
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(st.data())
 def test_equals_float64(data):
     """Any lengths (also below, at and between multiples of a block), windows, groups and, in no order, segments."""
@@ -73,8 +73,9 @@ def test_equals_float64(data):
     b, group = data.draw(st.integers(1, 2), "b"), data.draw(st.sampled_from((1, 2, 3)), "group")
     inputs = random_inputs(b=b, s=s, group=group, n=data.draw(st.integers(1, 2), "n"), k=data.draw(st.sampled_from((2, 8)), "k"), seed=s)
     which = {"window": data.draw(st.none() | st.integers(1, s + 3), "window")}
+    segments = st.lists(st.integers(0, 2), min_size=b * s, max_size=b * s)
     if data.draw(st.booleans(), "segments?"):
-        which["segments"] = np.array(data.draw(st.lists(st.lists(st.integers(0, 2), min_size=s, max_size=s), min_size=b, max_size=b)), np.int32)
+        which["segments"] = np.array(data.draw(segments), np.int32).reshape(b, s)
     assert_close(with_gradients(*inputs, **which), expected(*inputs, **which))
 
 
@@ -91,14 +92,15 @@ def test_reference_gradient_equals_differences():
     assert (loss(step) - loss(-step)) / (2 * step) == pytest.approx(gradient, rel=1e-8)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 30, 100])
-@pytest.mark.parametrize("sizes", [(1, 1), (5, 5), (16, 7), (7, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "window"), [((1, 1), 7), ((5, 5), None), ((5, 5), 5), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)]
+)
 def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
     inputs, segments = random_inputs(s=45, group=2), np.repeat([[0, 1, 2], [3, 3, 5]], 15, axis=1).astype(np.int32)
     monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
-    jax.clear_caches()
-    which = {"window": window, "segments": segments}
-    assert_close(with_gradients(*inputs, **which), expected(*inputs, **which))
+    fresh = jax.jit(with_gradients.__wrapped__, static_argnames="window")  # traced with these sizes
+    found = fresh(*inputs, window=window, segments=segments)
+    assert_close(found, expected(*inputs, window=window, segments=segments))
 
 
 def test_default_tiles_are_several():
@@ -153,8 +155,9 @@ def test_tiles_that_nobody_sees_are_not_computed():
     assert np.isnan(attend(q, k, v.at[:, :, :32].set(jnp.nan), window=34)[:, :, 64]).all()
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 60])
-@pytest.mark.parametrize(("s", "start"), [(1, 0), (1, 50), (5, 20), (16, 0), (30, 21), (40, 11)])
+@pytest.mark.parametrize(
+    ("s", "start", "window"), [(1, 0, None), (1, 50, 9), (5, 20, 60), (5, 20, 1), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)]
+)
 def test_queries_that_continue_a_cache(s, start, window):
     """What lies in the cache after the last query is not read."""
     q, k, v, do = random_inputs(s=s, t=51, group=2)
@@ -163,8 +166,7 @@ def test_queries_that_continue_a_cache(s, start, window):
     assert_close((o,), expected(q, k, v, do, window=window, start=start)[:1])
 
 
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "segmented"), [(None, True), (20, False)])
 def test_on_a_mesh(window, segmented):
     """Lanes by hand, the batch by the compiler: the same values and gradients, each where its input lies, and nothing exchanged."""
     inputs = random_inputs(l=4, b=4, s=70, group=2)
@@ -193,7 +195,7 @@ def test_under_vmap():
         assert_close([x[n] for x in found], expected(*(x[n] for x in many), window=7))
 
 
-@pytest.mark.parametrize(("window", "segmented"), [(None, False), (100, False), (None, True)])
+@pytest.mark.parametrize(("window", "segmented"), [(None, True), (100, False)])
 def test_memory_is_linear(window, segmented):
     """Twice the positions take twice the memory, gradients included, and less than one matrix of scores."""
 
@@ -210,18 +212,20 @@ def test_recomputed_only_where_nothing_is_kept():
     """A policy that keeps "product"s keeps what the backward pass needs: the forward loops are not run again."""
 
     def loops(policy) -> int:
-        kept = jax.checkpoint(attend, policy=policy)
+        def loss(q, k, v):
+            return jax.checkpoint(attend, policy=policy)(q, k, v).sum()
+
         x = jax.ShapeDtypeStruct((1, 1, 64, 1, 8), jnp.float32)
-        return jax.jit(jax.grad(lambda q, k, v: kept(q, k, v).sum(), (0, 1, 2))).lower(x, x, x).compile().as_text().count(" while(")
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(x, x, x).compile().as_text().count(" while(")
 
     nothing, products = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names("product")
     everything = jax.checkpoint_policies.everything_saveable
     assert loops(products) == loops(everything) == 4
-    assert loops(nothing) > 4
+    assert loops(nothing) == 6
 
 
 def test_cudnn_where_it_serves(monkeypatch):
-    """16-bit attention over the own positions; not float32, segments or a cache, of which its public function has none or rounds."""
+    """In 16 bits, without segments or a cache, for the head sizes that it has; the tiles are for everything else."""
     calls = []
 
     def kernel(q, k, v, **options):
@@ -233,8 +237,11 @@ def test_cudnn_where_it_serves(monkeypatch):
     q, k, v, _ = random_inputs(dtype="bfloat16")
     attend(q, k, v, window=5)
     assert calls == [{"is_causal": True, "local_window_size": (4, 0), "implementation": "cudnn"}]
-    attend(q, k, v, segments=jnp.zeros((2, 24), jnp.int32))
-    attend(q, k, v, start=jnp.int32(0))
-    attend(*(x.astype(jnp.float32) for x in (q, k, v)))
-    attend(*(x[..., :7] for x in (q, k, v)))
+    for others, options in (
+        ((q, k, v), {"segments": jnp.zeros((2, 24), jnp.int32)}),
+        ((q, k, v), {"start": jnp.int32(0)}),
+        ([x.astype(jnp.float32) for x in (q, k, v)], {}),
+        ([x[..., :7] for x in (q, k, v)], {}),
+    ):
+        assert jax.eval_shape(partial(attend, **options), *others).shape == others[0].shape
     assert len(calls) == 1

@@ -1,5 +1,6 @@
 """Encoding: any text round-trips through a BPE trained here, pieces make up the text, and work done ahead stays in order."""
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_groups(sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "GROUP_BYTES", bound)
         groups = list(encoder.grouped(sizes, lambda size: size))
-    assert sum(groups, []) == sizes
+    assert list(itertools.chain.from_iterable(groups)) == sizes
     assert all(sum(group) >= bound for group in groups[:-1]) and all(sum(group[:-1]) < bound for group in groups)
 
 
@@ -63,21 +64,20 @@ def test_texts_of_a_group_keep_their_ids_apart(trained, monkeypatch):
 
 
 def test_work_ahead_keeps_its_order_and_runs_beside_the_reader():
-    threads, made = set(), []
+    threads, begun = set(), [threading.Event() for _ in range(6)]
 
     def items():
         for i in range(5):
             threads.add(threading.current_thread())
-            made.append(i)
+            begun[i].set()
             yield i
+        begun[5].set()
 
-    seen = []
-    for item in encoder.ahead(items()):
-        seen.append(item)
-        while len(made) < min(item + 2, 5):  # the next one is made while this one is in use
-            pass
-        assert len(made) <= item + 2
-    assert seen == made == list(range(5)) and threading.current_thread() not in threads
+    for i, item in enumerate(encoder.ahead(items())):
+        assert item == i
+        assert begun[i + 1].wait(timeout=10), "the next one is made while this one is in use"
+        assert i + 2 >= len(begun) or not begun[i + 2].is_set(), "and no more than one"
+    assert i == 4 and threading.current_thread() not in threads
 
 
 def test_an_error_of_work_ahead_arrives_behind_what_came_before():

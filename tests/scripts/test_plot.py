@@ -85,6 +85,7 @@ def test_all_panels(run, figures):
     ]  # fmt: skip
     *_, speed, mfu, similarity, landed = figures[0].axes
     assert "run: median 5,020" in drawn(speed) and "run: median 40 %" in drawn(mfu)
+    np.testing.assert_allclose(drawn(mfu)["run: median 40 %"].get_ydata(), 40)
     np.testing.assert_array_equal(drawn(similarity)["0.004 million tokens"].get_ydata(), [1.0, 0.9, np.nan])
     assert [line.get_ydata()[2] for line in landed.lines] == [1, 2, 3, 4]
 

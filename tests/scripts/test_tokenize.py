@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from tokenizing import content, documents, run, texts
+from tokenizing import documents, run, texts
 
 from scripts import encoder
 from scripts import tokenize as command
@@ -246,13 +246,13 @@ def test_fill_in_the_middle(tmp_path, corpus, capsys):
     spm = 0
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     prefix, suffix, middle = map(tokenizer.token_to_id, names)
-    for ids in documents(out, "train"):
-        ids = ids[:-1].tolist()
+    for document in documents(out, "train"):
+        ids = document[:-1].tolist()
         if prefix in ids:
             assert [ids.count(mark) for mark in (prefix, suffix, middle)] == [1, 1, 1] and ids[0] == prefix
-            before, behind, between = ids[1 : ids.index(suffix)], ids[ids.index(suffix) + 1 : ids.index(middle)], ids[ids.index(middle) + 1 :]
-            spm += not before
-            ids = [*before, *between, *behind]
+            first, second = ids.index(suffix), ids.index(middle)
+            spm += first == 1
+            ids = [*ids[1:first], *ids[second + 1 :], *ids[first + 1 : second]]
         assert tokenizer.decode(ids) in expected
     assert 5 <= spm <= 25, "about half of them"
     code, _, err = run(capsys, "--out", out, corpus, *FILES)

@@ -1,6 +1,9 @@
-"""What the tests of tokenizing share: the command in this process, and what a token folder holds, as text."""
+"""What the tests of tokenizing share: the command in this process, files of rows, and what a token folder holds, as text."""
+
+import json
 
 import numpy as np
+import pytest
 
 from scripts import tokenize as command
 from scripts.encoder import load_tokenizer
@@ -12,6 +15,28 @@ def run(capsys, *args):
     code = command.main([str(arg) for arg in args])
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The datasets library, with its copies in a folder of the test; and the environment with which another process does so."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def parquet(path, rows, group=3, schema=None):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=group)
+    return path
+
+
+def jsonl(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 def documents(path, split):

@@ -1,5 +1,7 @@
 """The loop: bitwise the same run however it is stopped, errors that lose nothing, honest times, two steps in flight at most."""
 
+import contextlib
+import gzip
 import io
 import json
 import os
@@ -14,10 +16,10 @@ import numpy as np
 import pytest
 from tiny_recipe import changed, finish, losses, records, start, tiny, write_store
 
-import train.loop
 from laneformer.errors import InputError
-from train.loop import _Loop, _only_one
+from train.loop import _Loop
 from train.metrics import MetricsLog, read_lines
+from train.run_folder import only_one
 
 
 def wait_until(process, condition, seconds=90):
@@ -60,7 +62,7 @@ def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, sto
         assert (status, err) == (0, "")
     assert status == -signal.SIGKILL
     before = losses(run)
-    assert 20 <= len(before) < 60
+    assert 17 <= len(before) < 60, "a line of times comes with every ten steps"
     assert before == losses(finished)[: len(before)], "two fresh processes, each with its own compilation"
     assert kill_when(start(run, store, compiled=compiled), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
     status, out, err = finish(start(run, store, compiled=compiled))
@@ -135,13 +137,31 @@ def test_the_loss_falls_and_metrics_are_complete(finished):
     for line in (finished / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "loss" in record:
-            assert set(record) == {"step", "loss", "grad_norm", "learning_rate", "tokens", "epoch", "step_seconds", "data_wait_seconds"}
-            assert record["tokens"] == 128 * record["step"] and record["step_seconds"] > 0
-    validations = [line for line in records(finished) if "validation_loss" in line]
-    assert [line["step"] for line in validations] == [20, 40, 60]
-    assert validations[-1]["validation_loss"] < validations[0]["validation_loss"] < loss[0]
-    last = validations[-1]
-    assert last["validation_bits_per_byte"] == pytest.approx(last["validation_loss"] / np.log(2) * 8 * 61 / (8 * 120))
+            assert set(record) == {"step", "phase", "loss", "grad_norm", "learning_rate", "tokens", "epoch", "tokens_per_second",
+                                   "step_seconds", "data_wait_seconds"}  # fmt: skip
+            assert record["tokens"] == 128 * record["step"] and record["step_seconds"] > 0 and record["phase"] == "pretrain"
+            assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])
+            assert record["epoch"] == {"store": pytest.approx(8 * record["step"] / 228)}, "3660 tokens are 228 rows of 16"
+    validations = {line["step"]: line["validation"]["store"] for line in records(finished) if "validation" in line}
+    assert list(validations) == [20, 40, 60]
+    assert validations[60]["loss"] < validations[20]["loss"] < loss[0]
+    assert validations[60]["bits_per_byte"] == pytest.approx(validations[60]["loss"] / np.log(2) * 8 * 61 / (8 * 120))
+
+
+def test_lane_statistics_are_recorded_with_each_validation(finished):
+    lanes = {line["step"]: line["lanes"] for line in records(finished) if "lanes" in line}
+    assert list(lanes) == [20, 40, 60]
+    assert all(len(values) == 5 for values in lanes[60].values())
+    assert lanes[60]["similarity"][0] == pytest.approx(1) and 0.5 < lanes[60]["similarity"][4] < 0.999
+    assert lanes[60]["landed_over_own"][-1] is None, "nothing is added before the final norm"
+
+
+def test_the_program_of_every_phase_is_kept(finished):
+    summary = json.loads((finished / "program" / "pretrain.json").read_text())
+    assert summary["mesh"] == {"data": 1, "lane": 8}
+    assert {exchange["axis"] for exchange in summary["collectives"]} == {"lane"}
+    assert "| all-reduce | lane | 8 |" in (finished / "program" / "pretrain.md").read_text()
+    assert gzip.decompress((finished / "program" / "pretrain.hlo.txt.gz").read_bytes()).startswith(b"HloModule")
 
 
 def test_first_losses_are_those_written_down(finished):
@@ -151,9 +171,14 @@ def test_first_losses_are_those_written_down(finished):
 
 
 def one_line_error(result, *parts):
+    assert result[2].count("\n") == 1, result[2]
+    one_error(result, *parts)
+
+
+def one_error(result, *parts):
     status, _, err = result
     assert status == 2, err
-    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert err.startswith("error: ") and err.endswith("\n") and "Traceback" not in err, err
     for part in parts:
         assert part in err, err
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
@@ -222,7 +247,7 @@ def test_stores_that_cannot_be_trained_on(tmp_path, store, command):
     one_line_error(command(run, path=cut), "train-00002.bin is truncated")
     larger = write_store(tmp_path / "larger", vocab_size=70)
     one_line_error(command(run, path=larger), "model.vocab_size = 64", "--model.vocab-size 70")
-    one_line_error(command(run, "--data.batch-size", "64"), "has 30 windows of seq_len 16", "--data.validation-batches 0")
+    one_line_error(command(run, "--data.batch-size", "64"), "has 30 rows of sequence_length 16", "--data.validation-batches 0")
     assert not run.exists(), "a command that could not work leaves no folder behind"
 
 
@@ -230,7 +255,7 @@ def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, 
     other = write_store(tmp_path / "tokenizer", tokenizer=b"other")
     one_line_error(command(finished_copy, path=other), "another tokenizer")
     more = write_store(tmp_path / "tokens", seed=1)
-    one_line_error(command(finished_copy, path=more), "other tokens")
+    one_line_error(command(finished_copy, path=more), "not the tokens that")
     one_line_error(
         command(finished_copy, "--optimizer.learning-rate", "0.02", "--data.seed", "3"),
         "data.seed (0 before, 3 now), optimizer.learning_rate (0.01 before, 0.02 now)", "--run",
@@ -252,82 +277,74 @@ def test_settings_may_change_until_the_first_step(tmp_path, store, command, monk
 
 
 def test_only_one_process_trains_in_a_folder(finished_copy, command):
-    with _only_one(finished_copy):
+    with only_one(finished_copy):
         one_line_error(command(finished_copy), "another process trains in", "--run")
     assert command(finished_copy)[0] == 0
 
 
-def test_a_run_without_validation_text(tmp_path, store):
-    assert train.loop._validation(changed(tiny(), data__validation_batches=0), SimpleNamespace(splits=("validation",))) == []
-    assert train.loop._validation(tiny(), SimpleNamespace(splits=("train",))) == []
+def test_a_run_without_validation_text(finished_copy, command, finished):
+    """Only the checkpoints of the loop are left to do."""
+    shutil.rmtree(finished_copy / "checkpoints" / "60")
+    assert command(finished_copy, "--data.validation-batches", "0")[0] == 0
+    now, before = ([line for line in records(run) if line["step"] > 50 and len(line) > 1] for run in (finished_copy, finished))
+    assert now == [line for line in before if "loss" in line]
 
 
-class Clock:
-    """A run's outside world, where time passes only as told: 2 s wait for data, 1 s a step, 10 s validating, 100 s saving."""
+class World:
+    """A run's surroundings: counts the steps in flight, and what is recorded, measured and saved."""
 
     def __init__(self, monkeypatch, **changes):
-        self.now, self.running, self.most, self.records, self.saved = 0.0, 0, 0, [], []
-        self.values = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
+        self.running, self.most, self.fetched, self.measured, self.saved = 0, 0, [], [], []
         self.config = changed(tiny(), **changes)
-        monkeypatch.setattr("train.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr("train.loop.jax", SimpleNamespace(device_get=self.fetch))
+        self.phase = self.config.phases[0]
+        monkeypatch.setattr("train.loop.jax", SimpleNamespace(device_get=self.fetch, process_count=lambda: 1))
+        self.log = SimpleNamespace(clock=lambda bucket: contextlib.nullcontext(), step=self.record, sync=lambda: None)
 
-    def step(self, state, batch):
+    def step(self, state, batch, asked):
         self.running += 1
         self.most = max(self.most, self.running)
-        return state, self.values
+        return state, {"loss": np.float32(1), "asked": np.int32(0)}
 
     def fetch(self, values):
         self.running -= 1
-        self.now += 1
         return values
 
-    def evaluate(self, params, batch):
-        self.now += 10
-        return 1.0
+    def record(self, phase, step, values, epochs, wait):
+        self.fetched.append(step)
+
+    def measure(self, params, step, log):
+        assert self.running == 0
+        self.measured.append(step)
 
     def save(self, state, step):
         assert self.running == 0
-        self.now += 100
         self.saved.append(step)
 
-    def batches(self, first):
-        for step in range(first, self.config.steps):
-            self.now += 2
-            yield step, None
-        raise AssertionError("a batch after the last step")
-
     def run(self, first=0):
-        trainer = SimpleNamespace(step=self.step, evaluate=self.evaluate, put_batch=lambda rows: None)
         checkpoints = SimpleNamespace(save=self.save, check=lambda: None, wait=lambda: None)
-        held_out = SimpleNamespace(tokens=lambda split: 2, text_bytes=lambda split: 4)
-        data = SimpleNamespace(epoch_of=lambda step: 0, store=held_out)
-        metrics = SimpleNamespace(write=lambda step, **values: self.records.append({"step": step, **values}), sync=lambda: None)
-        bar = SimpleNamespace(disable=True, set_postfix_str=lambda *_, **__: None, update=lambda n: None, write=lambda text: None)
-        validation = [np.zeros((8, 17))]
-        _Loop(self.config, trainer, checkpoints, data, validation, metrics, bar).run(SimpleNamespace(params=None), self.batches(first), [])
+        loop = _Loop(self.config, None, {}, checkpoints, self.log, [])
+        loop.phase, loop.step, loop.asked = self.phase, self.step, {False: None, True: None}
+        loop.batches = SimpleNamespace(epochs_at=lambda step: {})
+        every = self.config.validate_every
+        loop.evaluation = SimpleNamespace(due=lambda step: step % every == 0 or step == self.phase.last_step, measure=self.measure)
+        loop._steps(SimpleNamespace(params=None), iter([(step, None) for step in range(first, self.phase.last_step)]), None)
 
 
-def test_at_most_two_steps_are_in_flight_and_times_add_up(monkeypatch):
-    clock = Clock(monkeypatch, steps=12, save_every=5, validate_every=4)
-    clock.run()
-    assert clock.most == 2 and clock.running == 0
-    steps = [line for line in clock.records if "loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, 13))
-    assert sum(line["step_seconds"] for line in steps) == 12 * 3, "every second once, without validating and saving"
-    assert [line["data_wait_seconds"] for line in steps] == [2.0] * 12
-    assert clock.now == 12 * 3 + 3 * 10 + 3 * 100
-    assert clock.saved == [5, 10, 12]
-    assert [line["step"] for line in clock.records if "validation_loss" in line] == [4, 8, 12]
+def test_at_most_two_steps_are_in_flight(monkeypatch):
+    world = World(monkeypatch, steps=12, save_every=5, validate_every=4)
+    world.run()
+    assert world.most == 2 and world.running == 0
+    assert world.fetched == list(range(1, 13))
+    assert world.saved == [5, 10, 12] and world.measured == [4, 5, 8, 10, 12]
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_a_run_that_diverges_stops_before_it_saves(monkeypatch, name):
-    clock = Clock(monkeypatch, steps=12, save_every=1)
-    clock.values = {**clock.values, name: float("nan")}
-    with pytest.raises(InputError, match=r"at step 1 .*optimizer\.learning_rate"):
-        clock.run()
-    assert clock.saved == []
+def test_a_run_that_diverges_stops_before_it_saves(tmp_path, command):
+    """A learning rate at which nothing stays finite."""
+    one_error(command(tmp_path / "run", "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
+                      "diverged at step", "not finite in 3 steps in a row", "optimizer.learning_rate")
+    steps = [line for line in records(tmp_path / "run") if "loss" in line]
+    assert [line.get("skipped", False) for line in steps[-3:]] == [True] * 3 and steps[-1]["step"] < 10
+    assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 
 class Terminal(io.StringIO):

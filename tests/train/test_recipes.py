@@ -35,12 +35,36 @@ def test_a_recipe_of_ones_own():
         (["--optimizer.learning_rate=1e-4"], {"optimizer.learning_rate": 1e-4}),
         (["--model.layout", "tp", "--model.num-lanes", "4"], {"model.layout": "tp", "model.num_lanes": 4}),
         (["--mesh.lane", "2", "--mesh.host-devices", "None"], {"mesh.lane": 2, "mesh.host_devices": None}),
-        (["--remat", "True", "--compute-dtype", "bfloat16"], {"remat": True, "compute_dtype": "bfloat16"}),
-        (["--data.path", "a b", "--run", "c"], {"data.path": "a b", "run": "c"}),
+        (["--remat", "dots", "--compute-dtype", "bfloat16"], {"remat": "dots", "compute_dtype": "bfloat16"}),
+        (["--data.path", "a b", "--run", "c"], {"data.path": ["a b"], "run": "c"}),
+        (["--data.path", "a", "b", "--data.weights", "3", "1"], {"data.path": ["a", "b"], "data.weights": [3.0, 1.0]}),
+        (["--optimizer.kind", "muon", "--optimizer.schedule", "cosine"], {"optimizer.kind": "muon", "optimizer.schedule": "cosine"}),
+        (["--watch.prompts", "def ", "class "], {"watch.prompts": ["def ", "class "]}),
     ],
 )
 def test_every_field_can_be_set(options, expected):
     assert recorded(parse([RECIPE, *options])) == recorded(tiny()) | expected
+
+
+def test_the_options_of_later_phases_carry_their_names():
+    options = ["--then.mid.steps", "7", "--then.instruct.optimizer.learning-rate", "1e-6", "--then.mid.sliding-window", "64"]
+    config = parse(["laneformer_2b", *options])
+    assert [phase.name for phase in config.phases] == ["pretrain", "mid", "instruct"]
+    assert config.then["mid"].steps == 7 and config.then["instruct"].optimizer.learning_rate == 1e-6
+    assert [phase.model.sliding_window for phase in config.phases] == [512, 64, 64]
+    assert config.phases[2].first_step == config.steps + 7
+
+
+def test_the_two_billion_as_published():
+    config = find_recipe("laneformer_2b")
+    assert parameter_count(config.model) == 2_320_069_632
+    assert [round(phase.steps * phase.tokens_per_step, -6) for phase in config.phases] == [4e12 - 1e6, 2e12 - 1e6, 210e6]
+
+
+def test_the_long_phase_of_the_350m_reaches_131072_positions():
+    first, long = find_recipe("laneformer_350m").phases
+    assert (first.model.max_position_embeddings, long.model.max_position_embeddings) == (4096, 131_072)
+    assert first.model.rope_scaling is None and long.model.rope_scaling.factor == 32
 
 
 def fails(capsys, *arguments) -> str:
@@ -64,6 +88,9 @@ def fails(capsys, *arguments) -> str:
         (["--optimizer.clip-norm", "-1"], ["optimizer.clip_norm = -1.0: it must be a positive number"]),
         (["--mesh.lane", "x"], ["--mesh.lane"]),
         (["--remat", "perhaps"], ["--remat"]),
+        (["--data.path"], ["data.path is empty"]),
+        (["--data.weights", "1", "2"], ["data.weights has 2 numbers for the 1 folders"]),
+        (["--watch.humaneval-every", "10"], ["watch.humaneval_every needs watch.humaneval"]),
     ],
 )
 def test_bad_options_are_one_line(capsys, options, parts):
@@ -112,5 +139,5 @@ def test_help_shows_every_option_with_type_default_and_meaning():
     config = RECIPES["stdlib"]()
     for option in recorded(config).keys() - {"model.rope_scaling"}:  # a section of its own where a recipe has one
         assert f"--{option.replace('_', '-')} " in done.stdout, option
-    assert f"Optimizer steps of the whole run. (default: {config.steps})" in done.stdout
+    assert f"Optimizer steps. (default: {config.steps})" in done.stdout
     assert "Lanes (L): shares of the model, one per device at most." in done.stdout

@@ -339,6 +339,18 @@ def test_work_of_other_settings_is_thrown_away(tmp_path):
         assert content(tmp_path / name) == content(tmp_path / f"{name}_whole")
 
 
+def test_masks_for_all_or_none_also_after_going_on(tmp_path):
+    options = {"tokenizer": TOKENIZER, "vocab_size": 100, "eos_id": 0, "settings": {}}
+    for split, shard_tokens in (("open", 100), ("closed", 1)):
+        with StoreWriter(tmp_path / split, shard_tokens=shard_tokens, **options) as writer:
+            writer.add("train", [1], 1, loss=[True])
+            writer.checkpoint(1)
+        with StoreWriter(tmp_path / split, shard_tokens=shard_tokens, **options) as writer:
+            assert (writer.done, writer.documents("train"), writer.documents("validation")) == (1, 1, 0)
+            with pytest.raises(InputError, match="some without"):
+                writer.add("train", [1], 1)
+
+
 @pytest.mark.parametrize("damage", ["progress.json", "train-00000.bin", "train-00000.ends", "train-00000.json"])
 def test_partial_work_that_is_not_whole_is_thrown_away(tmp_path, damage):
     with pytest.raises(RuntimeError, match="died"):

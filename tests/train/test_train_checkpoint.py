@@ -20,13 +20,14 @@ import laneformer
 from laneformer import CheckpointError, make_mesh
 from train.__main__ import _say_errors_once
 from train.checkpoint import Checkpoints, fingerprint, saved_steps
+from train.config import LaterPhase
 from train.step import Trainer
 
 
 @pytest.fixture(scope="module")
 def trainer():
     _say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
-    return Trainer(tiny(), make_mesh(8))
+    return Trainer(tiny(), tiny().phases[0], make_mesh(8))
 
 
 @pytest.fixture
@@ -43,6 +44,10 @@ def opened():
         checkpoints.close()
 
 
+def wanted(trainer):
+    return lambda step: trainer.abstract_state()
+
+
 def bits(state) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
@@ -51,33 +56,45 @@ def test_a_save_keeps_the_state_of_its_moment_though_training_goes_on(tmp_path, 
     state, saved, checkpoints = trainer.init(), {}, opened(tmp_path / "run")
     for step in range(1, 7):
         batch = np.random.default_rng(step).integers(1, 64, (8, 17)).astype(np.int32)
-        state, _ = trainer.step(state, trainer.put_batch(batch.__getitem__))  # donates the state before
+        put = trainer.put_batch(lambda rows, batch=batch: {"ids": batch[rows]})
+        state, _ = trainer.step(state, put, trainer.put_asked(False))  # donates the state before
         if step % 2 == 0:
             saved[step] = bits(state)
             checkpoints.save(state, step)
     checkpoints.wait()
     for step in (6, 4, 2):
-        restored = opened(tmp_path / "run").restore(trainer)
+        restored = opened(tmp_path / "run").restore(wanted(trainer))
         assert int(restored.step) == step and bits(restored) == saved[step]
         assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(trainer.abstract_state())]
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
-    assert opened(tmp_path / "run").restore(trainer) is None
+    assert opened(tmp_path / "run").restore(wanted(trainer)) is None
 
 
 @pytest.mark.parametrize(("data", "lane"), [(2, 4), (1, 1)])
 def test_a_state_comes_back_on_any_mesh(finished_copy, trainer, opened, data, lane):
-    other = Trainer(changed(tiny(), mesh__data=data, mesh__lane=lane), make_mesh(8, data=data, lane=lane))
-    assert bits(opened(finished_copy).restore(other)) == bits(opened(finished_copy).restore(trainer))
+    config = changed(tiny(), mesh__data=data, mesh__lane=lane)
+    other = Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
+    assert bits(opened(finished_copy).restore(wanted(other))) == bits(opened(finished_copy).restore(wanted(trainer)))
 
 
-def test_only_the_newest_are_kept(finished, trainer):
+def test_only_the_newest_are_kept(finished):
     assert saved_steps(finished) == [40, 50, 60]
+
+
+def test_the_ends_of_phases_and_every_so_many_steps_are_kept_too(tmp_path, trainer, opened):
+    later = {name: LaterPhase(steps=steps, data=tiny().data) for name, steps in (("mid", 15), ("end", 40))}
+    checkpoints = opened(tmp_path / "run", steps=5, then=later, keep=2, keep_every=12)
+    state = trainer.init()
+    for step in sorted({*range(4, 41, 4), 5}):
+        checkpoints.save(state, step)
+    checkpoints.wait()
+    assert saved_steps(tmp_path / "run") == [5, 12, 20, 24, 36, 40]
 
 
 def test_what_a_step_says_of_itself(finished):
     meta = json.loads((finished / "checkpoints" / "60" / "meta" / "metadata").read_text())
     assert meta["step"] == 60 and meta["param_dtype"] == "float32"
-    assert meta["run"]["data.batch_size"] == 8 and set(meta["fingerprint"]) == {"params", "optimizer"}
+    assert meta["phase"] == "pretrain" and meta["run"]["data.batch_size"] == 8 and set(meta["fingerprint"]) == {"params", "optimizer"}
     assert {"jax", "flax", "optax", "orbax", "python", "commit"} == set(meta["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", meta["saved_at"])
 
@@ -85,7 +102,7 @@ def test_what_a_step_says_of_itself(finished):
 def test_load_and_export_give_the_trained_model(finished, tmp_path, trainer, opened):
     ids = np.arange(1, 17)[None]
     trained = laneformer.load(finished)
-    state = opened(finished).restore(trainer)
+    state = opened(finished).restore(wanted(trainer))
     for path, weight in trained.weights().items():
         np.testing.assert_array_equal(weight, state.params[path], err_msg=path)
     assert trained.config == tiny().model
@@ -154,7 +171,7 @@ DAMAGES = [stale, flip, zeros, cut, cut_meta, no_meta, no_optimizer, empty]
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_used(finished_copy, trainer, opened, capsys, damage):
     damage(finished_copy / "checkpoints" / "60")
-    state = opened(finished_copy).restore(trainer)
+    state = opened(finished_copy).restore(wanted(trainer))
     assert int(state.step) == 50
     said = capsys.readouterr().err
     assert re.fullmatch(rf"warning: the checkpoint of step 60 is damaged \(.+\): moved to {finished_copy}/damaged-60\n", said), said
@@ -189,7 +206,7 @@ def test_what_a_kill_left_half_written_is_removed(finished_copy, trainer, opened
     shutil.copytree(folder / "60", folder / "70.orbax-checkpoint-tmp")
     shutil.copytree(folder / "60", folder / "70.orbax-checkpoint-tmp-1234")
     checkpoints = opened(finished_copy)
-    state = checkpoints.restore(trainer)
+    state = checkpoints.restore(wanted(trainer))
     assert int(state.step) == 60
     checkpoints.save(state, 70)
     checkpoints.wait()
@@ -198,7 +215,7 @@ def test_what_a_kill_left_half_written_is_removed(finished_copy, trainer, opened
 
 def test_a_step_that_is_not_saved_is_an_error(finished_copy, trainer, opened):
     checkpoints = opened(finished_copy)
-    state = checkpoints.restore(trainer)
+    state = checkpoints.restore(wanted(trainer))
     for step in (60, 55):
         with pytest.raises(CheckpointError, match=f"cannot save step {step} in .*checkpoints: .*(exists|later)"):
             checkpoints.save(state, step)
@@ -206,7 +223,7 @@ def test_a_step_that_is_not_saved_is_an_error(finished_copy, trainer, opened):
 
 def test_a_full_disk_is_told_before_it_is_written_to(finished_copy, trainer, opened, monkeypatch):
     checkpoints = opened(finished_copy)
-    state = checkpoints.restore(trainer)
+    state = checkpoints.restore(wanted(trainer))
     monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"cannot save step 70 .*: it takes 29\d,\d{3} bytes and the disk has 1,000 left"):
         checkpoints.save(state, 70)

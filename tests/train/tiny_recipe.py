@@ -79,8 +79,10 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 def records(run: Path) -> list[dict]:
     """What metrics.jsonl says, without the times."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.endswith("_seconds")} for line in lines]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))} for record in records if "time" not in record
+    ]
 
 
 def losses(run: Path) -> list[float]:

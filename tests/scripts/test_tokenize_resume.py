@@ -1,0 +1,138 @@
+"""A stopped command goes on: killed, interrupted or out of disk, and given again, it writes the same bytes as an undisturbed one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
+
+from scripts import encoder
+from scripts import tokenize as command
+
+ROOT = Path(command.__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("cache")
+GROUP, CHECKPOINT = 1500, 400
+# The command, stopped by a signal to itself when it writes the n-th document.
+STOPPED = f"""
+import os, sys, time
+import scripts.encoder as encoder, scripts.tokenize as command
+encoder.GROUP_BYTES, command.CHECKPOINT_TOKENS = {GROUP}, {CHECKPOINT}
+left, number, add = int(sys.argv[1]), int(sys.argv[2]), command.StoreWriter.add
+def stop(self, *args):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+    add(self, *args)
+command.StoreWriter.add = stop
+sys.exit(command.main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(encoder, "GROUP_BYTES", GROUP)
+    monkeypatch.setattr(command, "CHECKPOINT_TOKENS", CHECKPOINT)
+
+
+def stopped(after, number, *args):
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, str(after), str(int(number)), *map(str, args)], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, err = process.communicate(timeout=120)
+    return process.returncode, err
+
+
+def lines(n):
+    return [f"{i * 7919} words and {i}" * (1 + i % 3) for i in range(n)]
+
+
+def chats(n):
+    return [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[:9]}]} if i % 7 else {"messages": None}
+            for i, text in enumerate(lines(n))]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    (tmp_path / "t").mkdir()
+    encoder.train_bpe(lines(100), 320).save(str(tmp_path / "t" / "tokenizer.json"))
+    return tmp_path / "t" / "tokenizer.json"
+
+
+def sources(tmp_path, tokenizer):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for i, text in enumerate(lines(300)):
+        (folder / f"{i:03d}").write_bytes(b"\xff" if i % 11 == 5 else text.encode())
+    (tmp_path / "one").write_text("\n".join(lines(300)))
+    parquet(tmp_path / "rows.parquet", [{"id": i, "text": text or None} for i, text in enumerate(lines(300))], group=50)
+    jsonl(tmp_path / "chats.jsonl", chats(300))
+    given = ("--tokenizer", tokenizer)
+    return {
+        "files": (folder, "--train-bpe", 320, "--fim-rate", 0.5),
+        "parts of a file": (tmp_path / "one", "--document-separator", "\n", *given),
+        "rows": ("--dataset", "parquet", "--data-files", tmp_path / "rows.parquet", "--streaming", *given),
+        "chats": ("--dataset", "json", "--data-files", tmp_path / "chats.jsonl", "--streaming", "--chat", *given),
+    }
+
+
+@pytest.mark.parametrize(("source", "stops"), [
+    ("files", [signal.SIGKILL, signal.SIGINT]),
+    ("parts of a file", [signal.SIGKILL]),
+    ("rows", [signal.SIGKILL]),
+    ("chats", [signal.SIGKILL]),
+])
+def test_killed_and_given_again(tmp_path, tokenizer, capsys, source, stops):
+    args = (*sources(tmp_path, tokenizer)[source], "--validation-fraction", 0.1, "--shard-tokens", 1000)
+    assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
+    out, done = tmp_path / "out", 0
+    for number in stops:
+        code, err = stopped(100, number, "--out", out, *args)
+        assert code == (-number if number == signal.SIGKILL else 130) and not (out / "manifest.json").exists()
+        assert number == signal.SIGKILL or ("interrupted; the same command goes on" in err and "Traceback" not in err)
+    code, _, err = run(capsys, "--out", out, *args)
+    done = int(err.split("going on after ")[1].split()[0])
+    assert code == 0 and 70 * len(stops) < done < 130 * len(stops), "little is done twice"
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_full_disk(tmp_path, tokenizer, capsys):
+    """No file may grow over 32 KiB: what a full disk looks like to the program."""
+    (tmp_path / "many").write_text("\n".join(lines(2000)))
+    args = (tmp_path / "many", "--document-separator", "\n", "--tokenizer", tokenizer, "--validation-fraction", 0)
+    assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
+    assert max(map(len, content(tmp_path / "whole").values())) > 32768
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768))"
+    process = subprocess.run([sys.executable, "-c", f"{limit}\n{STOPPED}", "0", "0", "--out", *map(str, (tmp_path / "out", *args))],
+                             cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+    assert process.returncode == 2 and "error: cannot write" in process.stderr and "Traceback" not in process.stderr
+    assert "make room, then the same command goes on" in process.stderr
+    code, _, err = run(capsys, "--out", tmp_path / "out", *args)
+    assert code == 0 and "going on after" in err
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_row_that_cannot_be_read_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
+    args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"])
+    rows, file = chats(300), tmp_path / "chats.jsonl"
+    changed = file.stat().st_mtime_ns
+    broken = [*rows[:250], {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)}, *rows[251:]]  # of the same size
+    jsonl(file, broken)
+    os.utime(file, ns=(changed, changed))
+    code, _, err = run(capsys, *args)
+    assert code == 2 and "row 250: messages must be a list, not str" in err and "Traceback" not in err
+    code, _, err = run(capsys, *args, "--shard-tokens", 1000)
+    assert code == 2 and "unfinished work of other settings (shard_tokens (was 134217728, now 1000) differ)" in err
+    jsonl(file, rows)
+    os.utime(file, ns=(changed, changed))
+    code, _, err = run(capsys, *args)
+    assert code == 0 and "going on after 2" in err
+    jsonl(file, broken)
+    assert run(capsys, *args, "--overwrite")[0] == 2
+    jsonl(file, rows)
+    code, _, err = run(capsys, *args, "--shard-tokens", 1000, "--overwrite")
+    assert code == 0 and "going on after" not in err

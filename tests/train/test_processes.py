@@ -1,0 +1,101 @@
+"""Several processes as one job: the losses of one process, one stop for all, and a run that goes on in another number of them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from tiny_recipe import RECIPE, ROOT, losses, records
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+class Job:
+    """The tiny recipe in two processes of four devices each."""
+
+    def __init__(self, run, store, *options: str, compiled):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
+        environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        command = [sys.executable, "-m", "train", RECIPE, "--run", str(run), "--data.path", str(store), "--mesh.distributed", "True",
+                   "--mesh.host-devices", "4", *options]  # fmt: skip
+        self.processes = [
+            subprocess.Popen(command, cwd=ROOT, env=environment | {"JAX_PROCESS_ID": str(i)}, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE) for i in range(2)
+        ]  # fmt: skip
+
+    def wait_for(self, condition, seconds=200) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline and all(p.poll() is None for p in self.processes), self.end()
+            time.sleep(0.01)
+
+    def end(self, seconds=200) -> list[tuple[int, str, str]]:
+        """Exit status, stdout and stderr of both."""
+        said = [process.communicate(timeout=seconds) for process in self.processes]
+        return [(process.returncode, *text) for process, text in zip(self.processes, said, strict=True)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def written(run) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled, command, finished):
+    """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken run."""
+    run = tmp_path / "run"
+    with Job(run, store, compiled=compiled) as job:
+        job.wait_for(lambda: written(run) >= 12)
+        job.processes[1].send_signal(signal.SIGTERM)
+        first, second = job.end()
+    assert first[0] == second[0] == 143, (first, second)
+    stopped = len(losses(run))
+    assert f"stopped by SIGTERM after step {stopped}, which is saved" in first[2] and "Traceback" not in first[2] + second[2]
+    assert "new run in" in first[1] and "new run in" not in second[1], "one process speaks"
+    assert (run / "checkpoints" / str(stopped) / "meta").is_dir() and 12 <= stopped < 60
+    status, out, _ = command(run)
+    assert status == 0 and f"going on after step {stopped}" in out
+    np.testing.assert_allclose(losses(run), losses(finished), rtol=1e-5)
+    ours, theirs = ([line["validation"]["store"]["loss"] for line in records(r) if "validation" in line] for r in (run, finished))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_two_processes_go_on_where_one_stopped(tmp_path, store, compiled, finished_copy, finished):
+    """On a mesh of 2 x 4: each process reads half of every batch."""
+    for step in (50, 60):
+        shutil.rmtree(finished_copy / "checkpoints" / str(step))
+    with Job(finished_copy, store, "--mesh.data", "2", "--mesh.lane", "4", compiled=compiled) as job:
+        first, second = job.end()
+    assert first[0] == second[0] == 0, (first, second)
+    assert "going on after step 40" in first[1] and "60 steps done" in first[1] and second[1] == ""
+    np.testing.assert_allclose(losses(finished_copy), losses(finished), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store, compiled):
+    """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""
+    run = tmp_path / "run"
+    with Job(run, store, "--steps", "100000", compiled=compiled) as job:
+        job.wait_for(lambda: written(run) >= 12)
+        job.processes[1].kill()
+        began = time.monotonic()
+        first, second = job.end()
+    assert second[0] == -signal.SIGKILL and first[0] not in (0, None)
+    assert time.monotonic() - began < 150

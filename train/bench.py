@@ -1,0 +1,260 @@
+"""How fast recipes train on this hardware, beside a plain dense model of the same size: `python -m train.bench [RECIPE ...]`."""
+
+import json
+import multiprocessing
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import flax
+import jax
+import numpy as np
+import optax
+import tyro
+
+import laneformer as lf
+from laneformer.errors import ConfigError, LaneformerError
+from laneformer.mesh import keep_freed_memory
+from train.cluster import peak_flops
+from train.config import TrainConfig
+from train.dense import dense_step
+from train.flops import train_flops_per_token
+from train.recipes import parse
+from train.step import Trainer
+
+WARMUP = 3  # steps before those that are timed, beside the first, which compiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Times optimizer steps of recipes: each entry in a process of its own, the entries in turn, several times."""
+
+    recipes: tyro.conf.Positional[tuple[str, ...]] = ("stdlib",)
+    """Recipes, each with options of its own if quoted: stdlib "stdlib --mesh.host-devices 1 --mesh.lane 1"."""
+    layouts: tuple[str, ...] = ()
+    """Run every recipe with these layouts instead of its own, as in: --layouts "dtp(4)" tp none."""
+    dense: bool = True
+    """Also a dense Flax model of the first recipe's sizes, same batch, on one device (train/dense.py)."""
+    steps: int = 10
+    """Timed steps per process."""
+    rounds: int = 3
+    """Processes per entry."""
+    json: Path | None = None
+    """Also write all figures and conditions to this file."""
+
+    def __post_init__(self):
+        for name in ("steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        if not self.recipes:
+            raise ConfigError("name at least one recipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One thing to time."""
+
+    name: str
+    recipe: tuple[str, ...]
+    layout: str | None = None
+    dense: bool = False
+
+    @property
+    def config(self) -> TrainConfig:
+        config = parse(self.recipe, "python -m train.bench")
+        return config if self.layout is None else replace(config, model=config.model.replace(layout=self.layout))
+
+
+def entries(bench: Bench) -> list[Entry]:
+    """What is timed, in order. Raises ConfigError for a recipe, option or layout that cannot work."""
+    found = []
+    for recipe in bench.recipes:
+        words = tuple(shlex.split(recipe))
+        found += [Entry(name=f"{recipe}, layout {layout}", recipe=words, layout=layout) for layout in bench.layouts] or [
+            Entry(name=recipe, recipe=words)
+        ]
+    if bench.dense:
+        found.append(Entry(name=f"dense model of the sizes of {found[0].recipe[0]}", recipe=found[0].recipe, dense=True))
+    for entry in found:
+        _ = entry.config
+    return found
+
+
+def run(bench: Bench) -> dict:
+    """All figures: {"conditions": ..., "entries": [...]}."""
+    listed = entries(bench)
+    measured: dict[str, list[dict]] = {entry.name: [] for entry in listed}
+    with tempfile.TemporaryDirectory() as cache:  # compiled programs, for the later rounds
+        for turn in range(bench.rounds):
+            for entry in listed:
+                print(f"round {turn + 1} of {bench.rounds}: {entry.name}", file=sys.stderr, flush=True)
+                measured[entry.name].append(_in_a_process(entry, bench.steps, cache))
+    return {"conditions": _conditions(bench, measured), "entries": [_summary(entry, measured[entry.name]) for entry in listed]}
+
+
+def _in_a_process(entry: Entry, steps: int, cache: str) -> dict:
+    """What `_time` gives, from a process that has the hardware to itself. Raises LaneformerError where that fails."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_worker, args=(entry, steps, cache, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except EOFError:
+        result = f"its process ended with exit code {process.exitcode}"
+    process.join()
+    if isinstance(result, str):
+        raise LaneformerError(f"{entry.name}: {result}")
+    return result
+
+
+def _worker(entry: Entry, steps: int, cache: str, results) -> None:
+    try:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        results.send(_time(entry, steps))
+    except (LaneformerError, jax.errors.JaxRuntimeError) as error:
+        results.send(" ".join(str(error).split())[:2000])
+
+
+def _time(entry: Entry, steps: int) -> dict:
+    """Seconds of `steps` warm steps of the entry's first phase on random tokens, each waited for, and what they ran on."""
+    config = entry.config
+    if config.mesh.host_devices:
+        if not entry.dense:
+            lf.use_host_devices(config.mesh.host_devices)
+        keep_freed_memory()  # as the training loop does
+    data = config.phases[0].data
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, (data.batch_size, data.sequence_length + 1), np.int32)
+    step, mesh, precision = (_dense if entry.dense else _ours)(config, ids)
+    started = time.perf_counter()
+    step()
+    compiled = time.perf_counter() - started
+    for _ in range(WARMUP):
+        step()
+    seconds, processor_seconds = [], []
+    for _ in range(steps):
+        started, used = time.perf_counter(), time.process_time()
+        step()
+        seconds.append(time.perf_counter() - started)
+        processor_seconds.append(time.process_time() - used)
+    memory = jax.devices()[0].memory_stats() or {}
+    return {
+        "seconds": seconds, "processor_seconds": processor_seconds, "compile_seconds": compiled, "mesh": mesh, "precision": precision,
+        "device": jax.devices()[0].device_kind, "peak_bytes": memory.get("peak_bytes_in_use"),
+    }  # fmt: skip
+
+
+def _ours(config: TrainConfig, ids: np.ndarray) -> tuple[Callable, dict[str, int], str]:
+    mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
+    trainer = Trainer(config, config.phases[0], mesh)
+    batch, asked = trainer.put_batch(lambda rows: {"ids": ids[rows]}), trainer.put_asked(False)
+    state = trainer.init()
+
+    def step():
+        nonlocal state
+        state, values = trainer.step(state, batch, asked)
+        jax.block_until_ready((state, values))
+
+    return step, dict(mesh.shape), trainer.precision.compute
+
+
+def _dense(config: TrainConfig, ids: np.ndarray) -> tuple[Callable, dict[str, int], str]:
+    dtype = config.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    phase = config.phases[0]
+    train = dense_step(phase.model, dtype, phase.optimizer.learning_rate, phase.optimizer.clip_norm)
+    batch = jax.device_put(ids)
+    return lambda: float(train(batch)), {}, dtype
+
+
+def _summary(entry: Entry, rounds: list[dict]) -> dict:
+    """Median and quartiles over the steps of all rounds, and what follows from the median."""
+    config, first = entry.config, rounds[0]
+    phase = config.phases[0]
+    seconds = sorted(s for result in rounds for s in result["seconds"])
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    flops = train_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step / quartiles[1]
+    devices, peak = max(1, int(np.prod(list(first["mesh"].values()) or 1))), peak_flops(first["device"])
+    return {
+        "name": entry.name, "layout": "dense" if entry.dense else config.model.layout, "parameters": lf.parameter_count(config.model),
+        "mesh": first["mesh"], "precision": first["precision"], "batch": phase.data.batch_size, "sequence": phase.data.sequence_length,
+        "accumulate": 1 if entry.dense else phase.accumulate, "remat": "none" if entry.dense else config.remat,
+        "step_seconds": {"median": quartiles[1], "quartiles": quartiles[::2], "all": [result["seconds"] for result in rounds]},
+        "processor_seconds": statistics.median(s for result in rounds for s in result["processor_seconds"]),
+        "steps_per_second": 1 / quartiles[1], "tokens_per_second": phase.tokens_per_step / quartiles[1],
+        "model_flops_per_second": flops, "mfu": None if peak is None else flops / (devices * peak),
+        "compile_seconds": first["compile_seconds"], "peak_bytes": first["peak_bytes"],
+    }  # fmt: skip
+
+
+def _conditions(bench: Bench, measured: dict[str, list[dict]]) -> dict:
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    first = next(iter(measured.values()))[0]
+    return {
+        "date": time.strftime("%Y-%m-%d"), "device": first["device"], "processor": _processor(), "python": platform.python_version(),
+        **{package.__name__: package.__version__ for package in (jax, flax, optax)},
+        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
+        "steps": bench.steps, "rounds": bench.rounds,
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def table(result: dict) -> str:
+    """The figures as Markdown."""
+    c = result["conditions"]
+    lines = [
+        f"{c['date']}, {c['device']} ({c['processor']}), jax {c['jax']}, flax {c['flax']}, Python {c['python']}, commit {c['commit']}; "
+        f"{c['rounds']} processes per row, in turn, {c['steps']} warm steps each; medians (quartiles). Processor: time of all its cores per "
+        "step, which other work on the machine changes less.",
+        "",
+        "| | mesh | products | batch | ms per step | processor ms | tokens/s | model GFLOP/s | MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for e in result["entries"]:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in e["mesh"].items()) or "1 device"
+        low, high = (1000 * s for s in e["step_seconds"]["quartiles"])
+        lines.append(
+            f"| {e['name']} | {mesh} | {e['precision']} | {e['batch']} x {e['sequence']} | {1000 * e['step_seconds']['median']:,.0f} "
+            f"({low:,.0f}-{high:,.0f}) | {1000 * e['processor_seconds']:,.0f} | {e['tokens_per_second']:,.0f} | {e['model_flops_per_second'] / 1e9:,.0f} | "
+            f"{'' if e['mfu'] is None else format(e['mfu'], '.1%')} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 for a user's mistake."""
+    try:
+        bench = tyro.cli(Bench, args=arguments, prog="python -m train.bench", config=(tyro.conf.FlagConversionOff,))
+        result = run(bench)
+    except (LaneformerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if bench.json is not None:
+        bench.json.write_text(json.dumps({**result, "asked": asdict(bench)}, indent=1, default=str) + "\n", encoding="utf-8")
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
