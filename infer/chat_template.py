@@ -35,7 +35,7 @@ CHATML = """\
 {%- endif %}
 """
 # Characters that Unicode keeps for internal use: three of them that a conversation does not contain mark places while it is rendered.
-NONCHARACTERS = [chr(code) for code in range(0x110000) if 0xFDD0 <= code < 0xFDF0 or code & 0xFFFE == 0xFFFE]
+NONCHARACTERS = [*map(chr, range(0xFDD0, 0xFDF0)), *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))]
 CODE = "<template>"  # Jinja's name for it in tracebacks
 MARKS = "generation_marks"  # the variable that carries them into {% generation %} blocks
 

@@ -53,7 +53,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    _show_log()
+    show_log()
     if options.devices < 1:
         raise ConfigError(f"--devices {options.devices}: give at least 1")
     prompt = read_prompt(options)
@@ -143,7 +143,7 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
     }
 
 
-def _show_log() -> None:
+def show_log() -> None:
     """What the engine says of its choices goes to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

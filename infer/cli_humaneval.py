@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infer.chat_template import ChatTemplate
-from infer.cli_generate import _show_log
+from infer.cli_generate import show_log
 from infer.engine import Engine
 from infer.humaneval import Report, data_report, generate, generation_settings, score
 from infer.problems import ProblemSet, load_problems
@@ -31,7 +31,7 @@ class Options:
     data: str
     """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval, humaneval+, mbpp,
     mbpp-sanitized, mbpp+ to have `datasets` download them."""
-    checkpoint: Path | None = None
+    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """HF folder (config.json + safetensors), training run, or one step of a run. Without it nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Samples as JSON lines: task_id, and completion or solution. With --checkpoint they are written there; default: beside the report."""
@@ -67,7 +67,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    _show_log()
+    show_log()
     check(options)
     problems = load_problems(options.data)
     chosen = problems if options.limit is None else problems.first(options.limit)

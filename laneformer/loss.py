@@ -55,8 +55,7 @@ def cross_entropy(
     batch, data = targets_bs.shape[0], jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     head = _Head(precision, axis, add_lanes, data if batch % data == 0 else 1)
     with jax.named_scope("loss"):
-        total, nll, lse = _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
-    return TokenLoss(total, *jax.lax.stop_gradient((nll, lse)))
+        return _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class _Head:
         if self.add_lanes:
             dlogits, letters = dlogits[0], "gbsv"
             if self.axis is not None:
-                gathered = self._in_groups(partial(jax.lax.all_gather, axis_name=self.axis, axis=3, tiled=True), dlogits)
-                dlogits = gathered[..., : w_lvd.shape[1]]
+                dlogits = self._in_groups(partial(jax.lax.all_gather, axis_name=self.axis, axis=3, tiled=True), dlogits)
+                dlogits = dlogits[..., : w_lvd.shape[1]]
         einsum = self.precision.einsum
         return einsum(f"{letters},lvd->lgbsd", dlogits, w_lvd), einsum(f"lgbsd,{letters}->lgdv", y_lgbsd, dlogits)
 
@@ -111,23 +110,11 @@ class _Head:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
-    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs, with_gradient=False)[0]
+    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[0]  # compiled without what only the gradient needs
 
 
-def _with_gradient(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
-    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs, with_gradient=True)
-
-
-def _times_cotangent(head, chunk, z_loss, gradient, cotangents):
-    dy, dw, dweights = (cotangents[0].astype(x.dtype) * x for x in gradient)
-    return dy, dw, None, dweights
-
-
-_cross_entropy.defvjp(_with_gradient, _times_cotangent)
-
-
-def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs, *, with_gradient: bool):
-    """(total, nll, lse) and the gradient of total for y, w and weights, or None."""
+def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs):
+    """The loss, and the gradient of its total for y, w and weights."""
     b, s = targets_bs.shape
     l, v, d = w_lvd.shape
     count = -(-s // chunk)
@@ -145,13 +132,12 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
         x = x.reshape(*x.shape[:at], b, count * length, *x.shape[at + 4 :])
         return jax.lax.slice_in_dim(x, 0, s, axis=at + 1)
 
-    w, dw = w_lvd.astype(head.precision.compute), None
+    w = w_lvd.astype(head.precision.compute)
     if head.groups > 1:
         w = jax.lax.with_sharding_constraint(w, P())  # gathered here, once for all chunks
-    if with_gradient:
-        dw = jnp.zeros((l, head.groups, d, v), jnp.float32)
-        if head.axis is not None:
-            dw = jax.lax.pcast(dw, head.axis, to="varying")
+    dw = jnp.zeros((l, head.groups, d, v), jnp.float32)
+    if head.axis is not None:
+        dw = jax.lax.pcast(dw, head.axis, to="varying")
 
     def step(dw, of_chunk):
         y, targets, weights = of_chunk
@@ -163,21 +149,24 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
         sums = jnp.exp(logits - highest[..., None]).sum((0, -1)), jnp.where(here, at_target, 0).sum(0)
         sum_exp, at_target = head.over_devices(jax.lax.psum, jnp.stack(sums))
         lse = highest + jnp.log(sum_exp)
-        of_tokens = jnp.log(sum_exp) - (at_target - highest), lse  # by differences, exact for large logits
-        if not with_gradient:
-            return None, of_tokens
+        nll = jnp.log(sum_exp) - (at_target - highest)  # and not lse - at_target, which loses digits of large logits
         slope = weights * (1 + 2 * z_loss * lse) / sum_exp
         one_hot = jax.nn.one_hot(columns, logits.shape[-1])
         dlogits = slope[..., None] * jnp.exp(logits - highest[..., None]) - weights[..., None] * one_hot
         dy, more = head.gradients(dlogits, y, w)
-        return dw + more.astype(jnp.float32), (*of_tokens, dy)
+        return dw + more.astype(jnp.float32), (nll, lse, dy)
 
     chunks = cut(y_lbsd.astype(head.precision.compute), 1), cut(targets_bs, 0), cut(weights_bs, 0)
-    dw, (nll, lse, *dy) = jax.lax.scan(step, dw, chunks)
-    nll, lse = join(nll, 0), join(lse, 0)
+    dw, (nll, lse, dy) = jax.lax.scan(step, dw, chunks)
+    nll, lse, dy = join(nll, 0), join(lse, 0), join(dy, 1).astype(y_lbsd.dtype)
+    dw = dw.sum(1).swapaxes(1, 2).astype(w_lvd.dtype)
     cost = nll + z_loss * lse**2
-    loss = (weights_bs * cost).sum(), nll, lse
-    if not with_gradient:
-        return loss, None
-    dw = dw.sum(1).swapaxes(1, 2)
-    return loss, (join(dy[0], 1).astype(y_lbsd.dtype), dw.astype(w_lvd.dtype), cost)
+    return TokenLoss((weights_bs * cost).sum(), nll, lse), (dy, dw, cost)
+
+
+def _times_cotangent(head, chunk, z_loss, gradient, cotangent: TokenLoss):
+    dy, dw, dweights = (cotangent.total.astype(x.dtype) * x for x in gradient)
+    return dy, dw, None, dweights
+
+
+_cross_entropy.defvjp(_sweep, _times_cotangent)

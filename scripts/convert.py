@@ -14,7 +14,7 @@ from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError
 from scripts.command import run_command
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ class Options:
     chat: bool = False
     """The rows of the dataset are conversations: write them with the tokenizer's chat template, the loss on the assistant's words alone."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A Jinja chat template. Without it the one beside the tokenizer; ChatML for a BPE trained here."""
+    """A Jinja chat template. Without it the one beside the tokenizer, or ChatML for a BPE that was trained by this command."""
     chat_date: str = ""
     """Day that a template which writes the date takes for today, as in 2025-01-31."""
     prompt_column: str = ""
@@ -107,7 +107,7 @@ class Options:
     shard_tokens: int = 1 << 27
     """Tokens per shard file."""
     overwrite: bool = False
-    """Replace what --out holds, and throw away unfinished work there."""
+    """Replace what --out holds, and throw away unfinished work of other settings there."""
 
     def check(self) -> None:
         """ConfigError on what cannot work. Not at construction: the command line prints its own kind of message for that."""

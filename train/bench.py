@@ -225,8 +225,8 @@ def table(result: dict) -> str:
     c = result["conditions"]
     lines = [
         f"{c['date']}, {c['device']} ({c['processor']}), jax {c['jax']}, flax {c['flax']}, Python {c['python']}, commit {c['commit']}; "
-        f"{c['rounds']} processes per row, in turn, {c['steps']} warm steps each; medians (quartiles). Processor: time of all its cores per "
-        "step, which other work on the machine changes less.",
+        f"{c['rounds']} processes per row, in turn, {c['steps']} warm steps each; medians (quartiles). Processor: time of all its cores "
+        "per step, which other work on the machine changes less.",
         "",
         "| | mesh | products | batch | ms per step | processor ms | tokens/s | model GFLOP/s | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -236,8 +236,8 @@ def table(result: dict) -> str:
         low, high = (1000 * s for s in e["step_seconds"]["quartiles"])
         lines.append(
             f"| {e['name']} | {mesh} | {e['precision']} | {e['batch']} x {e['sequence']} | {1000 * e['step_seconds']['median']:,.0f} "
-            f"({low:,.0f}-{high:,.0f}) | {1000 * e['processor_seconds']:,.0f} | {e['tokens_per_second']:,.0f} | {e['model_flops_per_second'] / 1e9:,.0f} | "
-            f"{'' if e['mfu'] is None else format(e['mfu'], '.1%')} |"
+            f"({low:,.0f}-{high:,.0f}) | {1000 * e['processor_seconds']:,.0f} | {e['tokens_per_second']:,.0f} | "
+            f"{e['model_flops_per_second'] / 1e9:,.0f} | {'' if e['mfu'] is None else format(e['mfu'], '.1%')} |"
         )
     return "\n".join(lines)
 

@@ -133,17 +133,21 @@ class WatchConfig:
     humaneval_every: int = 0
     """Steps between evaluations on programming problems, greedy; 0: none."""
     humaneval: Path | None = None
-    """File of the problems, HumanEval.jsonl or one of its kind."""
+    """File of the problems: HumanEval, HumanEval+, MBPP or MBPP+ as .jsonl or .jsonl.gz."""
+    humaneval_problems: int = 0
+    """Only the first so many of them; 0: all."""
+    humaneval_tokens: int = 512
+    """Longest answer."""
     profile_at: int | None = None
     """Record a jax.profiler trace from this step on, in RUN/profile."""
     profile_steps: int = 5
     """Steps in the trace."""
 
     def __post_init__(self):
-        for name in ("samples_every", "humaneval_every"):
+        for name in ("samples_every", "humaneval_every", "humaneval_problems"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"watch.{name} = {getattr(self, name)}: it must be at least 0")
-        for name in ("max_skipped", "sample_tokens", "profile_steps"):
+        for name in ("max_skipped", "sample_tokens", "humaneval_tokens", "profile_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"watch.{name} = {getattr(self, name)}: it must be at least 1")
         if not self.max_rise > 0:

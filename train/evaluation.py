@@ -1,13 +1,19 @@
 """What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming problems."""
 
+import json
 import math
+from pathlib import Path
 
 import jax
 
-from train.config import Phase, TrainConfig
+from infer.humaneval import evaluate
+from infer.problems import load_problems
+from infer.scoring import Judge
+from laneformer.errors import ConfigError, InputError
+from train.config import Phase, TrainConfig, WatchConfig
 from train.data import HeldOut, Rows
 from train.run_log import RunLog
-from train.samples import Samples
+from train.samples import LiveEngine, Samples
 from train.step import Trainer
 
 Params = dict[str, jax.Array]
@@ -19,13 +25,15 @@ class Evaluation:
     def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, sets: dict[str, HeldOut]):
         """sets: held-out text by tag. Raises InputError for prompts that the model cannot take."""
         self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
-        watch = config.watch
-        self.samples = None
-        if watch.samples_every:
-            self.samples = Samples(
-                phase.model, trainer.mesh, trainer.precision, config.run_folder / "tokenizer.json", watch.prompts,
-                max_new_tokens=watch.sample_tokens,
-            )  # fmt: skip
+        watch, run = config.watch, config.run_folder
+        live = LiveEngine(phase.model, trainer.mesh, trainer.precision, run / "tokenizer.json")
+        self.samples = Samples(live, watch.prompts, max_new_tokens=watch.sample_tokens) if watch.samples_every else None
+        self.problems = Problems(live, watch, run / "humaneval") if watch.humaneval_every else None
+
+    def close(self) -> None:
+        """Gives back what measuring took from the machine."""
+        if self.problems is not None:
+            self.problems.judge.close()
 
     def due(self, step: int) -> bool:
         """Whether anything is measured after this step."""
@@ -39,10 +47,14 @@ class Evaluation:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):
             log.sample(step, self.samples.draw(params))
+        if self.problems is not None and self._due(step, self.config.watch.humaneval_every):
+            found = self.problems.solve(params, step)
+            log.record(step, {"humaneval": found}, f"{found['passed']} of {found['total']} programming problems solved")
 
     def _every(self) -> list[int]:
         """Steps between the measurements that are asked for."""
-        return [self.config.validate_every] * bool(self.sets) + [self.config.watch.samples_every] * (self.samples is not None)
+        watch, asked = self.config.watch, [self.config.validate_every] * bool(self.sets)
+        return asked + [every for every in (watch.samples_every, watch.humaneval_every) if every]
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.phase.last_step or step % every == 0
@@ -68,3 +80,27 @@ class Evaluation:
 
     def _put(self, rows: Rows):
         return self.trainer.put_batch(lambda span: {key: values[span] for key, values in rows.items()}, rows)
+
+
+class Problems:
+    """Programming problems solved with weights that are being trained, greedily: see infer/humaneval.py."""
+
+    def __init__(self, live: LiveEngine, watch: WatchConfig, folder: Path):
+        """folder: gets STEP.json with every verdict. Raises ConfigError or InputError where this cannot work, and without a sandbox."""
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "watch.humaneval_every works in one process: leave it out, and evaluate checkpoints with python -m infer humaneval"
+            )
+        if live.tokenizer is None:
+            raise InputError("watch.humaneval_every needs text: the data has no tokenizer.json that can be read")
+        self.live, self.folder, self.tokens = live, folder, watch.humaneval_tokens
+        problems = load_problems(watch.humaneval)
+        self.problems = problems.first(watch.humaneval_problems) if watch.humaneval_problems else problems
+        self.judge = Judge()
+
+    def solve(self, params: Params, step: int) -> dict[str, float]:
+        """passed, total, and pass@1 of the model as it is."""
+        report = evaluate(self.live.holding(params), self.problems, max_new_tokens=self.tokens, judge=self.judge).as_json()
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"{step}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return {name: report[name] for name in ("passed", "total", "pass@1")}

@@ -120,6 +120,7 @@ class _Loop:
             return trainer.put_batch(lambda rows: self.batches.batch_at(step - phase.first_step, rows))
 
         with Prefetch(batch, range(first, phase.last_step)) as stream, ExitStack() as stack:
+            stack.callback(self.evaluation.close)
             watch = self.config.watch
             profile = watch.profile_at and stack.enter_context(
                 Profile(self.config.run_folder / "profile", watch.profile_at, watch.profile_steps)

@@ -71,9 +71,10 @@ def record_run(config: TrainConfig, stores: Stores) -> None:
                     "another folder with --run"
                 )
         return
-    for file in TOKENIZER_FILES:
-        if (any_of(stores).path / file).exists():
-            shutil.copyfile(any_of(stores).path / file, run / file)
+    for file in TOKENIZER_FILES:  # instruction data brings the chat template
+        for store in stores.values():
+            if (store.path / file).exists():
+                shutil.copyfile(store.path / file, run / file)
     contents = {
         "config": recorded(config),
         "tokenizer_sha256": any_of(stores).manifest.tokenizer_sha256,

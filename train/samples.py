@@ -19,45 +19,47 @@ from laneformer.precision import Precision
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
-class Samples:
-    """Continues prompts with weights that are being trained, where they lie on the training mesh. Compiled once, with the first samples."""
+class LiveEngine:
+    """An engine over weights that are being trained, where they lie on the training mesh. Compiled once, with its first request."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        precision: Precision,
-        tokenizer: Path,
-        prompts: Sequence[str],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling = SAMPLING,
-    ):
-        """tokenizer: a tokenizer.json; where it is none, prompts are token ids, as in "3,1,4", and samples have no text.
-
-        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the one before. Raises
-        InputError for a prompt that the model cannot take.
-        """
+    def __init__(self, config: ModelConfig, mesh: Mesh, precision: Precision, tokenizer: Path):
+        """tokenizer: a tokenizer.json; where it is none, the engine takes and gives token ids alone."""
         self.config, self.mesh, self.precision = config, mesh, precision
-        self.max_new_tokens, self.sampling = max_new_tokens, sampling
         try:
             self.tokenizer = Tokenizer(tokenizer, config.bos_token_id)
         except CheckpointError:
             self.tokenizer = None
-        self.prompts = {prompt: self._encode(prompt) for prompt in prompts}
         self._engine: Engine | None = None
 
-    def draw(self, params: dict[str, jax.Array]) -> list[dict]:
-        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path -> weight, on the mesh."""
+    def holding(self, params: dict[str, jax.Array]) -> Engine:
+        """The engine with these weights: path -> weight, on the mesh."""
         jax.block_until_ready(params)  # on host devices, programs with collectives must not queue up
         model = Laneformer(self.config, params, self.precision, self.mesh)
         if self._engine is None:
             self._engine = Engine(model, "xla", tokenizer=self.tokenizer)
         else:  # a new engine would compile anew
             nnx.update(self._engine.model, nnx.state(model))
-        records = []
+        return self._engine
+
+
+class Samples:
+    """Continues prompts with weights that are being trained."""
+
+    def __init__(self, live: LiveEngine, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling = SAMPLING):
+        """prompts: without a tokenizer token ids, as in "3,1,4"; samples then have no text.
+
+        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the one before. Raises
+        InputError for a prompt that the model cannot take.
+        """
+        self.live, self.config, self.tokenizer = live, live.config, live.tokenizer
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self.prompts = {prompt: self._encode(prompt) for prompt in prompts}
+
+    def draw(self, params: dict[str, jax.Array]) -> list[dict]:
+        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path -> weight, on the mesh."""
+        engine, records = self.live.holding(params), []
         for i, (prompt, ids) in enumerate(self.prompts.items()):
-            result = self._engine.generate(
+            result = engine.generate(
                 ids, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
                 tokens_per_dispatch=self.max_new_tokens,  # not by the clock: all hosts must run the same programs
             ).result  # fmt: skip

@@ -179,7 +179,9 @@ def test_bfloat16_products(head, mesh):
     program = loss_and_gradient(head.loss(mesh, precision=Precision(compute="bfloat16")))
     placed = head.put(arrays, mesh)
     check(program(*placed), expected(head, *arrays), 0.02)
-    products = re.findall(r"dot_general.*: \((.*)\) -> (.*)", program.lower(*placed).as_text())
+    text = program.lower(*placed).as_text()
+    assert all("xbf16>" in line for line in text.splitlines() if "stablehlo.all_gather" in line)
+    products = re.findall(r"dot_general.*: \((.*)\) -> (.*)", text)
     assert len(products) == 3
     for operands, result in products:
         assert operands.count("xbf16>") == 2 and "xf32>" in result

@@ -46,3 +46,9 @@ def test_never_and_always():
     keys = [digest(str(i).encode()) for i in range(200)]
     assert all(len(FillInTheMiddle(0, 0.5, PREFIX, MIDDLE, SUFFIX).parts("ab", key)) == 1 for key in keys)
     assert all(FillInTheMiddle(1, 1, PREFIX, MIDDLE, SUFFIX).parts("ab", key)[:2] == [PREFIX, SUFFIX] for key in keys)
+
+
+def test_a_cut_can_be_anywhere():
+    made = FillInTheMiddle(1, 0, PREFIX, MIDDLE, SUFFIX)
+    found = {tuple(made.parts("ab", digest(str(i).encode()))[j] for j in (1, 5, 3)) for i in range(300)}
+    assert found == {("", "", "ab"), ("", "a", "b"), ("", "ab", ""), ("a", "", "b"), ("a", "b", ""), ("ab", "", "")}

@@ -14,43 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_recipe import changed, finish, losses, records, start, tiny, write_store
+from tiny_recipe import changed, finish, kill_when, lines, losses, records, saving, start, tiny, wait_until, write_store
 
 from laneformer.errors import InputError
 from train.loop import _Loop
 from train.metrics import MetricsLog, read_lines
 from train.run_folder import only_one
-
-
-def wait_until(process, condition, seconds=90):
-    """Polls until the condition holds; False if the process ended before."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        if process.poll() is not None:
-            return False
-        time.sleep(0.002)
-    raise AssertionError("nothing happened for a long time")
-
-
-def lines(run) -> int:
-    file = run / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def saving(run) -> bool:
-    return any((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")) if (run / "checkpoints").exists() else False
-
-
-def kill_when(process, condition, number=signal.SIGKILL):
-    """Sends the process a signal once the condition holds -> exit status, stdout, stderr."""
-    try:
-        wait_until(process, condition)
-        process.send_signal(number)
-        return finish(process)
-    finally:
-        process.kill()
 
 
 def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, compiled, finished, same_end):

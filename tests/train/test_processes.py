@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_recipe import RECIPE, ROOT, losses, records
+from tiny_recipe import RECIPE, ROOT, lines, losses, records
 
 
 def free_port() -> int:
@@ -53,16 +53,11 @@ class Job:
             process.communicate()
 
 
-def written(run) -> int:
-    file = run / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
 def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled, command, finished):
     """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken run."""
     run = tmp_path / "run"
     with Job(run, store, compiled=compiled) as job:
-        job.wait_for(lambda: written(run) >= 12)
+        job.wait_for(lambda: lines(run) >= 12)
         job.processes[1].send_signal(signal.SIGTERM)
         first, second = job.end()
     assert first[0] == second[0] == 143, (first, second)
@@ -93,7 +88,7 @@ def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store, c
     """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""
     run = tmp_path / "run"
     with Job(run, store, "--steps", "100000", compiled=compiled) as job:
-        job.wait_for(lambda: written(run) >= 12)
+        job.wait_for(lambda: lines(run) >= 12)
         job.processes[1].kill()
         began = time.monotonic()
         first, second = job.end()

@@ -13,7 +13,7 @@ from laneformer.errors import InputError
 from laneformer.mesh import sharding
 from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
-from train.samples import SAMPLING, Samples, texts
+from train.samples import SAMPLING, LiveEngine, Samples, texts
 
 CONFIG = laneformer.ModelConfig(
     vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
@@ -60,14 +60,14 @@ def by_fresh_engine(weights, prompts, sampling):
 
 
 def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
-    samples = Samples(CONFIG, mesh, Precision(), tokenizer, PROMPTS, max_new_tokens=12)
+    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), PROMPTS, max_new_tokens=12)
     drawn, programs = [], set()
     for seed in (1, 2, 1):
         params = spread(weights(seed), mesh)
         drawn.append([record["tokens"] for record in samples.draw(params)])
         for w in params.values():  # as after the next step, which is given them
             w.delete()
-        backend = samples._engine._backend
+        backend = samples.live._engine._backend
         programs.add((backend, backend._begin._cache_size(), backend._decode._cache_size()))
     assert programs == {(backend, 2, 1)}, "one for prompts of up to 16 tokens, one for up to 32, one decode loop"
     assert drawn[0] == drawn[2] != drawn[1]
@@ -75,7 +75,7 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
 
 
 def test_records_have_prompt_text_and_ids(mesh, tokenizer):
-    samples = Samples(CONFIG, mesh, Precision(), tokenizer, PROMPTS, max_new_tokens=12)
+    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), PROMPTS, max_new_tokens=12)
     assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 3
     records = samples.draw(spread(weights(1), mesh))
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
@@ -89,7 +89,7 @@ def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(b'{"any": "bytes"}')
     greedy = Sampling()
-    samples = Samples(CONFIG, mesh, Precision(), file, ["3,1,4", ""], max_new_tokens=12, sampling=greedy)
+    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), file), ["3,1,4", ""], max_new_tokens=12, sampling=greedy)
     records = samples.draw(spread(weights(1), mesh))
     assert [record["tokens"] for record in records] == by_fresh_engine(weights(1), [[3, 1, 4], [256]], greedy)
     assert all("text" not in record for record in records)
@@ -97,7 +97,7 @@ def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
 
 
 def test_weights_reach_an_engine_that_computes_in_another_precision(mesh, tokenizer):
-    samples = Samples(CONFIG, mesh, Precision(compute="bfloat16"), tokenizer, [""], max_new_tokens=12)
+    samples = Samples(LiveEngine(CONFIG, mesh, Precision(compute="bfloat16"), tokenizer), [""], max_new_tokens=12)
     for seed in (1, 2):  # on a CPU it computes in float32
         records = samples.draw(spread(weights(seed), mesh))
         assert [record["tokens"] for record in records] == by_fresh_engine(weights(seed), [[256]], SAMPLING)
@@ -107,7 +107,7 @@ def test_weights_reach_an_engine_that_computes_in_another_precision(mesh, tokeni
 def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
     def start(**changes):
         file = tokenizer if text else tmp_path / "none"
-        return Samples(CONFIG.replace(**changes), mesh, Precision(), file, [""], max_new_tokens=1).prompts[""].tolist()
+        return Samples(LiveEngine(CONFIG.replace(**changes), mesh, Precision(), file), [""], max_new_tokens=1).prompts[""].tolist()
 
     assert start() == [256]
     assert start(bos_token_id=None, eos_token_id=(7, 8)) == [7]
@@ -125,4 +125,4 @@ def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
 )
 def test_impossible_prompts_are_refused_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
     with pytest.raises(InputError, match=message):
-        Samples(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none", [prompt], max_new_tokens=4)
+        Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none"), [prompt], max_new_tokens=4)

@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
 from laneformer import ModelConfig
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 from train.shards import StoreWriter
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,20 @@ def tiny() -> TrainConfig:
     )  # fmt: skip
 
 
+def phased() -> TrainConfig:
+    """Three phases: `tiny`; longer rows of whole documents with Muon and another window; a mixture with a masked store."""
+    config = changed(tiny(), steps=20, validate_every=15, save_every=5)
+    long = DataConfig(
+        path=config.data.path, sequence_length=32, batch_size=4, packing="best_fit", attend_across_documents=False, validation_batches=1
+    )
+    mixed = dataclasses.replace(config.data, path=(Path("no/store"), Path("no/masked")), weights=(1.0, 3.0), validation_batches=1)
+    return dataclasses.replace(config, name="phased", then={
+        "long": LaterPhase(steps=15, data=long, optimizer=OptimizerConfig(kind="muon", warmup_steps=2, schedule="cosine"),
+                           sliding_window=12, rope_theta=500.0),
+        "instruct": LaterPhase(steps=15, data=mixed, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2), accumulate=2),
+    })  # fmt: skip
+
+
 def changed(config: TrainConfig, **changes) -> TrainConfig:
     """`config` with other values; section__option reaches into a section."""
     for name, value in changes.items():
@@ -46,23 +62,31 @@ def changed(config: TrainConfig, **changes) -> TrainConfig:
     return config
 
 
-def write_store(path: Path, *, seed: int = 0, tokenizer: bytes = TOKENIZER, vocab_size: int = 64, **options) -> Path:
-    """Documents that count up in steps of 1 to 4: soon learned. Several shards, so that one can be damaged."""
+def write_store(
+    path: Path, *, seed: int = 0, tokenizer: bytes = TOKENIZER, vocab_size: int = 64, masked: bool = False, **options
+) -> Path:
+    """Documents that count up in steps of 1 to 4: soon learned. Several shards, so that one can be damaged.
+
+    masked: only the last 40 of the 60 tokens of a document count.
+    """
     random = np.random.default_rng(seed)
     with StoreWriter(path, tokenizer=tokenizer, vocab_size=vocab_size, eos_id=0, **{"shard_tokens": 600, **options}) as writer:
         for split, documents in (("train", 60), ("validation", 8)):
             for _ in range(documents):
-                writer.add(split, (np.arange(60) * random.integers(1, 5) + random.integers(63)) % 63 + 1, 120)
+                ids = (np.arange(60) * random.integers(1, 5) + random.integers(63)) % 63 + 1
+                writer.add(split, ids, 120, loss=np.arange(60) >= 20 if masked else None)
         writer.finish({})
     return path
 
 
-def start(run: Path, store: Path, *options: str, compiled: Path | None = None, limit: str = "") -> subprocess.Popen:
-    """`python -m train` of the tiny recipe in a process of its own.
+def start(
+    run: Path, store: Path, *options: str, compiled: Path | None = None, limit: str = "", recipe: str = RECIPE
+) -> subprocess.Popen:
+    """`python -m train` of the tiny recipe, or another, in a process of its own.
 
     compiled: where to find and keep compiled programs. limit: for the shell's ulimit.
     """
-    command = [sys.executable, "-m", "train", RECIPE, "--run", str(run), "--data.path", str(store), *options]
+    command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
@@ -75,6 +99,39 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a process that ends by itself."""
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def wait_until(process, condition, seconds=90):
+    """Polls until the condition holds; False if the process ended before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    raise AssertionError("nothing happened for a long time")
+
+
+def lines(run: Path) -> int:
+    """Records in metrics.jsonl so far."""
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")) if (run / "checkpoints").exists() else False
+
+
+def kill_when(process, condition, number=signal.SIGKILL):
+    """Sends the process a signal once the condition holds -> exit status, stdout, stderr."""
+    try:
+        wait_until(process, condition)
+        process.send_signal(number)
+        return finish(process)
+    finally:
+        process.kill()
 
 
 def records(run: Path) -> list[dict]:
