@@ -40,9 +40,10 @@ class Job:
             time.sleep(0.01)
 
     def end(self, seconds=200) -> list[tuple[int, str, str]]:
-        """Exit status, stdout and stderr of both."""
+        """Exit status, stdout without what the transport says, and stderr of both."""
         said = [process.communicate(timeout=seconds) for process in self.processes]
-        return [(process.returncode, *text) for process, text in zip(self.processes, said, strict=True)]
+        own = [("".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")), err) for out, err in said]
+        return [(process.returncode, *text) for process, text in zip(self.processes, own, strict=True)]
 
     def __enter__(self):
         return self

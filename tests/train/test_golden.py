@@ -1,0 +1,61 @@
+"""Twenty steps of every layout against losses written down: what a change of the training moves, it moves here.
+
+After a change that is meant: python tests/train/test_golden.py writes them anew.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_recipe import changed, tiny
+
+from laneformer import LAYOUTS, make_mesh
+from laneformer.layout import parse_layout
+from train.step import Trainer
+
+FILE = Path(__file__).with_name("golden_losses.json")
+TOLERANCE = 1e-4  # float32 on other processors
+CASES = {
+    **{layout: {"layout": layout} for layout in (
+        "tp", "parallel", "ladder", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(2)", "dtp(3)", "dtp(1.5)", "laneformer", "none"
+    )},
+    "laneformer, not early": {"layout": "laneformer", "use_early_comm": False},
+    "laneformer, corrected": {"layout": "laneformer", "early_lands_twice": False},
+}  # fmt: skip
+
+
+def twenty_losses(case: str) -> list[float]:
+    """4 layers in 4 lanes on one device; random tokens of which every third repeats the one before."""
+    sizes = {"num_lanes": 4, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = changed(tiny(), model=tiny().model.replace(**sizes, **CASES[case]))
+    trainer = Trainer(config, config.phases[0], make_mesh(4, lane=1))
+    state, found = trainer.init(), []
+    for step in range(20):
+        ids = np.random.default_rng(step).integers(1, 64, (8, 17)).astype(np.int32)
+        ids[:, 2::3] = ids[:, 1:-1:3]
+        batch = trainer.put_batch(lambda rows, ids=ids: {"ids": ids[rows]})
+        state, values = trainer.step(state, batch, trainer.put_asked(False))
+        found.append(float(values["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_of_twenty_steps(case):
+    np.testing.assert_allclose(twenty_losses(case), json.loads(FILE.read_text())[case], rtol=TOLERANCE)
+
+
+def test_every_layout_has_its_own():
+    written = json.loads(FILE.read_text())
+    assert set(written) == set(CASES)
+    assert {parse_layout(fields["layout"])[0] for fields in CASES.values()} == set(LAYOUTS)
+    assert all(losses[-1] < losses[0] for losses in written.values())
+    runs = list(map(np.array, written.values()))
+    closest = min(np.abs(a / b - 1).max() for i, a in enumerate(runs) for b in runs[:i])
+    assert closest > 3 * TOLERANCE, "it tells any two layouts apart"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    FILE.write_text(json.dumps({case: twenty_losses(case) for case in CASES}, indent=1) + "\n")
