@@ -245,7 +245,7 @@ def table(result: dict) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
     try:
-        bench = tyro.cli(Bench, args=arguments, prog="python -m train.bench", config=(tyro.conf.FlagConversionOff,))
+        bench = tyro.cli(Bench, args=arguments, prog="python -m train.bench")
         result = run(bench)
     except (LaneformerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,6 +9,8 @@ from flax import nnx
 
 from laneformer.config import ModelConfig
 
+INITIAL = nnx.initializers.normal(0.02)
+
 
 class DenseBlock(nnx.Module):
     """Attention and SwiGLU, each after its norm (pre-norm)."""
@@ -18,7 +20,7 @@ class DenseBlock(nnx.Module):
         heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
 
         def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+            return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=INITIAL, rngs=rngs)
 
         self.attention_norm, self.mlp_norm = (nnx.RMSNorm(d, epsilon=config.norm_eps, dtype=dtype, rngs=rngs) for _ in range(2))
         self.q, self.k, self.v, self.o = linear(d, heads), linear(d, kv_heads), linear(d, kv_heads), linear(heads, d)
@@ -39,10 +41,10 @@ class DenseModel(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: str, rngs: nnx.Rngs):
         self.config = config
-        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, dtype=dtype, embedding_init=INITIAL, rngs=rngs)
         self.blocks = nnx.List([DenseBlock(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, kernel_init=INITIAL, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         e = self.config.head_size

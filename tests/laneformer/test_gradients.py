@@ -17,7 +17,7 @@ PROJECTION = np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.floa
 
 
 @partial(jax.jit, static_argnames="remat")
-def gradient_of(model: Laneformer, ids, *, remat=False) -> Laneformer:
+def gradient_of(model: Laneformer, ids, *, remat="none") -> Laneformer:
     """d(projection of the logits) / d(weights)."""
     return jax.grad(lambda model: (model(ids, remat=remat) * PROJECTION).sum())(model)
 
@@ -105,19 +105,20 @@ def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
     assert apart(of_one_device(layout), flat(gradient_of(model, ids))) < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["laneformer", "caat(0.5)"])
-def test_remat_changes_no_gradient(layout):
+@pytest.mark.parametrize(("layout", "remat"), [("laneformer", "block"), ("caat(0.5)", "dots")])
+def test_remat_changes_no_gradient(layout, remat):
     values = tiny.values(layout=layout, **EIGHT)
     model = tiny.random_model(values)
-    assert apart(of_one_device(layout), flat(gradient_of(model, IDS, remat=True))) < 1e-5
+    assert apart(of_one_device(layout), flat(gradient_of(model, IDS, remat=remat))) < 1e-5
 
 
 def test_remat_on_eight_devices_repeats_no_reduction():
     model = tiny.random_model(tiny.values(**EIGHT), lane_devices=8)
-    assert apart(of_one_device("laneformer"), flat(gradient_of(model, IDS, remat=True))) < 1e-4
-    kept, recomputed = (gradient_of.lower(model, IDS, remat=remat).as_text() for remat in (False, True))
-    assert tiny.all_reduces(recomputed) == tiny.all_reduces(kept)
-    assert recomputed.count("dot_general") > kept.count("dot_general")  # and remat does recompute
+    assert apart(of_one_device("laneformer"), flat(gradient_of(model, IDS, remat="block"))) < 1e-4
+    none, dots, block = (gradient_of.lower(model, IDS, remat=remat).as_text() for remat in ("none", "dots", "block"))
+    assert tiny.all_reduces(none) == tiny.all_reduces(dots) == tiny.all_reduces(block)
+    assert dots.count("dot_general") < block.count("dot_general"), "block computes all again, dots no matrix product"
+    assert dots.count("stablehlo.logistic") > none.count("stablehlo.logistic"), "but what lies between them"
 
 
 def test_bfloat16_products_have_gradients_on_a_mesh():

@@ -92,7 +92,7 @@ def test_residual_streams_after_every_layer(monkeypatch):
     run_schedule = laneformer.model.run_schedule
     monkeypatch.setattr(laneformer.model, "run_schedule", observed)
     model = load(folder)
-    Laneformer._forward.__wrapped__(model, io["input_ids"][:1], None, last_only=False, remat=False)
+    Laneformer._forward.__wrapped__(model, io["input_ids"][:1], None, last_only=False, remat="none")
     expected = io["residual_after_layer_row0"]  # [layers, s, lanes, d]
     for n in range(model.config.num_hidden_layers):
         assert tiny.difference(streams[2 * (n + 1)][:, 0].swapaxes(0, 1), expected[n]) < TOLERANCE

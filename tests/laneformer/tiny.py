@@ -81,7 +81,7 @@ def random_model(values: dict, *, lane_devices: int | None = None, seed: int = 0
 def lowered(model: Laneformer, length: int = 8) -> str:
     """StableHLO of an uncached forward pass, before XLA merges anything."""
     ids = np.ones((1, length), np.int32)
-    return Laneformer._forward.lower(model, ids, None, last_only=False, remat=False).as_text()
+    return Laneformer._forward.lower(model, ids, None, last_only=False, remat="none").as_text()
 
 
 def all_reduces(text: str) -> int:

@@ -1,0 +1,96 @@
+"""What training asks of the model: the loss over all heads and meshes, documents apart, and what the lanes do, against numpy."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import laneformer.model
+from laneformer import make_mesh
+from laneformer.model import Laneformer
+
+IDS = tiny.token_ids(40, (4, 12))
+TARGETS = np.roll(IDS, -1, 1)
+WEIGHTS = np.random.default_rng(2).uniform(0, 2, IDS.shape).astype(np.float32)
+HEADS = {
+    "replicate": {},
+    "not divisible": {"vocab_size": 41},
+    "tied": {"tie_word_embeddings": True},
+    "aggregated before the norm": {"pre_norm_lane_agg": True},
+    "lane": {"lm_head_type": "lane"},
+    "lane, not divisible": {"lm_head_type": "lane", "vocab_size": 41},
+    "vocab_parallel": {"lm_head_type": "vocab_parallel"},
+}
+
+
+@partial(jax.jit, static_argnames=("z_loss", "chunk"))
+def loss_of(model: Laneformer, ids, targets, weights, **options):
+    return model.loss(ids, targets, weights, **options)
+
+
+def expected_loss(logits, z_loss):
+    logits = np.asarray(logits, np.float64)
+    lse = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    nll = lse - np.take_along_axis(logits, TARGETS[..., None], -1)[..., 0]
+    return (WEIGHTS * (nll + z_loss * lse**2)).sum(), (WEIGHTS * nll).sum(), (WEIGHTS * lse**2).sum()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_of_every_head_is_that_of_its_logits(head):
+    values = tiny.values(num_hidden_layers=2, **HEADS[head])
+    one = tiny.random_model(values)
+    expected = expected_loss(one(IDS), 0.01)
+    on_mesh = tiny.model_of(values, tiny.random_weights(values), make_mesh(4, data=2, lane=4))
+    for model, chunk in ((one, None), (one, 5), (on_mesh, 5)):
+        total, parts = loss_of(model, IDS, TARGETS, WEIGHTS, z_loss=0.01, chunk=chunk)
+        np.testing.assert_allclose([total, parts["nll"], parts["lse_squared"]], expected, rtol=1e-5)
+        assert float(parts["weight"]) == pytest.approx(float(WEIGHTS.sum()), rel=1e-6)
+
+
+def test_a_token_sees_its_own_document_only():
+    model = tiny.random_model(tiny.values(num_hidden_layers=2), lane_devices=2)
+    segments = np.array([[0] * 5 + [1] * 7] * 4, np.int32)
+    together = model(IDS, segments_bs=segments)
+    apart = np.concatenate([model(IDS[:, :5]), model(IDS[:, 5:])], 1)  # rotary positions are relative
+    assert tiny.difference(together, apart) < 1e-4
+    assert tiny.difference(together, model(IDS)) > 1e-2
+
+
+STATISTICS = [("laneformer", 2), ("tp", 4), ("desync(2)", None), ("ladder", 2), ("none", 4)]
+
+
+@pytest.mark.parametrize(("layout", "lane_devices"), STATISTICS)
+def test_lane_statistics_against_the_streams(layout, lane_devices, monkeypatch):
+    """The streams themselves, seen through the schedule on one device, give the same figures in float64."""
+    values = tiny.values(layout=layout, num_hidden_layers=2)
+    seen = []
+
+    def observed(schedule, x, module, sum_lanes, lanes, observe=None):
+        streams = run_schedule(schedule, x, module, sum_lanes, lanes, lambda *at: seen.append([np.asarray(a, np.float64) for a in at]))
+        return streams
+
+    run_schedule = laneformer.model.run_schedule
+    one = tiny.random_model(values)
+    with monkeypatch.context() as patch:
+        patch.setattr(laneformer.model, "run_schedule", observed)
+        Laneformer._forward.__wrapped__(one, IDS, None)
+    found = jax.jit(Laneformer.lane_statistics)(tiny.random_model(values, lane_devices=lane_devices), IDS)
+    assert len(seen) == 5
+    for t, (before, own, after) in enumerate(seen):
+        unit = before / np.linalg.norm(before, axis=-1, keepdims=True)
+        cosines = np.einsum("lbsd,mbsd->lmbs", unit, unit).mean((2, 3))
+        expected = cosines[~np.eye(4, dtype=bool)].mean()
+        assert float(found["similarity"][t]) == pytest.approx(expected, abs=1e-5)
+        assert float(found["own"][t]) == pytest.approx(np.sqrt((own**2).mean()), abs=1e-5)
+        assert float(found["landed"][t]) == pytest.approx(np.sqrt(((after - before - own) ** 2).mean()), abs=1e-5)
+    if layout == "none":
+        np.testing.assert_allclose(found["landed"], 0, atol=1e-5)
+    if layout == "tp":
+        np.testing.assert_allclose(found["similarity"], 1, atol=1e-5)
+
+
+def test_one_lane_has_nobody_to_be_like():
+    found = tiny.random_model(tiny.values(num_lanes=1, num_hidden_layers=1)).lane_statistics(IDS)
+    assert np.isnan(found["similarity"]).all() and np.isfinite(found["own"]).all()
