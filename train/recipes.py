@@ -4,13 +4,17 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from laneformer.config import RopeScaling
 from laneformer.errors import ConfigError
 from train.config import TrainConfig
 
@@ -65,7 +69,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
     default = find_recipe(arguments[0])
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), _SPELLINGS:
             return tyro.cli(
                 TrainConfig,
                 prog=f"{program} {arguments[0]}",
@@ -77,6 +81,37 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
         if not stop.code:
             raise  # help
         raise ConfigError(f"{_unboxed(said.getvalue())}; {program} {arguments[0]} --help shows all options") from None
+
+
+_SPELLINGS = ConstructorRegistry()
+
+
+@_SPELLINGS.primitive_rule
+def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """`--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, so that it can be given where the recipe has none."""
+    if info.type not in (RopeScaling, RopeScaling | None):
+        return None
+
+    def read(words: list[str]) -> RopeScaling | None:
+        if words[0] == "None":
+            return None
+        kind, _, rest = words[0].partition(":")
+        try:
+            values = {name: json.loads(value) for name, value in (field.split("=") for field in rest.split(",") if field)}
+            return RopeScaling(type=kind, **values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"write it as linear:factor=4 ({error})") from None
+
+    def write(value: RopeScaling | None) -> list[str]:
+        if value is None:
+            return ["None"]
+        changed = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "type" and getattr(value, f.name) != f.default}
+        return [f"{value.type}:{','.join(f'{name}={json.dumps(field)}' for name, field in changed.items())}"]
+
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar="TYPE:FIELD=VALUE,...", instance_from_str=read, str_from_instance=write,
+        is_instance=lambda value: value is None or isinstance(value, RopeScaling),
+    )  # fmt: skip
 
 
 def _unboxed(text: str) -> str:
