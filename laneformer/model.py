@@ -25,7 +25,7 @@ from laneformer.config import ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
-from laneformer.mesh import LANE, check_mesh, fit_spec, lane_spec, sharding
+from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, sharding
 from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
 from laneformer.rotary import rotary_tables, rotate
@@ -249,7 +249,7 @@ class Laneformer(nnx.Module):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
             if self.mesh is not None:
                 x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane's stream is its own
-            x_lbsd = jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape))
+            x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
         rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
         kept = {}
 
@@ -270,7 +270,7 @@ class Laneformer(nnx.Module):
                 else:
                     memory = None if cache is None else (cache.keys[n], cache.values[n], start)
                     o, kept[n] = attention(layer, x, memory)
-                return o.astype(x.dtype)
+                return self._by_batch(o.astype(x.dtype))
 
         x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe)
         if cache is not None:
@@ -316,6 +316,11 @@ class Laneformer(nnx.Module):
 
         similarity = (together - lanes) / (lanes * (lanes - 1)) if lanes > 1 else jnp.float32(jnp.nan)
         return {"similarity": similarity, "own": root_mean_square(own_lbsd), "landed": root_mean_square(landed)}
+
+    def _by_batch(self, x_lbsd: jax.Array) -> jax.Array:
+        """The streams with their batch, not their width, over the data axis: so the compiler gathers weights (FSDP), not activations."""
+        data = 1 if self.mesh is None else self.mesh.shape[DATA]
+        return x_lbsd if data == 1 or x_lbsd.shape[1] % data else jax.lax.with_sharding_constraint(x_lbsd, P(None, DATA))
 
     def _local_lanes(self) -> int:
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])

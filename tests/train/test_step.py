@@ -11,6 +11,7 @@ from tiny_recipe import changed, tiny
 from laneformer import Laneformer, make_mesh
 from laneformer.parameters import parameter_table
 from train.config import LaterPhase, OptimizerConfig
+from train.program import read_program
 from train.step import Trainer
 
 MESHES = [(1, 8), (2, 4), (4, 2), (1, 1)]
@@ -275,3 +276,15 @@ def test_first_weights_depend_on_the_seed_and_not_on_the_mesh(reference):
     for path, weight in first.items():
         np.testing.assert_array_equal(weight, other[path], err_msg=path)
     assert not np.array_equal(first["lm_head"], trainer(seed=1).init().params["lm_head"])
+
+
+def test_fsdp_gathers_weights_and_not_activations():
+    """What is sent along the data axis grows with the batch by the embedding's rows alone, there and back."""
+
+    def sent(rows: int) -> int:
+        t = trainer(2, 4, data__batch_size=rows)
+        lowered = t.lower_step()
+        return read_program(lowered, lowered.compile(), t.mesh).sent("data")
+
+    tokens_more, width = (64 - 8) * 16, 32
+    assert 0 < sent(64) - sent(8) < 3 * tokens_more * width * 4
