@@ -31,7 +31,7 @@ def laneformer_2b() -> TrainConfig:
         steps=4_000_000_000_000 // (1024 * CONTEXT),
         # ours: a rate that models of one to two billion weights are trained with at this batch, constant, to decay in the next phase
         optimizer=OptimizerConfig(learning_rate=5e-4, schedule="constant", warmup_steps=2000),
-        accumulate=8,
+        accumulate=4,
         then={
             "mid": LaterPhase(
                 steps=2_000_000_000_000 // (1024 * CONTEXT),
@@ -43,7 +43,7 @@ def laneformer_2b() -> TrainConfig:
                 ),
                 # ours: the decay of warmup-stable-decay, where good data counts most
                 optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=0, decay_fraction=1.0),
-                accumulate=8,
+                accumulate=4,
             ),
             "instruct": LaterPhase(
                 steps=210_000_000 // (64 * CONTEXT),

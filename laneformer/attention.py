@@ -121,7 +121,8 @@ class _Tiles:
         self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
         self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)
         self.window, self.start, self.scale = window, start, q.shape[-1] ** -0.5
-        self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, self.rows * self.size - self.s)))
+        length = max(self.rows * self.size, self.columns * self.key_size)
+        self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, length - self.s)))
 
     def query_blocks(self, x: jax.Array) -> jax.Array:
         """[l, b, s, h, k] -> [i, l, b, n, r, k], filled up with zeros."""

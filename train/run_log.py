@@ -1,7 +1,7 @@
 """What a run says while it trains: records, dashboards, the terminal, and the alarm when it goes astray."""
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -91,9 +91,9 @@ class RunLog:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._last:
-            self._write(self._last, {"time": self.clock.interval()})
-        self._stack.close()
+        with self._stack, suppress(OSError):  # a full disk has been told by then
+            if self._last:
+                self._write(self._last, {"time": self.clock.interval()})
 
     def _write(self, step: int, record: dict) -> None:
         if self.writes:

@@ -96,7 +96,7 @@ def test_reference_gradient_equals_differences():
     ("sizes", "window"), [((1, 1), 7), ((5, 5), None), ((5, 5), 5), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)]
 )
 def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
-    inputs, segments = random_inputs(s=45, group=2), np.repeat([[0, 1, 2], [3, 3, 5]], 15, axis=1).astype(np.int32)
+    inputs, segments = random_inputs(s=45, group=2), np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32)
     monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
     fresh = jax.jit(with_gradients.__wrapped__, static_argnames="window")  # traced with these sizes
     found = fresh(*inputs, window=window, segments=segments)
@@ -130,7 +130,8 @@ def test_bfloat16_rounds_only_inputs_probabilities_and_results():
     inputs = random_inputs(s=45, group=2, dtype="bfloat16")
     found = with_gradients(*inputs, window=20)
     assert all(x.dtype == jnp.bfloat16 for x in found)
-    assert_close(found, expected(*inputs, window=20), 1e-2)
+    for x, y, bound in zip(found, expected(*inputs, window=20), (0.0022, 0.0032, 0.0032, 0.0032), strict=True):
+        assert np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound  # bfloat16 scores: from 0.0027 for o
 
 
 def test_segments_are_as_if_apart():

@@ -41,7 +41,10 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("tp", "desync(2)", "laneformer")  # the others with -m slow
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
 def test_losses_of_twenty_steps(case):
     np.testing.assert_allclose(twenty_losses(case), json.loads(FILE.read_text())[case], rtol=TOLERANCE)
 

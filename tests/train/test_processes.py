@@ -73,6 +73,7 @@ def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled,
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_where_one_stopped(tmp_path, store, compiled, finished_copy, finished):
     """On a mesh of 2 x 4: each process reads half of every batch."""
     for step in (50, 60):
