@@ -118,6 +118,7 @@ def test_remat_on_eight_devices_repeats_no_reduction():
     none, dots, block = (gradient_of.lower(model, IDS, remat=remat).as_text() for remat in ("none", "dots", "block"))
     assert tiny.all_reduces(none) == tiny.all_reduces(dots) == tiny.all_reduces(block)
     assert dots.count("dot_general") < block.count("dot_general"), "block computes all again, dots no matrix product"
+    assert dots.count("stablehlo.negate") > none.count("stablehlo.negate"), "but the silu between them"
 
 
 def test_bfloat16_products_have_gradients_on_a_mesh():
