@@ -237,6 +237,13 @@ def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, 
     assert records(finished_copy) == records(finished)
 
 
+def test_problems_need_text_and_a_file(tmp_path, command):
+    run, file = tmp_path / "run", tmp_path / "problems.jsonl"
+    options = ["--watch.humaneval-every", "10", "--watch.humaneval", str(file)]
+    one_line_error(command(run, *options), "watch.humaneval_every needs text", "tokenizer.json")
+    assert losses(run) == []
+
+
 def test_settings_may_change_until_the_first_step(tmp_path, store, command, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setattr("train.loop.Trainer", lambda *_: (_ for _ in ()).throw(InputError("no memory")))
