@@ -117,7 +117,7 @@ class Plan:
     mesh: dict[str, int]
     compiler: str
     compute_dtype: str
-    phases: tuple[PhasePlan, ...] = field(default_factory=tuple)
+    phases: tuple[PhasePlan, ...] = ()
 
     def as_json(self) -> dict:
         """All figures, with what follows from them."""
