@@ -28,13 +28,18 @@ def attend(
     Memory is linear in s + t, also for gradients: these compute the probabilities again, tile by tile, from the log-sum-exp of each
     query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are skipped.
     """
-    cudnn = jax.default_backend() == "gpu" and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    if cudnn and start is None and segments is None:
+    if start is None and segments is None and _has_cudnn_kernel(q):
         local = None if window is None else (window - 1, 0)
         kernel = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=local, implementation="cudnn")
         return jax.vmap(kernel)(q, k, v)
     start = jnp.int32(0) if start is None else start
     return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start)
+
+
+def _has_cudnn_kernel(q: jax.Array) -> bool:
+    """On one GPU: XLA (jaxlib 0.10) cannot partition jax.nn's cuDNN call where only the lane axis of a mesh is manual."""
+    devices = jax.sharding.get_abstract_mesh().size or 1  # 0 outside of a mesh
+    return jax.default_backend() == "gpu" and devices == 1 and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
 
 
 def _block_sizes(s: int, t: int) -> tuple[int, int]:

@@ -245,4 +245,8 @@ def test_cudnn_where_it_serves(monkeypatch):
         ([x[..., :7] for x in (q, k, v)], {}),
     ):
         assert jax.eval_shape(partial(attend, **options), *others).shape == others[0].shape
-    assert len(calls) == 1
+    for lanes, expected in ((1, 2), (2, 2)):  # a mesh of one device is no obstacle
+        mesh = make_mesh(2, lane=lanes)
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=jax.P("lane"), out_specs=jax.P("lane"), axis_names={"lane"})
+        assert jax.eval_shape(mapped, q, k, v).shape == q.shape
+        assert len(calls) == expected
