@@ -26,7 +26,7 @@ def laneformer_2b() -> TrainConfig:
             path=(Path("data/nemotron_cc"), Path("data/nemotron_code"), Path("data/nemotron_math")),
             weights=(0.5, 0.35, 0.15),
             sequence_length=CONTEXT,
-            batch_size=1024,  # ours: 4.2M tokens, at which models of this size still learn as much per token
+            batch_size=1024,  # ours: 4.2M tokens, a usual batch for models of this size
         ),
         steps=4_000_000_000_000 // (1024 * CONTEXT),
         # ours: a rate that models of one to two billion weights are trained with at this batch, constant, to decay in the next phase

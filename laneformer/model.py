@@ -202,7 +202,8 @@ class Laneformer(nnx.Module):
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
         """What only lanes have, by time in the schedule (float32, means over all tokens).
 
-        similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and at the end; nan with one lane.
+        similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last landings; nan with
+        one lane.
         own, landed [2N + 1]: root mean square of what is added to a stream at time m, by the lane itself and by the others.
         """
 

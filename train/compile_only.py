@@ -24,8 +24,8 @@ def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compil
     """`nodes` nodes of the device `name` to make a mesh of, and which compiler they belong to, cuda or cpu.
 
     cuda is XLA:GPU itself without a GPU: jax's CUDA plugin must be installed. cpu stands in for any device: exchanges, products and
-    state are those of the real program, but XLA:CPU computes bfloat16 in float32, holds attention's scores and fuses less, so that
-    temporary memory and traffic come out too large. Call before the first JAX operation. Raises ConfigError where one cannot be had.
+    state are those of the real program, but XLA:CPU computes bfloat16 in float32 and fuses less, so that temporary memory and
+    traffic come out too large. Call before the first JAX operation. Raises ConfigError where one cannot be had.
     """
     has_cuda = any(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
     if compiler == "auto":

@@ -77,7 +77,7 @@ def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_pat
     same(run, whole)
 
 
-def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, begin, whole, place):
+def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, begin, whole):
     """As if killed right after the last save of a phase, before the first of the next."""
     for last in (20, 35):
         run = shutil.copytree(whole, tmp_path / f"run{last}")
