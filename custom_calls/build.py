@@ -1,0 +1,147 @@
+"""Compiles the native library, once for every state of its sources: python -m custom_calls.build.
+
+`pip install` does it where there is a compiler; otherwise, and whenever the sources or JAX's FFI headers have changed since, the first
+use does. A library's name contains a hash of all that it was made from, so that a stale one is never loaded.
+
+Nothing here imports JAX: an installation runs this file by itself.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "cpu"
+INSTALLED = HERE / "lib"
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fno-plt", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
+         "-Wno-implicit-fallthrough", "-Wno-ignored-attributes")  # fmt: skip
+# Instruction sets of the arithmetic, each compiled by itself; the library picks one when it is loaded.
+INSTRUCTIONS = {
+    "x86_64": {
+        "portable": (),
+        "avx2": ("-march=x86-64-v3",),
+        "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+    }
+}
+SANITIZERS = ("address", "thread", "undefined")
+
+
+class BuildError(Exception):
+    """Why there is no library, and the remedy."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++ or clang++."""
+    named = os.environ.get("CXX")
+    return next((found for name in ([named] if named else ["g++", "clang++"]) if (found := shutil.which(name))), None)
+
+
+def headers() -> Path:
+    """The folder of JAX's FFI headers. Raises BuildError without jaxlib."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("jaxlib, whose headers the native library is compiled with, is not installed")
+    return Path(spec.submodule_search_locations[0]) / "include"
+
+
+def instruction_sets() -> dict[str, tuple[str, ...]]:
+    """Name -> compiler flags, for this kind of machine."""
+    return INSTRUCTIONS.get(platform.machine(), {"portable": ()})
+
+
+def key() -> str:
+    """Of the sources, the flags and the FFI version of the installed jaxlib: 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    version = (headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    lines = [line for line in version.splitlines() if line.startswith(("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR"))]
+    digest.update(repr((FLAGS, instruction_sets(), lines, sys.platform)).encode())
+    return digest.hexdigest()[:16]
+
+
+def cache() -> Path:
+    """Where libraries made on first use lie."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
+
+
+def find() -> Path | None:
+    """The library for these sources, if it was built."""
+    name = f"cpu-{key()}.so"
+    return next((folder / name for folder in (INSTALLED, cache()) if (folder / name).is_file()), None)
+
+
+def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
+    """Compiles the library into `folder` (by default the cache), and returns its path. Raises BuildError with the compiler's words."""
+    cxx = compiler()
+    if cxx is None:
+        wanted = os.environ.get("CXX") or "g++ or clang++"
+        raise BuildError(f"no C++ compiler was found ({wanted}): install one (Debian: apt install g++), or name it in CXX")
+    folder = Path(folder or cache())
+    out = folder / f"cpu-{key()}{f'-{sanitizer}' if sanitizer else ''}.so"
+    with tempfile.TemporaryDirectory() as work:
+        objects = compile_objects(cxx, Path(work), sanitizer)
+        made = Path(work) / out.name
+        _run([cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread"])
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{out.name}.{os.getpid()}"
+        shutil.copy(made, unfinished)
+        unfinished.replace(out)  # at once, for other processes that build or load it now
+    return out
+
+
+def compile_objects(cxx: str, work: Path, sanitizer: str | None = None, api: bool = True) -> list[str]:
+    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers."""
+    jobs = []
+    include = ["-isystem", str(headers())] if api else []
+    for path in sorted(SOURCES.glob("*.cc")):
+        if path.name == "kernels.cc":
+            sets = instruction_sets().items()
+            jobs += [(path, f"kernels_{name}.o", [*flags, f"-DLF_ISA={name}"]) for name, flags in sets]
+        elif api or path.name != "api.cc":
+            jobs.append((path, f"{path.stem}.o", include))
+
+    def compile_one(job):
+        path, name, extra = job
+        target = str(work / name)
+        _run([cxx, *FLAGS, *_sanitizer_flags(sanitizer), *extra, "-c", str(path), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def _sanitizer_flags(sanitizer: str | None) -> list[str]:
+    return [f"-fsanitize={sanitizer}", "-g", "-O1", "-fno-omit-frame-pointer"] if sanitizer else []
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"compiling failed: {' '.join(command)}\n{done.stderr.strip()}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m custom_calls.build", description="Compile the native library.")
+    parser.add_argument("--out", type=Path, help=f"folder for it (default: {cache()})")
+    parser.add_argument("--sanitizer", choices=SANITIZERS, help="build it for this checker of the compiler")
+    options = parser.parse_args()
+    try:
+        print(build(options.out, options.sanitizer))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

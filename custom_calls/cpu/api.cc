@@ -1,0 +1,310 @@
+// The library's C interface: sessions for ctypes (custom_calls/session.py), and the handler that XLA calls (custom_calls/decode.py).
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+
+#include "decoder.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace laneformer {
+namespace {
+
+std::mutex sessions_lock;
+std::map<int64_t, std::shared_ptr<Decoder>> sessions;
+int64_t next_session = 1;
+
+std::shared_ptr<Decoder> find(int64_t id) {
+  const std::lock_guard<std::mutex> lock(sessions_lock);
+  const auto found = sessions.find(id);
+  return found == sessions.end() ? nullptr : found->second;
+}
+
+// Runs `action`; what it throws becomes text in `error` and the result -1.
+template <class Action>
+int64_t guarded(char* error, int64_t size, Action action) {
+  try {
+    return action();
+  } catch (const std::exception& e) {
+    std::strncpy(error, e.what(), size - 1);
+    error[size - 1] = 0;
+    return -1;
+  }
+}
+
+// One device's part of a call: the buffers that XLA gave it.
+struct Operands {
+  const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k
+  const float* settings;                    // temperature, top_p, min_p, repetition_penalty
+  const uint32_t* key;
+  int64_t num_stops, capacity, top;
+  std::vector<char*> caches;  // keys of each layer, then values
+  uint8_t* seen;
+  int32_t *tokens, *top_tokens, *state;  // state: tokens drawn, how it ended, position of the next token
+  float *logprobs, *top_logprobs, *logits;
+  int64_t room;  // tokens that fit
+};
+
+// The devices of one launch. The last one to come runs all lanes; the others sleep. Once it has failed nobody touches their buffers.
+struct Group {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::vector<Operands> operands;
+  int came = 0;
+  bool running = false, ended = false, failed = false;
+  ffi::Error error = ffi::Error::Success();
+};
+
+std::mutex groups_lock;
+std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Group>> groups;
+
+ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
+  const LaneformerModel& model = decoder.model();
+  const Operands& first = devices[0];
+  Call call;
+  call.prompt.assign(first.prompt, first.prompt + first.control[0]);
+  call.start = first.control[1];
+  call.limit = first.control[2];
+  call.sampling = {first.settings[0], first.settings[1], first.settings[2], first.settings[3], first.control[3], {first.key[0], first.key[1]}};
+  call.stops.assign(first.stops, first.stops + first.num_stops);
+  call.top = (int32_t)first.top;
+  call.seen = first.seen;
+  call.logits = first.logits;
+  if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
+      call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
+    return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " + std::to_string(call.start) +
+                                       " and " + std::to_string(call.limit) + " more do not fit a cache of " + std::to_string(first.capacity) +
+                                       " positions and room for " + std::to_string(first.room) + " tokens");
+  for (const int32_t token : call.prompt)
+    if (token < 0 || token >= model.vocab)
+      return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(model.vocab));
+  const int local = model.lanes / (int)devices.size();
+  const int64_t lane_bytes = first.capacity * model.kv_heads * model.head_dim * bytes_of((Dtype)model.cache_dtype);
+  for (int layer = 0; layer < model.layers; layer++)
+    for (int lane = 0; lane < model.lanes; lane++) {
+      const std::vector<char*>& caches = devices[lane / local].caches;
+      call.keys.push_back(caches[layer] + lane % local * lane_bytes);
+      call.values.push_back(caches[model.layers + layer] + lane % local * lane_bytes);
+    }
+  End end;
+  try {
+    end = decoder.run(call);
+  } catch (const std::exception& e) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, e.what());
+  }
+  const int drawn = decoder.last_drawn();
+  for (const Operands& device : devices) {
+    std::memcpy(device.tokens, decoder.tokens.data(), drawn * sizeof(int32_t));
+    std::memset(device.tokens + drawn, 0, (device.room - drawn) * sizeof(int32_t));
+    std::memcpy(device.logprobs, decoder.logprobs.data(), drawn * sizeof(float));
+    std::memset(device.logprobs + drawn, 0, (device.room - drawn) * sizeof(float));
+    if (call.top) {
+      std::memcpy(device.top_tokens, decoder.top_tokens.data(), drawn * call.top * sizeof(int32_t));
+      std::memcpy(device.top_logprobs, decoder.top_logprobs.data(), drawn * call.top * sizeof(float));
+    }
+    if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab);
+    if (device.logits && device.logits != first.logits) std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab * sizeof(float));
+    device.state[0] = drawn;
+    device.state[1] = (int32_t)end;
+    device.state[2] = (int32_t)(call.start + (int64_t)call.prompt.size() + drawn);
+  }
+  return ffi::Error::Success();
+}
+
+// Waits for the other devices of the launch and lets the last one run them all.
+ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, int devices, int64_t timeout_ms, Operands operands) {
+  std::shared_ptr<Group> group;
+  {
+    const std::lock_guard<std::mutex> lock(groups_lock);
+    std::shared_ptr<Group>& entry = groups[{session, run}];
+    if (!entry) entry = std::make_shared<Group>();
+    group = entry;
+  }
+  const auto leave = [&] {
+    const std::lock_guard<std::mutex> lock(groups_lock);
+    groups.erase({session, run});
+  };
+  std::unique_lock<std::mutex> lock(group->lock);
+  group->operands.resize(devices);
+  if (group->failed) return group->error;
+  group->operands[position] = std::move(operands);
+  if (++group->came == devices) {
+    group->running = true;
+    lock.unlock();
+    ffi::Error error = generate(decoder, group->operands);
+    lock.lock();
+    group->error = error;
+    group->ended = true;
+    leave();
+    group->changed.notify_all();
+    return error;
+  }
+  const auto settled = [&] { return group->running || group->failed; };
+  if (!group->changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return settled() || group->ended; }) && !settled()) {
+    group->failed = true;
+    group->error = ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
+                                                                     " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
+    leave();
+    group->changed.notify_all();
+    return group->error;
+  }
+  group->changed.wait(lock, [&] { return group->ended || group->failed; });
+  return group->error;
+}
+
+ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
+
+ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices, ffi::Span<const int32_t> position_of_device,
+                  int64_t timeout_ms, ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
+                  ffi::BufferR1<ffi::U32> key, ffi::BufferR1<ffi::S32> stops, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
+                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
+                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
+                  ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
+  const std::shared_ptr<Decoder> decoder = find(session);
+  if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
+  const LaneformerModel& model = decoder->model();
+  const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
+  if (position < 0 || position >= devices || model.lanes % devices != 0)
+    return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) + " devices of the decode call");
+  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 || state->element_count() != 3)
+    return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
+  if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
+    return wrong("the prompt's length is not between 1 and the size of its array");
+  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers || caches_after.size() != caches.size())
+    return wrong("seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
+  if (seen.untyped_data() != seen_after->untyped_data()) return wrong("the decode call's `seen` was not donated: it is updated in place");
+  Operands operands{};
+  for (size_t i = 0; i < caches.size(); i++) {
+    const auto before = caches.get<ffi::AnyBuffer>(i);
+    auto after = caches_after.get<ffi::AnyBuffer>(i);
+    if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
+    const auto shape = before->dimensions();
+    const auto dtype = model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
+    if (before->element_type() != dtype || shape.size() != 5 || shape[0] * devices != model.lanes || shape[1] != 1 ||
+        shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != operands.capacity))
+      return wrong("cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
+    if (before->untyped_data() != (*after)->untyped_data())
+      return wrong("the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
+    operands.capacity = shape[2];
+    operands.caches.push_back((char*)before->untyped_data());
+  }
+  operands.prompt = prompt.typed_data();
+  operands.control = control.typed_data();
+  operands.settings = settings.typed_data();
+  operands.key = key.typed_data();
+  operands.stops = stops.typed_data();
+  operands.num_stops = (int64_t)stops.element_count();
+  operands.seen = seen_after->typed_data();
+  operands.tokens = tokens->typed_data();
+  operands.room = (int64_t)tokens->element_count();
+  operands.logprobs = logprobs->typed_data();
+  operands.top = top_tokens->dimensions()[1];
+  operands.top_tokens = top_tokens->typed_data();
+  operands.top_logprobs = top_logprobs->typed_data();
+  operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
+  operands.state = state->typed_data();
+  if (devices == 1) return generate(*decoder, {operands});
+  return join(*decoder, session, run.run_id, position, (int)devices, timeout_ms, std::move(operands));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_cpu, decode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .Attr<int64_t>("session")
+                                  .Attr<int64_t>("devices")
+                                  .Attr<ffi::Span<const int32_t>>("position_of_device")
+                                  .Attr<int64_t>("timeout_ms")
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Arg<ffi::BufferR1<ffi::U32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::U8>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::S32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR1<ffi::U8>>()
+                                  .RemainingRets());
+
+extern "C" {
+
+int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+int64_t laneformer_open(const LaneformerModel* model, const LaneformerOptions* options, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    auto decoder = std::make_shared<Decoder>(*model, *options);
+    const std::lock_guard<std::mutex> lock(sessions_lock);
+    sessions[next_session] = decoder;
+    return next_session++;
+  });
+}
+
+void laneformer_close(int64_t id) {
+  std::shared_ptr<Decoder> last;  // destroyed outside of the lock, when no call uses it any more
+  const std::lock_guard<std::mutex> lock(sessions_lock);
+  const auto found = sessions.find(id);
+  if (found == sessions.end()) return;
+  last = found->second;
+  sessions.erase(found);
+}
+
+int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int32_t dtype, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    find(id)->pack(name, layer, data, (Dtype)dtype);
+    return 0;
+  });
+}
+
+void laneformer_begin(int64_t id) { find(id)->begin(); }
+int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) { return find(id)->wait(have, timeout_ms); }
+int32_t laneformer_finished(int64_t id) { return find(id)->finished(); }
+void laneformer_cancel(int64_t id) { find(id)->cancel(); }
+
+// Tokens first .. first + count - 1 of the running or last call, which have been drawn; null pointers are left out.
+void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
+                      int32_t* top_tokens, float* top_logprobs) {
+  const auto decoder = find(id);
+  const auto copy = [&](const auto& from, auto* to, int64_t each) {
+    if (to && each) std::memcpy(to, from.data() + first * each, count * each * sizeof *to);
+  };
+  copy(decoder->tokens, tokens, 1);
+  copy(decoder->logprobs, logprobs, 1);
+  copy(decoder->times_ns, times_ns, 1);
+  copy(decoder->top_tokens, top_tokens, top);
+  copy(decoder->top_logprobs, top_logprobs, top);
+}
+
+int64_t laneformer_packed_bytes(int64_t id) { return find(id)->packed_bytes(); }
+int32_t laneformer_threads(int64_t id) { return find(id)->threads(); }
+const char* laneformer_instructions(int64_t id) { return find(id)->kernels().name; }
+double laneformer_read_pass(int64_t id) { return find(id)->read_pass(); }
+
+void laneformer_trace(int64_t id, int64_t spans) { find(id)->trace(spans); }
+int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
+  const auto decoder = find(id);
+  const std::vector<Span>& spans = decoder->spans(worker);
+  const int64_t n = std::min<int64_t>(room, (int64_t)spans.size());
+  if (to) std::memcpy(to, spans.data(), n * sizeof(Span));
+  return (int64_t)spans.size();
+}
+
+int32_t laneformer_default_threads() { return default_threads(); }
+double laneformer_read_bandwidth(int64_t bytes, int32_t threads) { return read_bandwidth(bytes, threads); }
+const char* laneformer_can_run(const char* instructions) {
+  const Kernels* kernels = choose_kernels(instructions);
+  return kernels ? kernels->name : nullptr;
+}
+}
+
+}  // namespace laneformer

@@ -1,0 +1,105 @@
+"""The JAX function of the decode kernel: a prompt goes in, a whole answer comes out of one custom call."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from custom_calls.library import TARGET
+from custom_calls.session import Session
+
+ENDS = ("length", "stop", "cancelled")
+
+
+class Inputs(NamedTuple):
+    """What a call is to do. Everything may be traced; sizes are those of the arrays."""
+
+    prompt: jax.Array
+    """int32 [p]: token ids, of which the first control[0] count."""
+    control: jax.Array
+    """int32 [4]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k."""
+    settings: jax.Array
+    """float32 [4]: temperature, top_p, min_p, repetition penalty (infer/sampling.py says what they do)."""
+    key: jax.Array
+    """uint32 [2]: low and high word of the seed."""
+    stops: jax.Array
+    """int32 [s]: tokens after which nothing is drawn; -1 is none."""
+
+
+class State(NamedTuple):
+    """What a call changes in place: donate it."""
+
+    seen: jax.Array
+    """uint8 [vocab]: 1 for tokens of the text so far."""
+    keys: list[jax.Array]
+    """Of each layer [lanes, 1, positions, kv heads, head size], the cache of laneformer/cache.py."""
+    values: list[jax.Array]
+
+
+class Outputs(NamedTuple):
+    """What a call has drawn; rows after the last token are 0, those of the last three not defined."""
+
+    tokens: jax.Array
+    """int32 [room]; a stop token is the last one."""
+    logprobs: jax.Array
+    """float32 [room]: log softmax of the raw logits at each token."""
+    top_tokens: jax.Array
+    """int32 [room, top]: the most likely tokens, most likely first."""
+    top_logprobs: jax.Array
+    """float32 [room, top]."""
+    logits: jax.Array
+    """float32 [room, vocab], or [0, vocab] unless asked for."""
+    status: jax.Array
+    """int32 [3]: tokens drawn, index into ENDS, position of the next token."""
+
+
+def decode(
+    session: Session, inputs: Inputs, state: State, *, room: int, top: int = 0, logits: bool = False, mesh: Mesh | None = None
+) -> tuple[Outputs, State]:
+    """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state` with them.
+
+    room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place: call this
+    under jax.jit with `state` donated. A call that cannot be is a jax.errors.JaxRuntimeError which says why, among them a cache that was
+    not donated, and a device that does not come within the session's timeout.
+    """
+    vocab = session.shapes.vocab
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((room,), jnp.int32), jax.ShapeDtypeStruct((room,), jnp.float32), jax.ShapeDtypeStruct((room, top), jnp.int32),
+        jax.ShapeDtypeStruct((room, top), jnp.float32), jax.ShapeDtypeStruct((room if logits else 0, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((3,), jnp.int32),
+    )  # fmt: skip
+    devices, places = (1, _everywhere()) if mesh is None else (mesh.shape["lane"], _places(mesh))
+
+    def local(inputs: Inputs, state: State) -> tuple[Outputs, State]:
+        changed = jax.tree.leaves(state)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
+        results = jax.ffi.ffi_call(
+            TARGET, [*outputs, *shapes], has_side_effect=True,
+            input_output_aliases={len(inputs) + i: len(outputs) + i for i in range(len(changed))},
+        )(
+            *inputs, *changed, session=np.int64(session.id), devices=np.int64(devices), position_of_device=places,
+            timeout_ms=np.int64(session.timeout_ms),
+        )  # fmt: skip
+        return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
+
+    if mesh is None:
+        return local(inputs, state)
+    lanes = State(P(), *([P("lane")] * len(state.keys) for _ in "kv"))
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), lanes), out_specs=(P(), lanes), check_vma=False)(inputs, state)
+
+
+def _places(mesh: Mesh) -> np.ndarray:
+    """For each device's id its position on the lane axis, -1 for others: a handler knows the id alone."""
+    devices = mesh.devices.reshape(-1)
+    if devices.size != mesh.shape["lane"]:
+        raise ValueError(f"a mesh {dict(mesh.shape)}: decoding uses the lane axis alone; make the mesh with data = 1")
+    places = np.full(max(device.id for device in devices) + 1, -1, np.int32)
+    places[[device.id for device in devices]] = np.arange(devices.size, dtype=np.int32)
+    return places
+
+
+def _everywhere() -> np.ndarray:
+    return np.zeros(max(device.id for device in jax.devices()) + 1, np.int32)

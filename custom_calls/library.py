@@ -1,0 +1,138 @@
+"""Loads the native library and tells XLA of its handlers."""
+
+import ctypes
+import logging
+import re
+import time
+from functools import cache
+
+import jax
+
+from custom_calls import build
+
+log = logging.getLogger("custom_calls")
+
+TARGET = "laneformer_decode"  # the same name on every platform, so that one traced program lowers to each
+
+
+class NativeError(RuntimeError):
+    """The native library cannot be used, or has refused a call; the message says why."""
+
+
+class Model(ctypes.Structure):
+    """`LaneformerModel` of cpu/decoder.h, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_int32) for name in (
+            "layers", "lanes", "hidden", "heads", "kv_heads", "head_dim", "ff", "vocab", "context", "head_type", "norm_of_sum", "tied_head",
+            "lane_norms", "lane_final_norm", "qkv_bias", "qk_norm", "weight_dtype", "cache_dtype", "rounded_activations",
+        )]
+        + [("norm_eps", ctypes.c_float), ("rope_factor", ctypes.c_float)]
+        + [(name, ctypes.c_void_p) for name in ("rope_frequencies", "windows", "events", "event_weights")]
+        + [("num_events", ctypes.c_int32)]
+    )  # fmt: skip
+
+
+class Options(ctypes.Structure):
+    """`LaneformerOptions` of cpu/decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("threads", "one_thread_per_lane", "chaos_us", "timeout_ms")),
+        ("instructions", ctypes.c_char_p),
+    )
+
+
+class Span(ctypes.Structure):
+    """`Span` of cpu/decoder.h."""
+
+    _fields_ = (("op", ctypes.c_int32), ("layer", ctypes.c_int32), ("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))
+
+
+_ID, _INT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+_ERROR = (ctypes.c_char_p, ctypes.c_int64)
+_FUNCTIONS = {
+    "ffi_version": (_INT,),
+    "open": (_ID, ctypes.POINTER(Model), ctypes.POINTER(Options), *_ERROR),
+    "close": (None, _ID),
+    "pack": (_ID, _ID, ctypes.c_char_p, _INT, _POINTER, _INT, *_ERROR),
+    "begin": (None, _ID),
+    "wait": (_INT, _ID, _INT, _INT),
+    "finished": (_INT, _ID),
+    "cancel": (None, _ID),
+    "drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
+    "packed_bytes": (ctypes.c_int64, _ID),
+    "threads": (_INT, _ID),
+    "instructions": (ctypes.c_char_p, _ID),
+    "read_pass": (ctypes.c_double, _ID),
+    "trace": (None, _ID, ctypes.c_int64),
+    "spans": (ctypes.c_int64, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64),
+    "default_threads": (_INT,),
+    "read_bandwidth": (ctypes.c_double, ctypes.c_int64, _INT),
+    "can_run": (ctypes.c_char_p, ctypes.c_char_p),
+}
+
+
+def unavailable() -> str | None:
+    """Why there is no native library here, and the remedy; None if there is one, or it can be compiled on first use."""
+    try:
+        if build.find() is None and build.compiler() is None:
+            return "its library was not compiled, and no C++ compiler is here to do it: install g++ (Debian: apt install g++)"
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, compiled now if it was not before. Raises NativeError if that fails."""
+    try:
+        path = build.find()
+        if path is None:
+            log.info("compiling the native library, once: some 20 seconds")
+            began = time.perf_counter()
+            path = build.build()
+            log.info("compiled %s in %.0f s", path, time.perf_counter() - began)
+        lib = ctypes.CDLL(str(path))
+    except (build.BuildError, OSError) as error:
+        raise NativeError(f"the native library cannot be used: {error}") from None
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(lib, f"laneformer_{name}")
+        function.restype, function.argtypes = result, arguments
+    _check_version(lib.laneformer_ffi_version(), path)
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(lib.laneformer_decode_cpu), platform="cpu")
+    return lib
+
+
+def _check_version(compiled: int, path) -> None:
+    """A handler of another FFI version would make every JAX program of this process fail, so it must not even be registered."""
+    header = (build.headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    if compiled != 1000 * major + minor:
+        raise NativeError(
+            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has {major}.{minor}: remove the file"
+        )
+
+
+def call(name: str, *arguments) -> int:
+    """A function that reports errors as text. Raises NativeError with it."""
+    text = ctypes.create_string_buffer(1000)
+    result = getattr(library(), f"laneformer_{name}")(*arguments, text, len(text))
+    if result < 0:
+        raise NativeError(text.value.decode())
+    return result
+
+
+def default_threads() -> int:
+    """Cores that this process may use, as its affinity and its control group's quota allow."""
+    return library().laneformer_default_threads()
+
+
+def instruction_sets() -> list[str]:
+    """Those that the library was compiled for and this machine runs, best first."""
+    names = list(build.instruction_sets())[::-1]
+    return [name for name in names if library().laneformer_can_run(name.encode())]
+
+
+def read_bandwidth(num_bytes: int, threads: int) -> float:
+    """Bytes per second in one pass of `threads` threads over a buffer of that size, which stays allocated between calls."""
+    return library().laneformer_read_bandwidth(num_bytes, threads)

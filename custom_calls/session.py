@@ -1,0 +1,164 @@
+"""A model in the native library: its weights packed for the worker threads, and the call that is running."""
+
+import ctypes
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from custom_calls.library import Model, NativeError, Options, Span, call, default_threads, library
+from custom_calls.schedule import encode_schedule
+
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+HEADS = {"replicate": 0, "lane": 1, "vocab_parallel": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What the kernel must know of a model. Heads, key/value heads and feed-forward columns are those of one lane."""
+
+    layers: int
+    lanes: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ff: int
+    vocab: int
+    context: int
+    head_type: str
+    """One of HEADS."""
+    norm_of_sum: bool
+    """Head replicate: one norm over the sum of the lanes, instead of the mean of their norms."""
+    tied_head: bool
+    lane_norms: bool
+    """Each lane has its own norm scales in the layers."""
+    lane_final_norm: bool
+    qkv_bias: bool
+    qk_norm: bool
+    weight_dtype: str
+    """One of DTYPES, in which the weights are packed."""
+    cache_dtype: str
+    rounded_activations: bool
+    """Whether products read their vectors rounded to the weights' dtype; otherwise in float32."""
+    norm_eps: float
+    rope_factor: float
+
+
+class Drawn(NamedTuple):
+    """Tokens of a call, in their order."""
+
+    tokens: np.ndarray
+    """int32 [n]."""
+    logprobs: np.ndarray
+    """float32 [n]."""
+    times: np.ndarray
+    """Seconds on the clock of time.perf_counter (Linux: CLOCK_MONOTONIC) at which each was drawn, float64 [n]."""
+    top_tokens: np.ndarray
+    """int32 [n, top]."""
+    top_logprobs: np.ndarray
+    """float32 [n, top]."""
+
+
+class Session:
+    """One model in the library. Pack every weight, then use it in `custom_calls.decode`; one call at a time."""
+
+    def __init__(
+        self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], threads: int | None = None,
+        one_thread_per_lane: bool = False, chaos_us: int = 0, timeout_ms: int = 60_000, instructions: str | None = None,
+    ):  # fmt: skip
+        """schedule: a laneformer.layout.Schedule. rope_frequencies: radians per position, float32 [head_dim / 2]. windows: keys that each
+        layer sees, None for all. threads: by default one per core that may be used.
+
+        one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit for bit.
+        chaos_us: random delays of up to so many microseconds around every exchange. Both are for tests. timeout_ms: for a worker or a
+        device that does not come. instructions: one of `instruction_sets()`, by default the best. Raises NativeError.
+        """
+        words, weights = encode_schedule(schedule, shapes.hidden)
+        arrays = {
+            "rope_frequencies": np.ascontiguousarray(rope_frequencies, np.float32),
+            "windows": np.array([window or 0 for window in windows], np.int32),
+            "events": words,
+            "event_weights": weights,
+        }
+        fields = dataclasses.asdict(shapes)
+        fields |= {name: DTYPES[fields[name]] for name in ("weight_dtype", "cache_dtype")}
+        fields["head_type"] = HEADS[shapes.head_type]
+        model = Model(**fields, **{name: array.ctypes.data for name, array in arrays.items()}, num_events=len(words))
+        if threads is not None and threads < 1:
+            raise NativeError(f"threads = {threads}: give at least 1")
+        options = Options(
+            threads or default_threads(), one_thread_per_lane, chaos_us, timeout_ms, instructions.encode() if instructions else None
+        )
+        self.shapes, self.timeout_ms, self._lib = shapes, timeout_ms, library()
+        self.id = call("open", ctypes.byref(model), ctypes.byref(options))
+        self.close = weakref.finalize(self, self._lib.laneformer_close, self.id)
+
+    def pack(self, path: str, weight: np.ndarray) -> None:
+        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError for an unknown one."""
+        layer, name = 0, path
+        if path.startswith("layers."):
+            _, number, name = path.split(".", 2)
+            layer = int(number)
+        weight = np.ascontiguousarray(weight)
+        if weight.dtype.name not in DTYPES:
+            raise NativeError(f"weight {path} is {weight.dtype}: the kernel packs {', '.join(DTYPES)}")
+        call("pack", self.id, name.encode(), layer, weight.ctypes.data, DTYPES[weight.dtype.name])
+
+    @property
+    def threads(self) -> int:
+        """Worker threads."""
+        return self._lib.laneformer_threads(self.id)
+
+    @property
+    def instructions(self) -> str:
+        """The instruction set in use."""
+        return self._lib.laneformer_instructions(self.id).decode()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weights and of the embedding table."""
+        return self._lib.laneformer_packed_bytes(self.id)
+
+    def read_pass(self) -> float:
+        """Seconds in which the workers read all that they stream for one token, without computing anything: the bound of decoding."""
+        return self._lib.laneformer_read_pass(self.id)
+
+    def begin(self) -> None:
+        """Forgets the last call's tokens and a cancellation: before a call that `wait` is to follow."""
+        self._lib.laneformer_begin(self.id)
+
+    def wait(self, have: int, timeout_ms: int = 50) -> int:
+        """Tokens drawn by the running call; returns once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
+        return self._lib.laneformer_wait(self.id, have, timeout_ms)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the call has ended."""
+        return bool(self._lib.laneformer_finished(self.id))
+
+    def cancel(self) -> None:
+        """Ends the running call, or the one that begins next, before its next token."""
+        self._lib.laneformer_cancel(self.id)
+
+    def drawn(self, first: int, count: int, top: int = 0) -> Drawn:
+        """Tokens first .. first + count - 1 of the call, which `wait` has reported; top: as in the call."""
+        arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
+        ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
+        self._lib.laneformer_drawn(self.id, first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
+        return Drawn(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
+
+    def trace(self, spans_per_worker: int) -> None:
+        """Writes down when each worker did what, from now on; 0 ends it."""
+        self._lib.laneformer_trace(self.id, spans_per_worker)
+
+    def spans(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Each worker's number and spans, a structured array (op, layer, begin_ns, end_ns)."""
+        for worker in range(self.threads):
+            count = self._lib.laneformer_spans(self.id, worker, None, 0)
+            spans = (Span * count)()
+            self._lib.laneformer_spans(self.id, worker, spans, count)
+            yield worker, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
