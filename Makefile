@@ -23,14 +23,14 @@ run: setup
 	$(PY) -m infer generate --checkpoint $(RUN) --prompt '$(PROMPT)' --max-new-tokens 200 --temperature 0.6 --top-p 0.95
 
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(PY) -m ruff check .
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml setup.py
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	  { echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(PYTHON) -c "import ensurepip" 2>/dev/null || \
@@ -40,6 +40,6 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build custom_calls/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rmdir $(dir $(DATA)) $(dir $(RUN)) 2>/dev/null || true  # where nothing else lies in them

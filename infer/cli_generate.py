@@ -16,7 +16,9 @@ from infer.generation import Generation, Result
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import use_host_devices
+from laneformer.precision import Precision
 
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -46,8 +48,12 @@ class Options:
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
     lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
-    """Convert the weights; without it they stay as stored (on a CPU the xla backend computes in float32)."""
+    dtype: Dtype = None
+    """Convert the weights; without it they stay as stored."""
+    compute: Dtype = None
+    """Dtype of what is multiplied, sums are float32; without it the weights' dtype, on a CPU float32."""
+    top_logprobs: int = 0
+    """With --json: tell so many of the most likely tokens at each position, up to 20, with their log-probabilities."""
     json: bool = False
     """Print one JSON object at the end instead of the text as it comes."""
 
@@ -56,17 +62,23 @@ def run(options: Options) -> int:
     show_log()
     if options.devices < 1:
         raise ConfigError(f"--devices {options.devices}: give at least 1")
+    if options.top_logprobs and not options.json:
+        raise ConfigError("--top-logprobs goes with --json")
     prompt = read_prompt(options)
     if options.devices > 1:
         use_host_devices(options.devices)
-    engine = Engine.load(options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes)
-    compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens)
+    engine = Engine.load(
+        options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
+        precision=None if options.compute is None else Precision(compute=options.compute),
+    )  # fmt: skip
+    compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(
         prompt,
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling,
         stop_tokens=() if options.ignore_eos else None,
         stop_strings=options.stop,
+        top_logprobs=options.top_logprobs,
     )
     try:
         if not options.json:
@@ -123,6 +135,7 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     speed = "too few tokens for a rate" if result.time_per_token is None else f"{1 / result.time_per_token:,.1f} tokens/s sustained"
     first = "no token" if result.time_to_first_token is None else f"first token after {1000 * result.time_to_first_token:.1f} ms"
     weights = c["weights_dtype"] + (f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else "")
+    weights += f", products in {c['compute_dtype']}" if c["compute_dtype"] != c["weights_dtype"] else ""
     s = options.sampling
     changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
     chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty")
@@ -150,3 +163,4 @@ def show_log() -> None:
     for name in ("infer", "laneformer"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger().handlers = []  # one that an imported library made would print each line again

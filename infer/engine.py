@@ -1,28 +1,36 @@
 """The engine: a model, a backend that runs it, and a tokenizer; checks requests and starts generations."""
 
+import inspect
+import inspect
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from infer.backend import Backend, Request
+from custom_calls import Session
+from infer.backend import Backend, CheckpointSource, ModelSource, Request, Source
+from infer.cpu_engine import CpuBackend
 from infer.generation import Generation
 from infer.sampling import Sampling
 from infer.tokenizer import Tokenizer
 from infer.xla_engine import XlaBackend
-from laneformer.checkpoint import load, read_config
+from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
 from laneformer.parameters import parameter_count
+from laneformer.precision import Precision
+
+log = logging.getLogger("infer")
 
 ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (XlaBackend,)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (CpuBackend, XlaBackend)}
+MOST_TOP_LOGPROBS = 20
 
 
 class Engine:
@@ -33,26 +41,38 @@ class Engine:
             print(token.text, end="", flush=True)
     """
 
-    def __init__(self, model: Laneformer, backend: str = "auto", *, tokenizer: Tokenizer | None = None, name: str = "model"):
+    def __init__(
+        self, model: Laneformer | Source, backend: str = "auto", *, tokenizer: Tokenizer | None = None, name: str = "model",
+        **options: Any,
+    ):  # fmt: skip
         """backend: one of ORDER, or "auto" for the first that can run this model here; `engine.backend` says which.
 
-        name: of the model, for reports. Raises ConfigError for a backend that is unknown, not built or not able to run the model.
+        name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/cpu_engine.py). Raises ConfigError for
+        a backend that is unknown, not built or not able to run the model, and for options that it does not have.
         """
-        self._backend = _choose(backend, model)(model)
-        self._stored_dtype = model.tok_embeddings[...].dtype.name
+        source = ModelSource(model) if isinstance(model, Laneformer) else model
+        chosen = _choose(backend, source)
+        for option, value in options.items():
+            if option not in inspect.signature(chosen).parameters:
+                raise ConfigError(f"{option} = {value!r}: backend {chosen.name} has no such option")
+        self._backend = chosen(source, **options)
         self.tokenizer, self.name = tokenizer, name
         self._running: weakref.ref[Generation] | None = None
 
     @classmethod
-    def load(cls, path: str | Path, backend: str = "auto", *, dtype=None, devices: int = 1, num_lanes: int | None = None) -> "Engine":
+    def load(
+        cls, path: str | Path, backend: str = "auto", *, dtype=None, devices: int = 1, num_lanes: int | None = None,
+        precision: Precision | None = None, **options: Any,
+    ) -> "Engine":  # fmt: skip
         """An engine for a checkpoint and the tokenizer.json beside it, if there is one.
 
-        path, dtype, num_lanes: as for laneformer.load. devices: over how many the lanes spread. Raises CheckpointError or ConfigError.
+        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: over how many the lanes spread.
+        backend, options: as above. Raises CheckpointError or ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
-        model = load(path, dtype, mesh=mesh, num_lanes=num_lanes)
-        tokenizer = Tokenizer.find(path, model.config.bos_token_id)
-        return cls(model, backend, tokenizer=tokenizer, name=Path(path).absolute().name)
+        source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+        tokenizer = Tokenizer.find(path, source.config.bos_token_id)
+        return cls(source, backend, tokenizer=tokenizer, name=Path(path).absolute().name, **options)
 
     @property
     def backend(self) -> str:
@@ -61,30 +81,37 @@ class Engine:
 
     @property
     def model(self) -> Laneformer:
-        """The model as the backend runs it."""
+        """The model as backend xla runs it; its weights may be replaced between generations. ConfigError on backends that have none."""
+        if not isinstance(self._backend, XlaBackend):
+            raise ConfigError(f"backend {self.backend} keeps the weights in a form of its own: use laneformer.load, or backend xla")
         return self._backend.model
+
+    @property
+    def session(self) -> Session | None:
+        """What backend cpu keeps in the native library, for measurements: when it drew each token, how fast it reads. None on others."""
+        return getattr(self._backend, "session", None)
 
     @property
     def config(self) -> ModelConfig:
         """The model's config."""
-        return self.model.config
+        return self._backend.source.config
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that the backend was asked for."""
+        return self._backend.source.precision
 
     @property
     def conditions(self) -> dict[str, Any]:
         """What a measured speed depends on, apart from the request; belongs beside every figure."""
-        weight = self.model.tok_embeddings[...]
-        devices = weight.devices()
         return {
             "model": self.name,
             "parameters": parameter_count(self.config),
             "layout": self.config.layout,
             "lanes": self.config.num_lanes,
-            "weights_dtype": weight.dtype.name,
-            "stored_dtype": self._stored_dtype,
-            "compute_dtype": self.model.precision.compute,
+            "stored_dtype": self._backend.source.stored_dtype,
             "backend": self.backend,
-            "device": _device_name(next(iter(devices))),
-            "devices": len(devices),
+            **self._backend.conditions,
             "batch_size": 1,
             "context": self.config.max_position_embeddings,
         }
@@ -118,13 +145,15 @@ class Engine:
         stop_tokens: int | Iterable[int] | None = None,
         stop_strings: str | Iterable[str] = (),
         tokens_per_dispatch: int | None = None,
+        top_logprobs: int = 0,
     ) -> Generation:
         """Starts to generate; the tokens come from the returned iterator.
 
         prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, taken as they are. max_new_tokens: by default
         as many as the context has room for. stop_tokens: by default the config's eos_token_id; () for none; not handed out.
         stop_strings: the text ends before the first of them; they are looked for in the answer's text, which special tokens are not in.
-        tokens_per_dispatch: tokens between two looks of the host, by default as many as take about 75 ms.
+        tokens_per_dispatch: tokens between two looks of the host, by default as many as take about 75 ms. top_logprobs: how many of the
+        most likely tokens each token tells, with their log-probabilities by the raw logits; up to 20.
 
         Raises InputError for a prompt or a limit that cannot work, and while another generation of this engine runs.
         """
@@ -135,6 +164,7 @@ class Engine:
         limit = room if max_new_tokens is None else min(room, _whole("max_new_tokens", max_new_tokens))
         if tokens_per_dispatch is not None:
             tokens_per_dispatch = _whole("tokens_per_dispatch", tokens_per_dispatch)
+        top_logprobs = min(self.config.vocab_size, _whole("top_logprobs", top_logprobs, 0, MOST_TOP_LOGPROBS))
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -142,19 +172,20 @@ class Engine:
             raise InputError(f"stop_strings = {strings!r}: give texts of at least one character")
         if strings and self.tokenizer is None:
             raise InputError("stop strings need the model's tokenizer, which was not found: give stop_tokens instead")
-        request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch)
+        request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
         generation = Generation(self._backend, request, self.tokenizer, strings, accepted)
         self._running = weakref.ref(generation)
         return generation
 
-    def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None) -> float:
+    def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
         """Compiles what a request of that size runs, so that its times are those of the machine alone; returns the seconds it took.
 
         Prompts and caches come in a few sizes (powers of two); sampling settings, stop tokens and seeds need no compilation.
         """
         began = time.perf_counter()
         prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
-        with self.generate(prompt, max_new_tokens=max_new_tokens, stop_tokens=(), tokens_per_dispatch=1) as generation:
+        same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs}
+        with self.generate(prompt, **same, stop_tokens=(), tokens_per_dispatch=1) as generation:
             for _ in zip(range(2), generation, strict=False):  # the prefill's token and one of the decode loop
                 pass
         return time.perf_counter() - began
@@ -177,31 +208,24 @@ class Engine:
         return tuple(int(token) for token in tokens)
 
 
-def _choose(name: str, model: Laneformer) -> type[Backend]:
+def _choose(name: str, source: Source) -> type[Backend]:
     """The backend of that name, or the first that can run the model."""
-    reasons = {known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(model) for known in ORDER}
+    if name not in ("auto", *ORDER):
+        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(ORDER)}")
+    reasons = {known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in ORDER}
     able = [known for known in ORDER if reasons[known] is None]
     if name == "auto":
+        for known in ORDER[: ORDER.index(able[0])]:
+            log.debug("backend %s: %s", known, reasons[known])
+        log.info("backend %s (auto)", able[0])
         return BACKENDS[able[0]]
-    if name not in ORDER:
-        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(ORDER)}")
     if reasons[name] is not None:
         raise ConfigError(f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of them")
     return BACKENDS[name]
 
 
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise InputError(f"{name} = {value!r}: give a whole number of at least 1")
+def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} = {value!r}: give a whole number {allowed}")
     return int(value)
-
-
-def _device_name(device: jax.Device) -> str:
-    """The GPU's or the CPU's model."""
-    if device.platform == "cpu":
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        except (OSError, StopIteration):
-            pass
-    return device.device_kind

@@ -23,10 +23,12 @@ class Token(int):
     """Natural log of the probability the model gave it (of the raw logits, whatever the sampling settings)."""
     time: float
     """Seconds from the acceptance of the request to its arrival on the host."""
+    top_logprobs: tuple[tuple[int, float], ...]
+    """The most likely tokens here and their log-probabilities, as many as were asked for, the most likely first."""
 
-    def __new__(cls, token: int, text: str = "", logprob: float = 0.0, time: float = 0.0):
+    def __new__(cls, token: int, text: str = "", logprob: float = 0.0, time: float = 0.0, top_logprobs: tuple[tuple[int, float], ...] = ()):
         self = super().__new__(cls, token)
-        self.text, self.logprob, self.time = text, logprob, time
+        self.text, self.logprob, self.time, self.top_logprobs = text, logprob, time, top_logprobs
         return self
 
 
@@ -44,6 +46,8 @@ class Result:
     prompt_tokens: int
     logprobs: tuple[float, ...]
     """Of each token."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    """Of each token; () where none were asked for."""
     time_to_first_token: float | None
     """Until the first token drawn, a stop token included, was on the host: tokenizing, prefill and the first draw."""
     prefill_time: float | None
@@ -133,7 +137,10 @@ class Generation(Iterator[Token]):
             if self._result is None:
                 try:
                     while not self._ready and self._end is None and not self.cancelled:
-                        self._take(next(self._chunks))
+                        chunk = next(self._chunks, None)
+                        if chunk is None:  # cancelled meanwhile
+                            break
+                        self._take(chunk)
                     if self._ready and not self.cancelled:
                         self._given.append(self._ready.popleft())
                         return self._given[-1]
@@ -153,7 +160,7 @@ class Generation(Iterator[Token]):
         now = time.perf_counter() - self._accepted
         drawn = sum(count for count, _ in self._dispatches)
         self._dispatches.append((len(chunk.tokens), now))
-        for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
+        for token, logprob, top in zip(*chunk, strict=True):
             if math.isnan(logprob):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
@@ -165,7 +172,7 @@ class Generation(Iterator[Token]):
                 self._end = ("stop", token)
                 break
             text = "" if self._detokenizer is None else self._stops.add(self._detokenizer.add(token))
-            self._ready.append(Token(token, text, logprob, now))
+            self._ready.append(Token(token, text, logprob, now, tuple(top)))
             if self._stops.found is not None:
                 self._end = ("stop", self._stops.found)
                 break
@@ -197,6 +204,7 @@ class Generation(Iterator[Token]):
             stop_reason=stop_reason,
             prompt_tokens=len(self._request.prompt),
             logprobs=tuple(token.logprob for token in given),
+            top_logprobs=tuple(token.top_logprobs for token in given) if self._request.top_logprobs else (),
             time_to_first_token=arrivals[0][1] if arrivals else None,
             prefill_time=arrivals[0][1] - self._checked if arrivals else None,
             token_times=tuple(token.time for token in given),

@@ -107,6 +107,16 @@ def sample(logits_v: jax.Array, seen_v: jax.Array, position: jax.Array, params: 
     return token, raw[token] - jax.nn.logsumexp(raw)
 
 
+def top_logprobs(logits_v: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32: the lowest id first among equals.
+
+    logits_v: the raw logits [v], v >= count.
+    """
+    raw = logits_v.astype(jnp.float32)
+    _, tokens = jax.lax.top_k(jnp.where(raw == 0, 0.0, raw), count)  # which takes 0 for more than -0
+    return tokens, raw[tokens] - jax.nn.logsumexp(raw)
+
+
 def _draw(z: jax.Array, position: jax.Array, params: Parameters) -> jax.Array:
     z = z / params.temperature
     best = jnp.max(z)

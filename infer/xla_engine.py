@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infer.backend import Chunk, Request
-from infer.sampling import sample
+from infer.backend import Chunk, Request, Source, device_name
+from infer.sampling import sample, top_logprobs
 from laneformer.cache import Cache
 from laneformer.model import Laneformer
 
@@ -43,49 +43,60 @@ class XlaBackend:
     name = "xla"
 
     @classmethod
-    def unavailable(cls, model: Laneformer) -> str | None:
+    def unavailable(cls, source: Source) -> str | None:
         return None
 
-    def __init__(self, model: Laneformer):
-        self.model = _for_its_devices(model)
+    def __init__(self, source: Source):
+        self.source, self.model = source, _for_its_devices(source.model())
+        model, embedding = self.model, self.model.tok_embeddings[...]
+        self.conditions = {
+            "weights_dtype": embedding.dtype.name,
+            "compute_dtype": model.precision.compute,
+            "kv_dtype": model.precision.compute,
+            "device": device_name(next(iter(embedding.devices()))),
+            "devices": len(embedding.devices()),
+        }
         self._cache: tuple[list, list] | None = None  # keys and values, when no dispatch has them
-        weight = self.model.tok_embeddings[...].sharding
+        weight = embedding.sharding
         everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
 
         def share(logits_v):
             """Where the head is split each device has a part of the logits: all of them draw the token, from all of it."""
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
-        def draw(state: State, logits_v, params) -> tuple[State, jax.Array]:
-            token, logprob = sample(share(logits_v), state.seen, state.cache.length, params)
-            return State(state.cache, token, state.seen.at[token].set(True)), logprob
+        def draw(state: State, logits_v, params, top) -> tuple[State, tuple]:
+            """The state with one more token, and what the host wants to know: token, log-probability and, if asked for, the `top` ones."""
+            logits_v = share(logits_v)
+            token, logprob = sample(logits_v, state.seen, state.cache.length, params)
+            told = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
+            return State(state.cache, token, state.seen.at[token].set(True)), told
 
         def absorb(model, cache, ids_bs) -> Cache:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
-        def begin(model, cache, ids_bs, real, seen, params) -> tuple[State, jax.Array]:
+        def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
             """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any attention reads it."""
             start = cache.length
             logits, cache = model.extend(ids_bs, cache)
-            return draw(State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen), logits[0, real - 1], params)
+            return draw(State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen), logits[0, real - 1], params, top)
 
-        def decode(model, state, params, stop_tokens, count) -> tuple[State, tuple]:
-            """Up to `count` tokens, none after a stop token; tokens, logprobs [LONGEST_DISPATCH] and how many there are."""
+        def decode(model, state, params, stop_tokens, count, top) -> tuple[State, tuple, jax.Array]:
+            """Up to `count` tokens, none after a stop token; what is told of them, each [LONGEST_DISPATCH, ...], and how many there are."""
 
             def unfinished(carry):
-                _, _, _, n, stopped = carry
+                _, _, n, stopped = carry
                 return (n < count) & ~stopped
 
             def step(carry):
-                state, tokens, logprobs, n, _ = carry
+                state, lists, n, _ = carry
                 logits, cache = model.extend(state.token[None, None], state.cache, last_only=True)
-                state, logprob = draw(state._replace(cache=cache), logits[0, 0], params)
+                state, told = draw(state._replace(cache=cache), logits[0, 0], params, top)
                 stopped = (state.token == stop_tokens).any()
-                return state, tokens.at[n].set(state.token), logprobs.at[n].set(logprob), n + 1, stopped
+                return state, tuple(x.at[n].set(one) for x, one in zip(lists, told, strict=True)), n + 1, stopped
 
-            tokens, logprobs = jnp.zeros(LONGEST_DISPATCH, jnp.int32), jnp.zeros(LONGEST_DISPATCH, jnp.float32)
-            state, *drawn, _ = jax.lax.while_loop(unfinished, step, (state, tokens, logprobs, jnp.int32(0), jnp.bool_(False)))
-            return state, tuple(drawn)
+            kinds = [((), jnp.int32), ((), jnp.float32), *([((top,), jnp.int32), ((top,), jnp.float32)] if top else [])]
+            lists = tuple(jnp.zeros((LONGEST_DISPATCH, *shape), dtype) for shape, dtype in kinds)
+            return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
 
         # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for the first.
         place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
@@ -93,8 +104,8 @@ class XlaBackend:
         self._place = Cache(layers, layers, everywhere)
         state = State(self._place, everywhere, everywhere)
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
-        self._begin = jax.jit(begin, donate_argnums=1, out_shardings=(state, everywhere))
-        self._decode = jax.jit(decode, donate_argnums=1, out_shardings=(state, everywhere))
+        self._begin = jax.jit(begin, donate_argnums=1, static_argnums=6, out_shardings=(state, everywhere))
+        self._decode = jax.jit(decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere))
 
     def start(self, request: Request) -> Iterator[Chunk]:
         model, prompt = self.model, request.prompt
@@ -109,13 +120,12 @@ class XlaBackend:
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
         params = request.sampling.parameters()
-        return self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params))
+        return self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs))
 
-    def _chunks(self, request: Request, params, state: State, logprob: jax.Array) -> Iterator[Chunk]:
-        token, logprob = jax.device_get((state.token, logprob))
+    def _chunks(self, request: Request, params, state: State, told: tuple) -> Iterator[Chunk]:
+        chunk, drawn, pace = _chunk(*(one[None] for one in jax.device_get(told))), 1, 1
         stop_tokens = np.full(_power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
-        chunk, drawn, pace = Chunk([int(token)], [float(logprob)]), 1, 1
         while True:
             self._cache = (state.cache.keys, state.cache.values)
             yield chunk
@@ -123,11 +133,11 @@ class XlaBackend:
                 return
             count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
             began, self._cache = time.perf_counter(), None
-            state, arrays = self._decode(self.model, state, params, stop_tokens, np.int32(count))
-            tokens, logprobs, n = jax.device_get(arrays)
+            state, lists, n = self._decode(self.model, state, params, stop_tokens, np.int32(count), request.top_logprobs)
+            lists, n = jax.device_get((lists, n))
             seconds = (time.perf_counter() - began) / n
             pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
-            chunk, drawn = Chunk(tokens[:n].tolist(), logprobs[:n].tolist()), drawn + int(n)
+            chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + int(n)
 
     def _take_cache(self, positions: int) -> Cache:
         """An empty cache with room for so many positions: a power of two, or the whole context."""
@@ -140,16 +150,25 @@ class XlaBackend:
         return jax.device_put(cache, self._place)
 
 
+def _chunk(tokens: np.ndarray, logprobs: np.ndarray, likely: np.ndarray | None = None, likely_logprobs: np.ndarray | None = None) -> Chunk:
+    """tokens, logprobs [n]; likely, likely_logprobs [n, top_logprobs], if they were asked for."""
+    if likely is None:
+        top = [[] for _ in tokens]
+    else:
+        top = [list(zip(*both, strict=True)) for both in zip(likely.tolist(), likely_logprobs.tolist(), strict=True)]
+    return Chunk(tokens.tolist(), logprobs.tolist(), top)
+
+
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
 def _for_its_devices(model: Laneformer) -> Laneformer:
-    """The model itself, or in float32 on a CPU, where XLA multiplies 16-bit weights some twenty times more slowly."""
+    """The model itself; in float32 on a CPU that is to multiply in it, where XLA would convert 16-bit weights anew for every product."""
     weight = model.tok_embeddings[...]
-    if next(iter(weight.devices())).platform != "cpu" or (weight.dtype == jnp.float32 and model.precision.compute == "float32"):
+    if next(iter(weight.devices())).platform != "cpu" or weight.dtype == jnp.float32 or model.precision.compute != "float32":
         return model
     log.info("backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype)
-    precision = dataclasses.replace(model.precision, param="float32", compute="float32")
+    precision = dataclasses.replace(model.precision, param="float32")
     convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time
     return Laneformer(model.config, convert(model.weights()), precision, model.mesh)

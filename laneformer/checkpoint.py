@@ -1,17 +1,18 @@
 """Opens any checkpoint: an HF folder, a training run, or one saved step of a run."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
-from laneformer.hf import load_hf
+from laneformer.hf import HfFolder
 from laneformer.hf_config import config_from_hf, read_hf_config
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
@@ -30,24 +31,45 @@ def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = Non
     stored one. mesh: from `make_mesh`, by default everything on one device. precision: dtypes of the computation, by default
     `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file and remedy.
     """
+    return open_checkpoint(path, dtype, num_lanes).model(mesh, precision)
+
+
+def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
+    """What is in `path`, checked as far as that goes without reading weights: `.config`, `.dtype`, `.weights()` one by one, `.model()`.
+
+    Arguments and errors are those of `load`.
+    """
     if dtype is not None:
         _check_dtype(dtype)
     step = _step_folder(Path(path))
-    if step is None:
-        return load_hf(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
-    config = read_config(path, num_lanes)
-    return Laneformer(config, restore_params(step, config, dtype, mesh), precision, mesh)
+    return HfFolder(path, dtype, num_lanes) if step is None else SavedStep(step, dtype, num_lanes)
+
+
+class SavedStep:
+    """A saved step of a training run; all as in `HfFolder`."""
+
+    def __init__(self, step: Path, dtype=None, num_lanes: int | None = None):
+        meta = read_meta(step)
+        self.step, self.config = step, config_from_hf(meta["config"])
+        if num_lanes not in (None, self.config.num_lanes):
+            raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {self.config.num_lanes} lanes")
+        self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Path and array of each weight, in the order of `parameter_table`; all are restored at once, and each is let go."""
+        weights = restore_params(self.step, self.config, self.dtype)
+        for path in parameter_table(self.config):
+            yield path, np.asarray(weights.pop(path))
+
+    def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
+        """All weights as a model; see `load`."""
+        return Laneformer(self.config, restore_params(self.step, self.config, self.dtype, mesh), precision, mesh)
 
 
 def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
     """The config of what `load` would open, without its weights. Raises as `load` does."""
     step = _step_folder(Path(path))
-    if step is None:
-        return read_hf_config(path, num_lanes)
-    config = config_from_hf(read_meta(step)["config"])
-    if num_lanes not in (None, config.num_lanes):
-        raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {config.num_lanes} lanes")
-    return config
+    return read_hf_config(path, num_lanes) if step is None else SavedStep(step, num_lanes=num_lanes).config
 
 
 def _step_folder(path: Path) -> Path | None:
@@ -103,14 +125,13 @@ def read_meta(step: Path) -> dict:
         raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
 
 
-def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> dict[str, jax.Array]:
-    """Path -> weight, each read straight onto the devices that hold it, whatever mesh saved it."""
+def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """Path -> weight in that dtype, each read straight onto the devices that hold it, whatever mesh saved it."""
     single = SingleDeviceSharding(jax.devices()[0])
     meta = read_meta(step)
-    stored = jnp.dtype(dtype or meta["param_dtype"]).name
     table = parameter_table(config)
     wanted = {
-        path: jax.ShapeDtypeStruct(p.shape, stored, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
+        path: jax.ShapeDtypeStruct(p.shape, dtype, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
         for path, p in table.items()
     }
     try:
@@ -118,7 +139,7 @@ def restore_params(step: Path, config: ModelConfig, dtype=None, mesh=None) -> di
             weights = reader.restore((step / PARAMS).absolute(), wanted)
     except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
         raise CheckpointError(f"{step} is damaged or does not fit its config ({error}): use another step of the run") from None
-    if stored == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
+    if dtype == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
         raise CheckpointError(f"{step} is damaged, its weights are not those that were saved: use another step of the run")
     return weights
 

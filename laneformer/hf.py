@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, in which safetensors hands it out
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -22,6 +24,8 @@ from laneformer.precision import Precision
 
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
 _FILE_BYTES = 5_000_000_000
+_PIECE = 2**20  # bytes that are compared at once
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -33,29 +37,83 @@ class _Source:
     convert: Callable[[np.ndarray], np.ndarray] = lambda w: w
 
 
-def load_hf(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = None, precision: Precision | None = None) -> Laneformer:
-    """The model in an HF folder; see laneformer.load."""
-    path = Path(path)
-    config = read_hf_config(path, num_lanes)
-    dense = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] in DENSE_TYPES
-    sources = (_dense_sources if dense else _lane_sources)(config)
-    files = _find_tensors(path)
-    _check_names(path, sources, config, files)
-    weights = {}
-    for weight_path, parameter in parameter_table(config).items():
-        tensor = _read(files, sources[weight_path], path)
-        tensor = tensor if dtype is None else tensor.astype(dtype)
-        weights[weight_path] = _place(tensor, None if mesh is None else sharding(parameter.spec, parameter.shape, mesh))
-    return Laneformer(config, weights, precision, mesh)
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    dtype: str
+    """In the format's spelling."""
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes, from the file's beginning."""
+    size: int
+    """Bytes."""
+
+    def read(self, memory: np.ndarray) -> np.ndarray:
+        """The tensor in memory uint8 [size], read past any mapping: mapped pages that were read count as memory in use."""
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start)
+                if file.readinto(memory) != self.size:
+                    raise OSError("it ends too early")
+        except OSError as error:
+            raise _damaged(self.file, error) from None
+        return memory.view(_DTYPES[self.dtype]).reshape(self.shape)
 
 
-def _place(tensor: np.ndarray, device) -> jax.Array:
-    """On the device, contiguous, and waited for, so that no more than one weight is held twice."""
-    return jax.block_until_ready(jax.device_put(np.ascontiguousarray(tensor), device))
+class HfFolder:
+    """A folder with config.json and safetensors, whose files' headers are checked when it is opened; weights are read afterwards."""
+
+    def __init__(self, path: str | Path, dtype=None, num_lanes: int | None = None):
+        """Arguments and errors are those of laneformer.load."""
+        path = Path(path)
+        self.config = read_hf_config(path, num_lanes)
+        dense = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] in DENSE_TYPES
+        self._sources = (_dense_sources if dense else _lane_sources)(self.config)
+        self._tensors = _find_tensors(path)
+        _check_tensors(path, self._sources, self.config, self._tensors)
+        self._dtype = None if dtype is None else jnp.dtype(dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights as they come; where the files have several, that of the embedding table."""
+        return (self._dtype or _DTYPES[self._tensors[self._sources["tok_embeddings"].name].dtype]).name
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Path and array of each weight, lane-first and contiguous, in the order of `parameter_table`.
+
+        All of them are read into the same memory: an array is valid until the next one is asked for.
+        """
+        memory = _aligned(max(self._tensors[source.name].size for source in self._sources.values()))
+        return self._read(lambda size: memory[:size])
+
+    def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
+        """All weights as a model; see laneformer.load."""
+        table, weights = parameter_table(self.config), {}
+        for path, weight in self._read(_aligned):
+            parameter = table[path]
+            device = None if mesh is None else sharding(parameter.spec, parameter.shape, mesh)
+            weights[path] = jax.block_until_ready(jax.device_put(weight, device))  # so that no more than one is held twice
+        return Laneformer(self.config, weights, precision, mesh)
+
+    def _read(self, memory: Callable[[int], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+        """memory: gives room for so many bytes."""
+        for path in parameter_table(self.config):
+            source = self._sources[path]
+            tensor = self._tensors[source.name]
+            yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
 
 
-def _find_tensors(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file that has it."""
+def _aligned(size: int) -> np.ndarray:
+    """Fresh memory, uint8 [size], that begins with a cache line: JAX on a CPU takes such memory over instead of copying it."""
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+def _find_tensors(path: Path) -> dict[str, _Tensor]:
+    """Tensor name -> where it is, for all files of the folder."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -66,48 +124,67 @@ def _find_tensors(path: Path) -> dict[str, Path]:
         names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{path} has no .safetensors files")
-    files: dict[str, Path] = {}
+    tensors: dict[str, _Tensor] = {}
     for name in names:
         try:
-            with safe_open(path / name, framework="numpy") as file:
-                tensors = list(file.keys())
+            found = _read_header(path / name)
         except FileNotFoundError:
             raise CheckpointError(f"{path / name} is missing: {index.name} names it") from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path / name} is damaged or truncated ({error}): copy it again") from None
-        for tensor in tensors:
-            if tensor in files:
+            raise _damaged(path / name, error) from None
+        for tensor in found:
+            if tensor in tensors:
                 raise CheckpointError(f"{path}: tensor {tensor} stands in more than one file; remove the file that does not belong here")
-            files[tensor] = path / name
-    return files
+        tensors |= found
+    return tensors
 
 
-def _check_names(path: Path, sources: dict[str, _Source], config: ModelConfig, files: dict[str, Path]) -> None:
-    found, wanted = set(files), {source.name for source in sources.values()}
+def _read_header(file: Path) -> dict[str, _Tensor]:
+    """Tensor name -> where it is. Raises SafetensorError or OSError for a file that is not whole."""
+    with safe_open(file, framework="numpy"):
+        pass  # this checks that dtypes, shapes and offsets agree with each other and with the file's size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]  # from the header's end
+        tensors[name] = _Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+    return tensors
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged or truncated ({error}): copy it again")
+
+
+def _check_tensors(path: Path, sources: dict[str, _Source], config: ModelConfig, tensors: dict[str, _Tensor]) -> None:
+    """Raises CheckpointError unless the files have just the weights that the config asks for."""
+    found, wanted = set(tensors), {source.name for source in sources.values()}
     missing, extra = sorted(wanted - found), sorted(n for n in found - wanted if not n.endswith(_IGNORED))
-    if config.tie_word_embeddings and extra == ["lm_head.weight"]:
-        embedding = sources["tok_embeddings"].name
-        head, table = (_tensor(files, name) if name in files else None for name in ("lm_head.weight", embedding))
-        extra = [] if np.array_equal(head, table) else extra
+    if config.tie_word_embeddings and extra == ["lm_head.weight"] and not missing:
+        extra = [] if _same_bytes(tensors["lm_head.weight"], tensors[sources["tok_embeddings"].name]) else extra
     for kind, names in (("misses", missing), ("has unknown", extra)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise CheckpointError(f"{path} {kind} tensor(s) {shown}: config.json and the safetensors files do not belong together")
+    for source in sources.values():
+        tensor = tensors[source.name]
+        if tensor.shape != source.shape:
+            raise CheckpointError(f"{path}: tensor {source.name} has shape {list(tensor.shape)}, config.json asks for {list(source.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: tensor {source.name} is stored as {tensor.dtype}; {', '.join(_DTYPES)} are read")
 
 
-def _tensor(files: dict[str, Path], name: str) -> np.ndarray:
-    """A copy of one tensor. The file is mapped for that long only: mapped pages that were read count as memory in use."""
-    with safe_open(files[name], framework="numpy") as file:
-        return file.get_tensor(name)
-
-
-def _read(files: dict[str, Path], source: _Source, path: Path) -> np.ndarray:
-    tensor = _tensor(files, source.name)
-    if tensor.shape != source.shape:
-        raise CheckpointError(f"{path}: tensor {source.name} has shape {list(tensor.shape)}, config.json asks for {list(source.shape)}")
-    if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise CheckpointError(f"{path}: tensor {source.name} is {tensor.dtype}; float32, float16 and bfloat16 are read")
-    return source.convert(tensor)
+def _same_bytes(one: _Tensor, other: _Tensor) -> bool:
+    """Whether two tensors are the same, without holding either."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        pieces = [min(_PIECE, one.size - n) for n in range(0, one.size, _PIECE)]
+        return all(first.read(piece) == second.read(piece) for piece in pieces)
 
 
 def _lane_sources(config: ModelConfig) -> dict[str, _Source]:

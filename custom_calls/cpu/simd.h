@@ -28,6 +28,13 @@ typedef uint16_t vh __attribute__((vector_size(2 * kWidth)));
 
 #define LF_INLINE static inline __attribute__((always_inline))
 
+template <int... I>
+struct Numbers {};  // CountUp<N>: 0 .. N - 1
+template <int N, int... I>
+struct CountUp : CountUp<N - 1, N - 1, I...> {};
+template <int... I>
+struct CountUp<0, I...> : Numbers<I...> {};
+
 template <class V, class T>
 LF_INLINE V load(const T* p) {
   V v;
@@ -61,7 +68,28 @@ LF_INLINE float sum(vf v) {
 #endif
 }
 
+// Halves the blocks of S partial sums in u and v: the sums of u's blocks, then those of v's.
+template <int S, int... I>
+LF_INLINE vf halve(vf u, vf v, Numbers<I...>) {
+  return __builtin_shufflevector(u, v, (I / (S / 2) * S + I % (S / 2))...) + __builtin_shufflevector(u, v, (I / (S / 2) * S + S / 2 + I % (S / 2))...);
+}
+
+// The sums of kWidth vectors as one vector.
+template <int S>
+LF_INLINE vf sums(vf (&v)[S]) {
+  if constexpr (S == 1) {
+    return v[0];
+  } else {
+    vf half[S / 2];
+    for (int i = 0; i < S / 2; i++) half[i] = halve<S>(v[2 * i], v[2 * i + 1], CountUp<kWidth>{});
+    return sums(half);
+  }
+}
+
 LF_INLINE float largest(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float m = v[0];
   for (int i = 1; i < kWidth; i++) m = v[i] > m ? v[i] : m;
   return m;

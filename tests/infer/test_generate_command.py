@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,9 @@ def run(*args, text=None):
 
 def test_text_streams_to_stdout_and_the_summary_to_stderr(checkpoint):
     sampling = ("--temperature", 1, "--seed", 3)
-    done = run("generate", "--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", 40, *sampling, text=PROMPT)
+    done = run("generate", "--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", 40, "--backend", "xla", *sampling, text=PROMPT)
     assert done.returncode == 0, done.stderr
-    engine = infer.Engine.load(checkpoint)
+    engine = infer.Engine.load(checkpoint, "xla")
     expected = engine.generate(PROMPT, max_new_tokens=40, sampling=infer.Sampling(temperature=1.0, seed=3)).result
     assert done.stdout == expected.text + "\n"
     summary = done.stderr.strip()
@@ -59,7 +59,7 @@ def test_text_streams_to_stdout_and_the_summary_to_stderr(checkpoint):
 
 
 def test_json_over_eight_devices_with_a_stop_string(checkpoint):
-    text = infer.Engine.load(checkpoint).generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
+    text = infer.Engine.load(checkpoint, "xla").generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
     done = run("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 30, "--temperature", 1, "--devices", 8,
                "--stop", text[start : start + 2], "--stop", "never", "--json")  # fmt: skip
@@ -69,17 +69,38 @@ def test_json_over_eight_devices_with_a_stop_string(checkpoint):
     assert report["conditions"]["devices"] == 8 and report["conditions"]["sampling"]["temperature"] == 1.0
 
 
+def test_json_with_top_logprobs_of_products_in_bfloat16(checkpoint):
+    done = run("generate", "--checkpoint", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--backend", "xla", "--json",
+               "--compute", "bfloat16", "--top-logprobs", 2)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    engine = infer.Engine.load(checkpoint, "xla", precision=laneformer.Precision(compute="bfloat16"))
+    result = engine.generate([1, 2], max_new_tokens=3, top_logprobs=2).result
+    assert report["tokens"] == list(result.tokens)
+    assert report["top_logprobs"] == [[list(pair) for pair in top] for top in result.top_logprobs]
+    assert report["conditions"]["weights_dtype"] == "float32" and report["conditions"]["compute_dtype"] == "bfloat16"
+
+
+def test_the_summary_says_in_what_dtype_it_multiplied_and_auto_what_it_took(checkpoint):
+    short = ("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 3)
+    done = run(*short, "--backend", "xla", "--compute", "float16")
+    assert done.returncode == 0 and "weights float32, products in float16; backend xla" in done.stderr
+    done = run(*short)
+    first, summary = done.stderr.splitlines()
+    name = re.fullmatch(r"backend (cpu|xla) \(auto\)", first)[1]
+    assert done.returncode == 0 and f"; backend {name}, " in summary
+
+
 def test_control_c_ends_with_a_summary(checkpoint):
     running = subprocess.Popen(
         command("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert running.stdout.read(1)  # it generates
-    time.sleep(0.3)
+    early = running.stdout.read(12)  # it generates
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
-    assert b"(cancelled)" in err and b"Traceback" not in err and len(out) > 10
+    assert b"(cancelled)" in err and b"Traceback" not in err and len(early + out) < 19000
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
@@ -100,6 +121,8 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
         (("--prompt-ids", "1,999"), "token id 999 is outside the vocabulary"),
         (("--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens = 0"),
         (("--prompt", "a", "--backend", "cuda"), "backend cuda is not available"),
+        (("--prompt", "a", "--top-logprobs", "2"), "--top-logprobs goes with --json"),
+        (("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs = 21: give a whole number from 0 to 20"),
         (("--prompt", "a", "--devices", "0"), "--devices 0: give at least 1"),
         (("--prompt", "a", "--devices", "3"), "8 lanes spread over 1, 2, 4, 8"),
         (("--prompt-file", "/nonexistent"), "No such file"),
@@ -107,7 +130,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
 )
 def test_errors_are_one_line(checkpoint, capsys, monkeypatch, args, message):
     monkeypatch.setattr("infer.cli_generate.use_host_devices", lambda count: None)  # this process has its eight already
-    assert main(["generate", "--checkpoint", str(checkpoint), *args]) == 2
+    assert main(["generate", "--checkpoint", str(checkpoint), "--backend", "xla", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
@@ -128,7 +151,7 @@ def test_help_shows_every_option_with_type_default_and_meaning(capsys, monkeypat
     assert ended.value.code == 0
     for option in ("--checkpoint PATH", "--prompt STR", "--prompt-file FILE", "--prompt-ids STR", "--max-new-tokens INT", "--stop STR",
                    "--temperature FLOAT", "--top-k INT", "--top-p FLOAT", "--min-p FLOAT", "--repetition-penalty FLOAT", "--seed INT",
-                   "--backend STR", "--devices INT", "--dtype", "--json"):  # fmt: skip
+                   "--backend STR", "--devices INT", "--dtype", "--compute", "--top-logprobs INT", "--json"):  # fmt: skip
         assert option in shown
     assert "(default: 256)" in shown
 

@@ -51,14 +51,14 @@ class Player:
                     chunk()
                     continue
                 tokens = list(chunk.encode() if isinstance(chunk, str) else chunk)
-                yield Chunk(tokens, [-1.0] * len(tokens))
+                yield Chunk(tokens, [-1.0] * len(tokens), [[(token, -1.0), (0, -2.0)][: request.top_logprobs] for token in tokens])
         finally:
             self.closed = True
 
 
-def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,)):
+def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,), top_logprobs=0):
     player = Player(*chunks)
-    request = Request(np.array(prompt, np.int32), limit, Sampling(), (END,))
+    request = Request(np.array(prompt, np.int32), limit, Sampling(), (END,), top_logprobs=top_logprobs)
     return Generation(player, request, tokenizer, tuple(stops), time.perf_counter()), player
 
 
@@ -76,6 +76,16 @@ def test_tokens_are_ids_with_text_logprob_and_time(tokenizer):
     assert result.time_per_token == pytest.approx((result.total_time - tokens[0].time) / 3)  # END was drawn too
     again = pickle.loads(pickle.dumps(tokens[0]))
     assert (again, again.text, again.logprob, again.time) == (tokens[0], "h", -1.0, tokens[0].time)
+
+
+def test_tokens_and_result_tell_the_most_likely_tokens_if_asked():
+    generation, _ = play([5], [6, 7, END], top_logprobs=2)
+    tokens = list(generation)
+    assert [token.top_logprobs for token in tokens] == [((n, -1.0), (0, -2.0)) for n in (5, 6, 7)]
+    assert generation.result.top_logprobs == tuple(token.top_logprobs for token in tokens)
+    assert pickle.loads(pickle.dumps(tokens[0])).top_logprobs == tokens[0].top_logprobs
+    generation, _ = play([5], [END])
+    assert next(generation).top_logprobs == () and generation.result.top_logprobs == ()
 
 
 def test_the_end_of_the_iterator_carries_the_result():
@@ -197,7 +207,7 @@ def test_a_failing_backend_ends_the_generation_with_its_error():
 def test_not_a_number_is_an_error_that_says_where():
     generation, player = play([5], prompt=(1, 2, 3))
     player.start = None
-    generation._chunks = iter_with_close([Chunk([5], [-1.0]), Chunk([0], [float("nan")])])
+    generation._chunks = iter_with_close([Chunk([5], [-1.0], [[]]), Chunk([0], [float("nan")], [[]])])
     assert next(generation) == 5
     with pytest.raises(CheckpointError, match="position 4 is not a number"):
         next(generation)

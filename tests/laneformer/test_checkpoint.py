@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
-from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step
+from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step, open_checkpoint
 from laneformer.hf_config import config_to_hf
 
 
@@ -56,6 +56,23 @@ def test_a_run_on_a_mesh_in_another_dtype(saved_run, model):
     assert w.dtype == "bfloat16" and w.sharding.shard_shape(w.shape) == (1, 8, 16)
     expected = (10 * np.asarray(model.weights()["layers.0.attention.wq"])).astype("bfloat16")
     assert (np.asarray(w) == expected).all()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weights_one_by_one(saved_run, dtype):
+    loaded, checkpoint = load(saved_run, dtype).weights(), open_checkpoint(saved_run, dtype)
+    assert checkpoint.dtype == (dtype or "float32") and checkpoint.config == load(saved_run).config
+    given = list(checkpoint.weights())
+    assert [path for path, _ in given] == list(loaded)
+    assert all(w.dtype == loaded[path].dtype and w.tobytes() == np.asarray(loaded[path]).tobytes() for path, w in given)
+
+
+def test_a_weight_of_a_run_is_let_go_with_the_next(saved_run, monkeypatch):
+    restored = load(saved_run).weights()
+    monkeypatch.setattr("laneformer.checkpoint.restore_params", lambda *args: restored)
+    count = len(restored)
+    for n, _ in enumerate(open_checkpoint(saved_run).weights()):
+        assert len(restored) == count - n - 1
 
 
 def test_where_the_tokenizer_lies(saved_run):

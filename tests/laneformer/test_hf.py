@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import laneformer.hf
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
+from laneformer.checkpoint import open_checkpoint
+from laneformer.hf_config import read_hf_config
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
@@ -172,6 +175,87 @@ def test_loading_in_a_dtype_that_holds_no_weights(dtype):
         load(tiny.ORACLE[0], dtype)
 
 
+# ------------------------------------------------------------------------------------------------------- one at a time
+
+
+def same_weights(folder, dtype=None, num_lanes=None) -> bool:
+    """Whether reading one by one gives what load() gives, bit for bit, in the same order, contiguous."""
+    loaded = load(folder, dtype, num_lanes=num_lanes).weights()
+    paths = []
+    for path, weight in open_checkpoint(folder, dtype, num_lanes).weights():
+        wanted = np.asarray(loaded[path])
+        alike = weight.dtype == wanted.dtype and weight.shape == wanted.shape and weight.tobytes() == wanted.tobytes()
+        if not alike or not weight.flags.c_contiguous:
+            return False
+        paths.append(path)
+    return paths == list(loaded)
+
+
+@pytest.mark.parametrize("folder", tiny.ORACLE, ids=name_of)
+def test_weights_of_published_models_one_by_one(folder):
+    assert same_weights(folder) and same_weights(folder, "bfloat16")
+
+
+@pytest.mark.parametrize("folder", DENSE, ids=name_of)  # llama2 lies in four files
+def test_weights_of_dense_models_one_by_one(folder):
+    assert same_weights(folder, num_lanes=4) and same_weights(folder, "float16", 2)
+
+
+def test_every_weight_once_more_in_its_own_dtype(tmp_path):
+    """Files may mix dtypes."""
+    values = tiny.values(lm_head_type="lane")
+    arrays = {name: w.astype(("float32", "float16", "bfloat16")[n % 3]) for n, (name, w) in enumerate(tiny.random_weights(values).items())}
+    model = tiny.model_of(values, arrays)
+    save_hf(model, tmp_path)
+    assert same_weights(tmp_path) and same_bits(load(tmp_path), model)
+    assert open_checkpoint(tmp_path).dtype == load(tmp_path).tok_embeddings[...].dtype.name
+    assert open_checkpoint(tmp_path, "bfloat16").dtype == "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    """A dense model of ones, 20 MB of float32 in matrices of at most 2 MB, and the same as a Laneformer."""
+    folder = tmp_path_factory.mktemp("large")
+    dense = json.loads((DENSE[-1] / "config.json").read_text())
+    dense |= {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    (folder / "dense").mkdir()
+    (folder / "dense" / "config.json").write_text(json.dumps(dense))
+    config = read_hf_config(folder / "dense", 4)
+    ones = {source.name: np.ones(source.shape, np.float32) for source in laneformer.hf._dense_sources(config).values()}
+    save_file(ones, folder / "dense" / "model.safetensors")
+    save_hf(load(folder / "dense", num_lanes=4), folder / "laneformer")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("laneformer", 1), ("dense", 2)])
+def test_only_one_weight_is_in_memory(large_folder, kind, copies):
+    """Beside it, for a dense model, the bytes from which its columns were picked."""
+    checkpoint = open_checkpoint(large_folder / kind, num_lanes=4)
+    tracemalloc.start()
+    sizes = [weight.nbytes for _, weight in checkpoint.weights()]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(sizes) > 9 * max(sizes) and max(sizes) < peak < copies * max(sizes) + 200_000
+
+
+def test_an_array_is_overwritten_by_the_next_one(large_folder):
+    """All of them share the memory that the largest needs: nobody may keep one."""
+    reader = open_checkpoint(large_folder / "laneformer").weights()
+    first, second = next(reader)[1], next(reader)[1]
+    assert np.shares_memory(first, second)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(folder):
+    checkpoint = open_checkpoint(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or truncated \(it ends too early\)"):
+        list(checkpoint.weights())
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or truncated .*No such file"):
+        checkpoint.model()
+
+
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
@@ -233,8 +317,11 @@ def test_a_tied_head_stored_twice(tmp_path):
     table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
     change_tensors(folder, lm_head__weight=table)
     assert "lm_head" not in load(folder).weights()
-    change_tensors(folder, lm_head__weight=table + 1)
-    refused(folder, "has unknown tensor(s) lm_head.weight")
+    last = table.copy()
+    last[-1, -1] += 1
+    for other in (last, table[:-1], table.astype("float16")):
+        change_tensors(folder, lm_head__weight=other)
+        refused(folder, "has unknown tensor(s) lm_head.weight")
 
 
 @pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
@@ -243,10 +330,10 @@ def test_a_tensor_of_another_shape(folder, shape):
     refused(folder, f"tensor lm_head.weight has shape {list(shape)}, config.json asks for [40, 32]")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float64", "int32"])
-def test_a_tensor_that_is_no_weight(folder, dtype):
+@pytest.mark.parametrize(("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")])
+def test_a_tensor_that_is_no_weight(folder, dtype, spelling):
     change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
-    refused(folder, f"tensor lm_head.weight is {dtype}", "float32, float16 and bfloat16 are read")
+    refused(folder, f"tensor lm_head.weight is stored as {spelling}; F32, F16, BF16 are read")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])

@@ -53,9 +53,9 @@ def spread(weights, mesh):
     return {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
 
 
-def by_fresh_engine(weights, prompts, sampling):
+def by_fresh_engine(weights, prompts, sampling, precision=None):
     """Ids that an engine made for these weights alone draws, on one device and in the dispatches of its own choice."""
-    engine = Engine(laneformer.Laneformer(CONFIG, jax.device_put(weights)), "xla")
+    engine = Engine(laneformer.Laneformer(CONFIG, jax.device_put(weights), precision), "xla")
     return [list(engine.generate(prompt, max_new_tokens=12, sampling=sampling)) for prompt in prompts]
 
 
@@ -96,11 +96,14 @@ def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
     assert texts(records)["samples/0"] == "3,1,4 -> " + ",".join(map(str, records[0]["tokens"]))
 
 
-def test_weights_reach_an_engine_that_computes_in_another_precision(mesh, tokenizer):
-    samples = Samples(LiveEngine(CONFIG, mesh, Precision(compute="bfloat16"), tokenizer), [""], max_new_tokens=12)
-    for seed in (1, 2):  # on a CPU it computes in float32
+def test_samples_are_drawn_in_the_precision_of_training(mesh, tokenizer):
+    precision = Precision(compute="bfloat16")
+    live = LiveEngine(CONFIG, mesh, precision, tokenizer)
+    samples = Samples(live, [""], max_new_tokens=12)
+    for seed in (1, 2):
         records = samples.draw(spread(weights(seed), mesh))
-        assert [record["tokens"] for record in records] == by_fresh_engine(weights(seed), [[256]], SAMPLING)
+        assert [record["tokens"] for record in records] == by_fresh_engine(weights(seed), [[256]], SAMPLING, precision)
+    assert live._engine.precision == precision and live._engine.conditions["compute_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("text", [True, False])
