@@ -1,4 +1,4 @@
-"""Compiles the native library, once for every state of its sources: python -m custom_calls.build.
+"""Compiles the native library, once for every state of its sources: python -m custom_calls.
 
 `pip install` does it where there is a compiler; otherwise, and whenever the sources or JAX's FFI headers have changed since, the first
 use does. A library's name contains a hash of all that it was made from, so that a stale one is never loaded.
@@ -6,11 +6,11 @@ use does. A library's name contains a hash of all that it was made from, so that
 Nothing here imports JAX: an installation runs this file by itself.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,10 +39,10 @@ class BuildError(Exception):
     """Why there is no library, and the remedy."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, g++ or clang++."""
-    named = os.environ.get("CXX")
-    return next((found for name in ([named] if named else ["g++", "clang++"]) if (found := shutil.which(name))), None)
+def compiler() -> list[str] | None:
+    """The C++ compiler, as the beginning of a command: $CXX, g++ or clang++."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    return next((command for command in ([named] if named else [["g++"], ["clang++"]]) if shutil.which(command[0])), None)
 
 
 def headers() -> Path:
@@ -91,7 +91,7 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
     with tempfile.TemporaryDirectory() as work:
         objects = compile_objects(cxx, Path(work), sanitizer)
         made = Path(work) / out.name
-        _run([cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread"])
+        _run([*cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread"])
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{out.name}.{os.getpid()}"
         shutil.copy(made, unfinished)
@@ -99,7 +99,7 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
     return out
 
 
-def compile_objects(cxx: str, work: Path, sanitizer: str | None = None, api: bool = True) -> list[str]:
+def compile_objects(cxx: list[str], work: Path, sanitizer: str | None = None, api: bool = True) -> list[str]:
     """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers."""
     jobs = []
     include = ["-isystem", str(headers())] if api else []
@@ -113,7 +113,7 @@ def compile_objects(cxx: str, work: Path, sanitizer: str | None = None, api: boo
     def compile_one(job):
         path, name, extra = job
         target = str(work / name)
-        _run([cxx, *FLAGS, *_sanitizer_flags(sanitizer), *extra, "-c", str(path), "-o", target])
+        _run([*cxx, *FLAGS, *_sanitizer_flags(sanitizer), *extra, "-c", str(path), "-o", target])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -128,20 +128,3 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"compiling failed: {' '.join(command)}\n{done.stderr.strip()}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m custom_calls.build", description="Compile the native library.")
-    parser.add_argument("--out", type=Path, help=f"folder for it (default: {cache()})")
-    parser.add_argument("--sanitizer", choices=SANITIZERS, help="build it for this checker of the compiler")
-    options = parser.parse_args()
-    try:
-        print(build(options.out, options.sanitizer))
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

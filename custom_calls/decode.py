@@ -33,7 +33,7 @@ class State(NamedTuple):
     """What a call changes in place: donate it."""
 
     seen: jax.Array
-    """uint8 [vocab]: 1 for tokens of the text so far."""
+    """uint8 [vocab]: 1 for tokens of the text so far, those of the prompt included; drawn ones are added."""
     keys: list[jax.Array]
     """Of each layer [lanes, 1, positions, kv heads, head size], the cache of laneformer/cache.py."""
     values: list[jax.Array]
@@ -62,9 +62,11 @@ def decode(
     """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state` with them.
 
     room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place: call this
-    under jax.jit with `state` donated. A call that cannot be is a jax.errors.JaxRuntimeError which says why, among them a cache that was
-    not donated, and a device that does not come within the session's timeout.
+    under jax.jit, with `state` donated (where it is not, XLA copies it for every call). Raises ValueError outside of jax.jit. A call that
+    cannot be is a jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout.
     """
+    if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise ValueError("custom_calls.decode updates its state in place: call it under jax.jit, with the state donated (donate_argnums)")
     vocab = session.shapes.vocab
     outputs = Outputs(
         jax.ShapeDtypeStruct((room,), jnp.int32), jax.ShapeDtypeStruct((room,), jnp.float32), jax.ShapeDtypeStruct((room, top), jnp.int32),

@@ -54,7 +54,7 @@ _FUNCTIONS = {
     "ffi_version": (_INT,),
     "open": (_ID, ctypes.POINTER(Model), ctypes.POINTER(Options), *_ERROR),
     "close": (None, _ID),
-    "pack": (_ID, _ID, ctypes.c_char_p, _INT, _POINTER, _INT, *_ERROR),
+    "pack": (_ID, _ID, ctypes.c_char_p, _INT, _POINTER, ctypes.c_int64, _INT, *_ERROR),
     "begin": (None, _ID),
     "wait": (_INT, _ID, _INT, _INT),
     "finished": (_INT, _ID),

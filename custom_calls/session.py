@@ -94,11 +94,18 @@ class Session:
             threads or default_threads(), one_thread_per_lane, chaos_us, timeout_ms, instructions.encode() if instructions else None
         )
         self.shapes, self.timeout_ms, self._lib = shapes, timeout_ms, library()
-        self.id = call("open", ctypes.byref(model), ctypes.byref(options))
-        self.close = weakref.finalize(self, self._lib.laneformer_close, self.id)
+        self._id = call("open", ctypes.byref(model), ctypes.byref(options))
+        self.close = weakref.finalize(self, self._lib.laneformer_close, self._id)
+
+    @property
+    def id(self) -> int:
+        """Of the session in the library. Raises NativeError once it was closed."""
+        if not self.close.alive:
+            raise NativeError("this decode session was closed: make another one")
+        return self._id
 
     def pack(self, path: str, weight: np.ndarray) -> None:
-        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError for an unknown one."""
+        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError for one that does not fit."""
         layer, name = 0, path
         if path.startswith("layers."):
             _, number, name = path.split(".", 2)
@@ -106,7 +113,7 @@ class Session:
         weight = np.ascontiguousarray(weight)
         if weight.dtype.name not in DTYPES:
             raise NativeError(f"weight {path} is {weight.dtype}: the kernel packs {', '.join(DTYPES)}")
-        call("pack", self.id, name.encode(), layer, weight.ctypes.data, DTYPES[weight.dtype.name])
+        call("pack", self.id, name.encode(), layer, weight.ctypes.data, weight.size, DTYPES[weight.dtype.name])
 
     @property
     def threads(self) -> int:
@@ -141,7 +148,7 @@ class Session:
         return bool(self._lib.laneformer_finished(self.id))
 
     def cancel(self) -> None:
-        """Ends the running call, or the one that begins next, before its next token."""
+        """Ends the running call, or the one that `begin` has announced, before its next token."""
         self._lib.laneformer_cancel(self.id)
 
     def drawn(self, first: int, count: int, top: int = 0) -> Drawn:

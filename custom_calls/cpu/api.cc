@@ -110,7 +110,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
     if (device.logits && device.logits != first.logits) std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab * sizeof(float));
     device.state[0] = drawn;
     device.state[1] = (int32_t)end;
-    device.state[2] = (int32_t)(call.start + (int64_t)call.prompt.size() + drawn);
+    device.state[2] = (int32_t)(call.start + decoder.absorbed() + drawn);
   }
   return ffi::Error::Success();
 }
@@ -166,6 +166,10 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
                   ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
   const std::shared_ptr<Decoder> decoder = find(session);
   if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
+  const struct Settle {
+    Decoder& decoder;
+    ~Settle() { decoder.settle(); }  // also a call that is refused here has ended
+  } settle{*decoder};
   const LaneformerModel& model = decoder->model();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
   if (position < 0 || position >= devices || model.lanes % devices != 0)
@@ -203,6 +207,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   operands.room = (int64_t)tokens->element_count();
   operands.logprobs = logprobs->typed_data();
   operands.top = top_tokens->dimensions()[1];
+  if (operands.top > model.vocab) return wrong("more most likely tokens are asked for than the vocabulary has");
   operands.top_tokens = top_tokens->typed_data();
   operands.top_logprobs = top_logprobs->typed_data();
   operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
@@ -259,9 +264,9 @@ void laneformer_close(int64_t id) {
   sessions.erase(found);
 }
 
-int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int32_t dtype, char* error, int64_t size) {
+int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    find(id)->pack(name, layer, data, (Dtype)dtype);
+    find(id)->pack(name, layer, data, count, (Dtype)dtype);
     return 0;
   });
 }

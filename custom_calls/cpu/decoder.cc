@@ -240,13 +240,24 @@ void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool sec
   });
 }
 
-void Decoder::pack(const std::string& name, int layer, const void* data, Dtype dtype) {
-  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e;
-  const auto floats = [&](std::vector<float>& all, int64_t count) {
-    kernels_->widen(dtype, data, count, all.data() + layer * count);
+void Decoder::pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype) {
+  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e, lanes = model_.lanes, ff = model_.ff;
+  if (layer < 0 || layer >= model_.layers) throw std::runtime_error("there is no layer " + std::to_string(layer) + " for " + name);
+  const auto expect = [&](int64_t wanted) {
+    if (count != wanted)
+      throw std::runtime_error(name + " has " + std::to_string(count) + " elements, the model's has " + std::to_string(wanted));
+  };
+  const auto floats = [&](std::vector<float>& all, int64_t each) {
+    expect(each);
+    kernels_->widen(dtype, data, each, all.data() + layer * each);
+  };
+  const auto matrix = [&](Op op, int64_t first, int64_t rows, bool second = false) {
+    expect((op == kHead && model_.head_type == 1 ? 1 : this->lanes(op)) * rows * columns(op));
+    pack_rows(op, layer, first, rows, second, data, dtype);
   };
   if (name == "tok_embeddings") {
-    if (model_.tied_head) pack_rows(kHead, 0, 0, model_.vocab, false, data, dtype);
+    expect(model_.vocab * d);
+    if (model_.tied_head) matrix(kHead, 0, model_.vocab);
     embedding_dtype_ = dtype;
     if (!model_.tied_head || dtype != weights_) {
       const int64_t bytes = (int64_t)model_.vocab * d * bytes_of(dtype);
@@ -261,33 +272,34 @@ void Decoder::pack(const std::string& name, int layer, const void* data, Dtype d
   } else if (name == "ffn_norm") {
     floats(ffn_norms_, ffn_norms_.size() / model_.layers);
   } else if (name == "norm") {
-    kernels_->widen(dtype, data, final_norm_.size(), final_norm_.data());
-  } else if (name == "attention.q_norm") {
+    floats(final_norm_, final_norm_.size());
+  } else if (name == "attention.q_norm" && model_.qk_norm) {
     floats(q_norms_, e);
-  } else if (name == "attention.k_norm") {
+  } else if (name == "attention.k_norm" && model_.qk_norm) {
     floats(k_norms_, e);
   } else if (name == "attention.wq") {
-    pack_rows(kQkv, layer, 0, q, false, data, dtype);
+    matrix(kQkv, 0, q);
   } else if (name == "attention.wk") {
-    pack_rows(kQkv, layer, q, kv, false, data, dtype);
+    matrix(kQkv, q, kv);
   } else if (name == "attention.wv") {
-    pack_rows(kQkv, layer, q + kv, kv, false, data, dtype);
+    matrix(kQkv, q + kv, kv);
   } else if (name == "attention.wo") {
-    pack_rows(kOut, layer, 0, d, false, data, dtype);
+    matrix(kOut, 0, d);
   } else if (name == "feed_forward.w1") {
-    pack_rows(kGateUp, layer, 0, model_.ff, false, data, dtype);
+    matrix(kGateUp, 0, ff);
   } else if (name == "feed_forward.w3") {
-    pack_rows(kGateUp, layer, 0, model_.ff, true, data, dtype);
+    matrix(kGateUp, 0, ff, true);
   } else if (name == "feed_forward.w2") {
-    pack_rows(kDown, layer, 0, d, false, data, dtype);
-  } else if (name == "lm_head") {
-    pack_rows(kHead, 0, 0, rows(kHead), false, data, dtype);
-  } else if (name == "attention.wq_bias" || name == "attention.wk_bias" || name == "attention.wv_bias") {
-    const int64_t first = name[11] == 'q' ? 0 : name[11] == 'k' ? q : q + kv, count = name[11] == 'q' ? q : kv;
-    for (int l = 0; l < model_.lanes; l++)
-      kernels_->widen(dtype, (const char*)data + l * count * bytes_of(dtype), count, biases_.data() + (layer * model_.lanes + l) * rows(kQkv) + first);
+    matrix(kDown, 0, d);
+  } else if (name == "lm_head" && !model_.tied_head) {
+    matrix(kHead, 0, rows(kHead));
+  } else if (model_.qkv_bias && (name == "attention.wq_bias" || name == "attention.wk_bias" || name == "attention.wv_bias")) {
+    const int64_t first = name[11] == 'q' ? 0 : name[11] == 'k' ? q : q + kv, each = name[11] == 'q' ? q : kv;
+    expect(lanes * each);
+    for (int l = 0; l < lanes; l++)
+      kernels_->widen(dtype, (const char*)data + l * each * bytes_of(dtype), each, biases_.data() + (layer * lanes + l) * rows(kQkv) + first);
   } else {
-    throw std::runtime_error("there is no weight called " + name);
+    throw std::runtime_error("the model has no weight called " + name);
   }
 }
 
@@ -336,6 +348,13 @@ void Decoder::begin() {
   cancel_.store(0);
   count_.raise(0);
   done_.store(false);
+}
+
+void Decoder::settle() {
+  const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
+  if (!alone.owns_lock()) return;  // another call runs
+  armed_ = false;
+  done_.store(true, std::memory_order_release);
 }
 
 int32_t Decoder::wait(int32_t have, int timeout_ms) {

@@ -121,13 +121,15 @@ class Decoder {
   Decoder(const LaneformerModel&, const LaneformerOptions&);
   ~Decoder();
 
-  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table. Throws std::runtime_error for an unknown one.
-  void pack(const std::string& name, int layer, const void* data, Dtype dtype);
+  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements. Throws std::runtime_error
+  // for one that the model does not have.
+  void pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype);
   double read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
 
   // Streaming: what the running call has drawn so far, and telling it to end.
   void begin();
+  void settle();  // after a call that was refused
   int32_t wait(int32_t have, int timeout_ms);  // tokens drawn; returns early when there are more than `have` or the call has ended
   bool finished() const { return done_.load(std::memory_order_acquire); }
   int32_t drawn() const { return (int32_t)count_.value.load(std::memory_order_acquire); }
@@ -145,6 +147,7 @@ class Decoder {
   void trace(int64_t spans_per_worker);
   const std::vector<Span>& spans(int worker) const;
   int last_drawn() const { return last_drawn_; }
+  int64_t absorbed() const { return absorbed_; }
 
  private:
   friend class Worker;
@@ -193,7 +196,8 @@ class Decoder {
   };
   std::vector<Packet> packets_;
   float least_ = 0;             // of the filters
-  int cancelled_[2] = {0, 0};   // as worker 0 saw it, in turns, so that all end together
+  int cancelled_[3] = {};       // as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens
+  int64_t absorbed_ = 0;        // tokens of the prompt that are in the cache
   std::unique_ptr<Mailboxes> mail_;
 
   std::vector<std::unique_ptr<Worker>> workers_;

@@ -30,11 +30,12 @@ inline int64_t now_ns() {
 }
 
 // Sleeps while the word is `seen`, for a tenth of a second at most.
-inline void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
+inline void sleep_while(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns) {
 #if defined(__linux__)
-  const timespec limit = {0, 100'000'000};
+  const timespec limit = {0, ns < 100'000'000 ? ns : 100'000'000};
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &limit, nullptr, 0);
 #else
+  (void)ns;
   if (word.load() == seen) std::this_thread::sleep_for(std::chrono::microseconds(50));
 #endif
 }
@@ -67,10 +68,11 @@ struct alignas(128) Counter {
     }
     const int64_t began = now_ns();
     while (!reached(target)) {
-      if (stopped.load(std::memory_order_relaxed) || now_ns() - began > timeout_ns) return false;
+      const int64_t left = timeout_ns - (now_ns() - began);
+      if (stopped.load(std::memory_order_relaxed) || left <= 0) return false;
       sleepers.fetch_add(1, std::memory_order_seq_cst);
       const uint32_t seen = value.load(std::memory_order_seq_cst);
-      if ((int32_t)(seen - target) < 0) sleep_while(value, seen);
+      if ((int32_t)(seen - target) < 0) sleep_while(value, seen, left);
       sleepers.fetch_sub(1, std::memory_order_relaxed);
     }
     return true;

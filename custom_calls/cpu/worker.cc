@@ -183,11 +183,13 @@ void Worker::generate() {
       const int turn = blocks_++ % 2;
       if (index_ == 0) d_.cancelled_[turn] = d_.cancel_.load(std::memory_order_relaxed);
       meet();
+      if (index_ == 0) d_.absorbed_ = i + positions;
       if (d_.cancelled_[turn]) {
         if (index_ == 0) d_.end_ = End::cancelled;
         return;
       }
     }
+    if (index_ == 0) d_.absorbed_ = n;
     for (int64_t position = call.start + n; sample(position); position++) {
       const int32_t token = d_.tokens[drawn_ - 1];
       step(&token, position, 1, true);
@@ -556,7 +558,7 @@ bool Worker::sample(int64_t position) {
   const int64_t first = vocab_first_, count = vocab_last_ - first;
   float *logits = d_.logits_.floats(), *z = d_.z_.floats();
   Decoder::Packet& own = d_.packets_[index_];
-  if (index_ == 0) d_.cancelled_[0] = d_.cancel_.load(std::memory_order_relaxed);
+  if (index_ == 0) d_.cancelled_[2] = d_.cancel_.load(std::memory_order_relaxed);
   k_.temper(logits + first, call.seen + first, s.repetition_penalty, s.temperature, count, z + first);
   own.largest = k_.largest(logits + first, count);
   own.largest_z = k_.largest(z + first, count);
@@ -584,7 +586,7 @@ bool Worker::sample(int64_t position) {
     if (packet.best.token >= 0 && (best.token < 0 || packet.best.value > best.value)) best = packet.best;  // workers lie in order of ids
   }
   const int32_t token = std::max(best.token, 0);  // none where nothing is a number; the log-probability says so
-  if (d_.cancelled_[0]) {
+  if (d_.cancelled_[2]) {
     if (index_ == 0) d_.end_ = End::cancelled;
     return false;
   }

@@ -1,0 +1,167 @@
+"""Building the native library: what it says where that is impossible, what makes a new one, and which one is not loaded."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import custom_calls
+from custom_calls import build, library
+from custom_calls.build import BuildError
+from custom_calls.library import NativeError
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Sources that compile in no time, in place of the library's, and a cache of their own."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "small.cc").write_text('extern "C" int laneformer_answer() { return 42; }\n')
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def headers(tmp_path, monkeypatch):
+    """Writes a jaxlib's headers with the given FFI version."""
+
+    def version(minor: int) -> None:
+        file = tmp_path / "include/xla/ffi/api/c_api.h"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"// text\n#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR {minor}\n")
+        monkeypatch.setattr(build, "headers", lambda: tmp_path / "include")
+
+    return version
+
+
+@pytest.mark.parametrize("cxx", [None, "nowhere"])
+def test_without_a_compiler_it_says_what_to_install(cxx, sources, monkeypatch):
+    if cxx is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setenv("CXX", cxx)
+    assert build.compiler() is None
+    assert "install g++" in custom_calls.unavailable()
+    with pytest.raises(BuildError, match=f"{cxx or 'clang'}.*install g\\+\\+"):
+        build.build()
+    library.library.cache_clear()
+    try:
+        with pytest.raises(NativeError, match="install g\\+\\+"):
+            library.library()
+    finally:
+        library.library.cache_clear()
+    assert not build.cache().exists()
+
+
+def test_a_library_that_was_built_needs_no_compiler(sources, monkeypatch):
+    made = build.build()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "nowhere")
+    assert build.find() == made
+    assert custom_calls.unavailable() is None
+
+
+def test_without_jaxlib_it_says_so(monkeypatch):
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    assert "jaxlib" in custom_calls.unavailable()
+
+
+def test_the_compilers_words_are_passed_on(sources):
+    (sources / "small.cc").write_text("int f() { return undeclared_thing; }\n")
+    with pytest.raises(BuildError, match=r"(?s)compiling failed: .*small\.cc.*undeclared_thing"):
+        build.build()
+    assert not build.cache().exists()
+
+
+def test_the_command_prints_the_path_or_the_reason(tmp_path):
+    def command(**env):
+        text = [sys.executable, "-m", "custom_calls", "--out", str(tmp_path / "out")]
+        return subprocess.run(text, capture_output=True, text=True, check=False, env=os.environ | env)
+
+    done = command(CXX="nowhere")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("error: no C++ compiler was found (nowhere)")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_key_follows_what_a_library_is_made_from(sources, headers, monkeypatch):
+    headers(3)
+    first = build.key()
+    assert build.key() == first and len(first) == 16
+    headers(4)
+    assert build.key() != first
+    headers(3)
+    text = (sources / "small.cc").read_text()
+    (sources / "small.cc").write_text(text + "//\n")
+    assert build.key() != first
+    (sources / "small.cc").write_text(text)
+    assert build.key() == first
+    (sources / "small.cc").rename(sources / "other.cc")
+    assert build.key() != first
+    (sources / "other.cc").rename(sources / "small.cc")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    assert build.key() != first
+
+
+def test_a_changed_source_is_compiled_again(sources):
+    first = build.build()
+    assert build.find() == first == build.cache() / f"cpu-{build.key()}.so"
+    (sources / "small.cc").write_text('extern "C" int laneformer_answer() { return 43; }\n')
+    assert build.find() is None
+    second = build.build()
+    assert build.find() == second != first
+
+
+def test_an_installed_library_comes_first(sources):
+    build.build()
+    installed = build.build(build.INSTALLED)
+    assert build.find() == installed
+
+
+def test_a_library_appears_whole(sources, monkeypatch):
+    """Another process sees no file, or the finished one: what is copied has another name until then."""
+    states = []
+
+    def replace(self, target):
+        states.append((build.find(), self.parent == target.parent, self.stat().st_size))
+        return rename(self, target)
+
+    rename = Path.replace
+    monkeypatch.setattr(Path, "replace", replace)
+    made = build.build()
+    assert states == [(None, True, made.stat().st_size)]
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+    assert stat.S_ISREG(made.stat().st_mode)
+
+
+def test_a_library_for_another_ffi_version_is_refused_before_it_is_registered(headers, monkeypatch):
+    path = build.find() or build.build()
+    headers(99)
+    monkeypatch.setattr(build, "find", lambda: path)
+    registered = []
+    monkeypatch.setattr(library.jax.ffi, "register_ffi_target", lambda *a, **k: registered.append(a))
+    library.library.cache_clear()
+    try:
+        with pytest.raises(NativeError, match=r"version 0\.\d+ of XLA's FFI, jaxlib here has 0\.99: remove the file"):
+            library.library()
+    finally:
+        library.library.cache_clear()
+    assert registered == []
+
+
+def test_a_file_that_is_no_library_is_an_error(tmp_path, monkeypatch):
+    broken = tmp_path / "cpu-broken.so"
+    broken.write_bytes(b"nothing")
+    monkeypatch.setattr(build, "find", lambda: broken)
+    library.library.cache_clear()
+    try:
+        with pytest.raises(NativeError, match=r"cannot be used.*cpu-broken"):
+            library.library()
+    finally:
+        library.library.cache_clear()

@@ -1,0 +1,312 @@
+"""The decode kernel under jax.jit: the logits of every layout, head and size, bit for bit the same from any number of threads."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import small
+
+import custom_calls
+from custom_calls import ENDS, build
+from infer.sampling import Sampling, sample
+from laneformer.config import RopeScaling
+
+pytestmark = small.needs_library
+
+
+def run(config, weights, prompt, limit, *, compute="float32", capacity=64, room=None, **options):
+    """One call with the logits of every token -> (outputs, state)."""
+    session = small.make_session(config, weights, compute=compute, **options)
+    call = small.jitted(session, room=room or limit, top=3, logits=True)
+    return call(small.make_inputs(prompt, limit), small.make_state(config, capacity, compute))
+
+
+def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-4, **options):
+    """Logits against `expected_logits(config, weights, ids)`, and the same bits from two and three threads and from a thread per lane."""
+    ids = small.prompt_of(config, prompt)
+    result = run(config, weights, ids, limit, threads=1, **options)
+    outputs = result[0]
+    assert outputs.status.tolist() == [limit, ENDS.index("length"), prompt + limit]
+    ids += outputs.tokens.tolist()
+    expected = expected_logits(config, weights, ids[:-1])[prompt - 1 :]
+    assert np.abs(expected).max() > 1
+    assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max()
+    for ways in ({"threads": 2}, {"threads": 3}, {"one_thread_per_lane": True}):
+        assert small.same(run(config, weights, ids[:prompt], limit, **ways, **options), result), ways
+    return outputs
+
+
+LAYOUTS = [
+    ("tp", 2), ("tp", 3), ("parallel", 3), ("ladder", 2), ("desync(1)", 2), ("desync(2)", 3), ("desync(4)", 2), ("spd(0, 2)", 3),
+    ("caat(0.3)", 2), ("caat(1)", 3), ("kraken", 2), ("kraken", 5), ("track(1)", 2), ("track(2)", 3), ("dtp(0)", 2), ("dtp(1)", 3),
+    ("dtp(2)", 8), ("dtp(3)", 2), ("dtp(9)", 2), ("none", 3), ("tp", 1), ("desync(2)", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "lanes"), LAYOUTS, ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS])
+def test_layouts(layout, lanes):
+    config = small.make_config(layout=layout, lanes=lanes)
+    check(small.reference_logits, config, small.make_weights(config))
+
+
+CONFIGS = {
+    "dense": {"lanes": 1},
+    "delay 0": {"broadcast_delay": 0},
+    "delay 1": {"broadcast_delay": 1, "lanes": 3},
+    "delay 2": {"broadcast_delay": 2, "lanes": 8, "num_hidden_layers": 5},
+    "delay longer than the model": {"broadcast_delay": 4, "lanes": 5},
+    "not early": {"broadcast_delay": 1, "use_early_comm": False, "lanes": 5},
+    "no attention comm": {"broadcast_delay": 1, "use_attention_comm": False, "lanes": 3},
+    "no mlp comm": {"broadcast_delay": 1, "use_mlp_comm": False},
+    "lane head": {"lm_head_type": "lane", "lanes": 3},
+    "vocab head": {"lm_head_type": "vocab_parallel", "lanes": 5, "vocab_size": 95},
+    "vocab head, few tokens": {"lm_head_type": "vocab_parallel", "lanes": 8, "vocab_size": 24},
+    "norm of the sum": {"pre_norm_lane_agg": True, "lanes": 3},
+    "norms of lanes": {"replicated_rmsn_scale": False, "lanes": 3},
+    "norms of lanes, vocab head": {"replicated_rmsn_scale": False, "lm_head_type": "vocab_parallel"},
+    "norms of lanes, lane head": {"replicated_rmsn_scale": False, "lm_head_type": "lane"},
+    "norms of lanes, norm of the sum": {"replicated_rmsn_scale": False, "pre_norm_lane_agg": True},
+    "tied": {"tie_word_embeddings": True, "lanes": 3},
+    "tied, norm of the sum": {"tie_word_embeddings": True, "pre_norm_lane_agg": True},
+    "first layers slide": {"sliding_window": 5, "sliding_window_n_layers": 2},
+    "last layers slide": {"sliding_window": 17, "sliding_window_n_layers": -1},
+    "window of one": {"sliding_window": 1, "sliding_window_n_layers": 3, "unclamped_layers": (1,)},
+    "a list of sliding layers": {"sliding_window": 3, "swa_layers": (0, 2)},
+    "smallest heads": {"head_dim": 2},
+    "odd heads": {"head_dim": 24, "heads": 3, "kv_heads": 3},
+    "large heads": {"head_dim": 130, "heads": 4, "kv_heads": 2},
+    "one channel more than vectors": {"hidden_size": 33, "ff": 17, "vocab_size": 49},
+    "smallest": {"hidden_size": 1, "ff": 1, "head_dim": 2, "vocab_size": 40, "heads": 1, "norm_eps": 1e-2},
+    "whole vectors": {"hidden_size": 64, "ff": 32, "head_dim": 16, "vocab_size": 64},
+    "eps and theta": {"norm_eps": 0.1, "rope_theta": 50.0},
+    "llama3 rope": {"rope_scaling": RopeScaling(type="llama3", factor=4.0, original_max_position_embeddings=8)},
+    "yarn rope": {"rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8)},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(name):
+    config = small.make_config(**CONFIGS[name])
+    check(small.reference_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"hidden_size": 33, "ff": 7, "lm_head_type": "lane", "lanes": 3}])
+def test_weights_of_two_bytes_lose_nothing(dtype, changes):
+    config = small.make_config(**changes)
+    check(small.reference_logits, config, small.make_weights(config, dtype))
+
+
+MODELS = {
+    "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
+    "biases": {"qkv_bias": True},
+    "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
+    "fractional delay": {"layout": "dtp(1.25)"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_reference_does_not_know(name):
+    """Against laneformer's own model."""
+    config = small.make_config(**MODELS[name])
+    check(small.model_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_activations(dtype):
+    """Products and caches of two bytes: as the model computes them, up to their rounding."""
+    config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=8, ff=12)
+    weights, tolerance = small.make_weights(config, dtype), {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
+    outputs = check(small.model_logits, config, weights, compute=dtype, tolerance=tolerance)
+    exact = run(config, weights, small.prompt_of(config, 19), 4, threads=1)[0]
+    assert not np.array_equal(exact.logits[0], outputs.logits[0])
+
+
+@pytest.mark.parametrize("instructions", build.instruction_sets())
+def test_instruction_sets(instructions):
+    if instructions not in custom_calls.instruction_sets():
+        pytest.skip(f"this machine does not run {instructions}")
+    config = small.make_config(layout="dtp(1)", lanes=3)
+    for dtype in ("float32", "bfloat16"):
+        check(small.reference_logits, config, small.make_weights(config, dtype), instructions=instructions)
+
+
+def test_unknown_instructions_are_refused():
+    config = small.make_config()
+    with pytest.raises(custom_calls.NativeError, match="cannot run the instructions avx9000"):
+        small.make_session(config, small.make_weights(config), instructions="avx9000")
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = small.make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
+    return config, small.make_weights(config)
+
+
+@pytest.fixture(scope="module")
+def call(model):
+    """decode(inputs, state) of one session, and its session."""
+    session = small.make_session(*model, threads=2)
+    return small.jitted(session, room=320, top=3, logits=True), session
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 33, 300])
+def test_prompts_of_any_length(length, model, call):
+    config, weights = model
+    ids = small.prompt_of(config, length)
+    outputs, _ = call[0](small.make_inputs(ids, 3, room=320), small.make_state(config, 320))
+    ids += outputs.tokens[:2].tolist()
+    expected = small.reference_logits(config, weights, ids)[length - 1 :]
+    assert np.abs(expected - outputs.logits[:3]).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_every_position_of_a_long_answer(model, call):
+    """Also from where keys are attended to in several parts."""
+    config, weights = model
+    outputs, _ = call[0](small.make_inputs([3], 300, room=320), small.make_state(config, 320))
+    expected = small.reference_logits(config, weights, [3, *outputs.tokens[:299].tolist()])
+    assert np.abs(expected - outputs.logits[:300]).max() < 1e-4 * np.abs(expected).max()
+    np.testing.assert_array_equal(outputs.tokens[:300], np.argmax(outputs.logits[:300], -1))
+    assert not outputs.tokens[300:].any()
+
+
+def test_log_probabilities_and_the_most_likely_tokens(model, call):
+    config, _ = model
+    outputs, _ = call[0](small.make_inputs([3], 40, room=320, temperature=2.0), small.make_state(config, 320))
+    logprobs = np.asarray(jax.nn.log_softmax(np.asarray(outputs.logits[:40], np.float64)))
+    np.testing.assert_allclose(outputs.logprobs[:40], logprobs[np.arange(40), outputs.tokens[:40]], atol=2e-6)
+    order = np.argsort(-outputs.logits[:40], axis=-1, stable=True)[:, :3]
+    np.testing.assert_array_equal(outputs.top_tokens[:40], order)
+    np.testing.assert_allclose(outputs.top_logprobs[:40], np.take_along_axis(logprobs, order, -1), atol=2e-6)
+
+
+def test_equal_logits_rank_by_token(model):
+    config = model[0].replace(layout="none")
+    weights = model[1] | {"lm_head": np.ones_like(model[1]["lm_head"])}
+    outputs, _ = run(config, weights, [1, 2], 2, threads=3)
+    assert outputs.tokens.tolist() == [0, 0] and outputs.top_tokens.tolist() == [[0, 1, 2]] * 2
+
+
+def test_a_damaged_model_is_noticed(model):
+    outputs, _ = run(model[0], model[1] | {"norm": np.full_like(model[1]["norm"], np.nan)}, [1, 2], 2, threads=3)
+    assert np.isnan(outputs.logprobs).all() and outputs.status[0] == 2
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.0, seed=7),
+    Sampling(temperature=0.7, top_k=5, seed=2**63),
+    Sampling(temperature=1.5, top_p=0.8),
+    Sampling(temperature=1.2, min_p=0.1),
+    Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=5),
+    Sampling(temperature=0.0, repetition_penalty=1.5),
+]
+
+
+draw = jax.jit(jax.vmap(sample, (0, 0, 0, None)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
+def test_tokens_are_drawn_as_infer_defines_it(sampling, model, call):
+    config, _ = model
+    parameters = sampling.parameters()
+    prompt, count = [3, 5, 3, 11], 60
+    inputs = small.make_inputs(
+        prompt, count, room=320, temperature=parameters.temperature, top_p=parameters.top_p, min_p=parameters.min_p,
+        penalty=parameters.repetition_penalty, top_k=parameters.top_k, seed=parameters.key,
+    )  # fmt: skip
+    state = small.make_state(config, 320)
+    outputs, after = call[0](inputs, state._replace(seen=state.seen.at[np.array(prompt)].set(1)))
+    tokens, logits = outputs.tokens[:count].tolist(), outputs.logits[:count]
+    seen = np.array([np.isin(np.arange(config.vocab_size), prompt + tokens[:i]) for i in range(count)])
+    expected, _ = draw(logits, seen, np.arange(4, 4 + count, dtype=np.int32), parameters)
+    assert tokens == expected.tolist()
+    assert len(set(tokens)) > 5
+    assert np.flatnonzero(after.seen).tolist() == sorted({*prompt, *tokens})
+
+
+def test_a_stop_token_is_the_last(model, call):
+    config, _ = model
+    whole, _ = call[0](small.make_inputs([9], 30, room=320), small.make_state(config, 320))
+    stop = int(whole.tokens[20])
+    count = whole.tokens.tolist().index(stop) + 1
+    outputs, _ = call[0](small.make_inputs([9], 30, room=320, stops=[-1, stop]), small.make_state(config, 320))
+    assert outputs.status.tolist() == [count, ENDS.index("stop"), 1 + count]
+    assert outputs.tokens.tolist() == whole.tokens[:count].tolist() + [0] * (320 - count)
+    assert not outputs.logprobs[count:].any()
+
+
+def test_the_cache_stays_where_it_is(model, call):
+    """Several calls in a row, on the buffers of the first, each with the same result."""
+    config, _ = model
+    state = small.make_state(config, 320)
+    places, results = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)], []
+    for _ in range(3):
+        outputs, state = call[0](small.make_inputs([9, 8], 20, room=320), state)
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)] == places
+        results.append((outputs.tokens[:20], outputs.logits[:20]))
+    assert small.same(results[0], results[1]) and small.same(results[0], results[2])
+    assert np.asarray(state.keys[0][:, :, :21]).any((0, 1, 3, 4)).all() and not np.asarray(state.keys[0][:, :, 21:]).any()
+
+
+def test_a_call_continues_where_the_last_one_ended(model, call):
+    config, _ = model
+    options = {"room": 320, "temperature": 1.0, "penalty": 1.2}
+    whole, end = call[0](small.make_inputs([9, 8], 30, **options), small.make_state(config, 320))
+    first, state = call[0](small.make_inputs([9, 8], 13, **options), small.make_state(config, 320))
+    position = int(first.status[2]) - 1  # the last token drawn is not in the cache yet
+    rest, state = call[0](small.make_inputs([int(first.tokens[12])], 17, start=position, **options), state)
+    parts = [np.r_[a[:13], b[:17]] for a, b in ((first.tokens, rest.tokens), (first.logits, rest.logits))]
+    assert small.same([whole.tokens[:30], whole.logits[:30]], parts)
+    assert small.same(end, state)
+
+
+def test_a_prompt_may_come_in_parts(model, call):
+    config, _ = model
+    prompt = small.prompt_of(config, 69)
+    whole, end = call[0](small.make_inputs(prompt, 5, room=320), small.make_state(config, 320))
+    _, state = call[0](small.make_inputs(prompt[:48], 1, room=320), small.make_state(config, 320))
+    rest, state = call[0](small.make_inputs(prompt[48:], 5, start=48, room=320), state)
+    assert small.same((whole.tokens[:5], whole.logits[:5]), (rest.tokens[:5], rest.logits[:5]))
+    assert small.same((end.keys, end.values), (state.keys, state.values))
+
+
+def test_without_donation_xla_copies_the_cache(model, call):
+    config, _ = model
+    decode = partial(custom_calls.decode, call[1], room=320, top=3, logits=True)
+    expected, _ = call[0](small.make_inputs([9, 8], 10, room=320), small.make_state(config, 320))
+    state = small.make_state(config, 320)
+    outputs, after = jax.jit(decode)(small.make_inputs([9, 8], 10, room=320), state)
+    assert small.same((expected.tokens[:10], expected.logits[:10]), (outputs.tokens[:10], outputs.logits[:10]))
+    assert np.asarray(after.keys[0]).any() and not any(np.asarray(x).any() for x in jax.tree.leaves(state))
+    with pytest.raises(ValueError, match=r"under jax.jit, with the state donated"):
+        decode(small.make_inputs([9, 8], 10, room=320), state)
+
+
+def chaos(lanes, count, chaos_us, **changes):
+    config = small.make_config(
+        lanes=lanes, hidden_size=16, head_dim=4, num_hidden_layers=2, max_position_embeddings=count + 1, sliding_window=30,
+        sliding_window_n_layers=2, **changes,
+    )  # fmt: skip
+    weights = small.make_weights(config)
+
+    def tokens(**options):
+        call = small.jitted(small.make_session(config, weights, **options), room=count)
+        outputs, state = call(small.make_inputs([5], count, temperature=1.0, top_k=30), small.make_state(config, count + 1))
+        assert outputs.status[0] == count
+        return outputs.tokens, outputs.logprobs, state
+
+    expected = tokens(threads=1)
+    assert small.same(expected, tokens(one_thread_per_lane=True, chaos_us=chaos_us)), "by message"
+    assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "in shared memory"
+
+
+@pytest.mark.parametrize("layout", ["dtp(1)", "kraken", "laneformer"])
+def test_chaos_changes_nothing(layout):
+    chaos(3, 300, 5, layout=layout, broadcast_delay=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dtp(1)", "dtp(3)", "laneformer", "tp"])
+def test_chaos_changes_nothing_in_ten_thousand_tokens(layout):
+    chaos(4, 10_000, 20, layout=layout, broadcast_delay=1)

@@ -1,0 +1,259 @@
+"""What a decode call refuses, and that the next one works all the same; answers as they come, and their end."""
+
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from jax.errors import JaxRuntimeError
+
+import custom_calls
+from custom_calls import ENDS, Session
+
+pytestmark = small.needs_library
+
+CAPACITY, ROOM = 64, 48
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = small.make_config(lanes=2)
+    return config, small.make_weights(config)
+
+
+@pytest.fixture(scope="module")
+def session(model):
+    return small.make_session(*model, threads=2)
+
+
+@pytest.fixture(scope="module")
+def call(session):
+    return small.jitted(session, room=ROOM)
+
+
+@pytest.fixture
+def works(model, call):
+    """That a proper call gives what it always does, after whatever a test has done."""
+
+    def tokens():
+        return call(small.make_inputs([1, 2, 3], 10), small.make_state(model[0], CAPACITY))[0].tokens.tolist()
+
+    before = tokens()
+    yield
+    assert tokens() == before
+
+
+REFUSED = {
+    "an empty prompt": (small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0], np.int32)), "prompt's length"),
+    "more prompt than there is": (small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)), "prompt's length"),
+    "a token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
+    "a negative token": (small.make_inputs([-1], 4), "token -1 is outside"),
+    "no token to draw": (small.make_inputs([1], 0), "a prompt of 1 tokens at position 0 and 0 more do not fit"),
+    "more tokens than room": (small.make_inputs([1], ROOM + 1), "room for 48 tokens"),
+    "a prompt longer than the cache": (small.make_inputs([1] * 65, 1), "65 tokens at position 0 and 1 more do not fit a cache of 64"),
+    "an answer longer than the cache": (small.make_inputs([1] * 50, 16), "a prompt of 50 tokens at position 0 and 16 more do not fit"),
+    "a position behind the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
+    "a negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
+    "a short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "4, 4, 2 and 3 elements"),
+    "a wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
+    "a wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_inputs(name, model, call, works):
+    inputs, words = REFUSED[name]
+    with pytest.raises(JaxRuntimeError, match=words):
+        jax.block_until_ready(call(inputs, small.make_state(model[0], CAPACITY)))
+
+
+def test_the_last_position_of_a_cache_can_be_used(model, call):
+    outputs, _ = call(small.make_inputs([1] * 50, 15), small.make_state(model[0], CAPACITY))
+    assert outputs.status.tolist() == [15, ENDS.index("length"), 65]
+
+
+def changed(state, layer, **changes):
+    """The state with another cache of keys in a layer."""
+    old = state.keys[layer]
+    new = jnp.zeros(changes.get("shape", old.shape), changes.get("dtype", old.dtype))
+    return state._replace(keys=[*state.keys[:layer], new, *state.keys[layer + 1 :]])
+
+
+STATES = {
+    "another dtype": (partial(changed, layer=0, dtype=jnp.bfloat16), "cache 0 does not fit"),
+    "another head size": (partial(changed, layer=1, shape=(2, 1, CAPACITY, 1, 8)), "cache 1 does not fit"),
+    "another number of lanes": (partial(changed, layer=0, shape=(3, 1, CAPACITY, 1, 6)), "cache 0 does not fit"),
+    "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "cache 0 does not fit"),
+    "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "cache 0 does not fit"),
+    "another capacity": (partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)), "cache 2 does not fit"),
+    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "keys and values of every layer"),
+    "values missing": (lambda s: s._replace(values=s.values[1:]), "keys and values of every layer"),
+    "another vocabulary": (lambda s: s._replace(seen=jnp.zeros(41, jnp.uint8)), "each token of the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_refused_caches(name, model, session, works):
+    change, words = STATES[name]
+    with pytest.raises(JaxRuntimeError, match=words):
+        jax.block_until_ready(small.jitted(session, room=ROOM)(small.make_inputs([1], 1), change(small.make_state(model[0], CAPACITY))))
+
+
+def test_a_closed_session_is_refused(model, works):
+    session = small.make_session(*model, threads=1)
+    call = small.jitted(session, room=ROOM)
+    number = session.id
+    call(small.make_inputs([1], 2), small.make_state(model[0], CAPACITY))
+    session.close()
+    with pytest.raises(JaxRuntimeError, match=f"the decode session {number} was closed"):
+        jax.block_until_ready(call(small.make_inputs([1], 2), small.make_state(model[0], CAPACITY)))
+    session.close()  # again does nothing
+
+
+def test_a_session_may_be_closed_during_its_last_call(model):
+    session = small.make_session(*model, threads=2, chaos_us=300)
+    call = small.jitted(session, room=ROOM)
+    with running(call, session, small.make_inputs([1], 20), small.make_state(model[0], CAPACITY)) as result:
+        assert session.wait(0, 60_000) > 0
+        session.close()
+    assert result[0][0].status[0] == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"), [("wx", "float32", "no weight called attention.wx"), ("wq", "float64", "float64: the kernel packs")]
+)
+def test_refused_weights(name, dtype, words, session):
+    with pytest.raises(custom_calls.NativeError, match=words):
+        session.pack(f"layers.0.attention.{name}", np.zeros((2, 12, 20), dtype))
+
+
+def test_refused_threads(model):
+    with pytest.raises(custom_calls.NativeError, match="threads = 0: give at least 1"):
+        small.make_session(*model, threads=0)
+
+
+class running:
+    """A call on a thread of its own; -> a list that holds its result, or what it raised, at the end."""
+
+    def __init__(self, call, session: Session, *arguments):
+        session.begin()
+        self.result = []
+        self.thread = threading.Thread(target=self._run, args=(call, arguments))
+
+    def _run(self, call, arguments):
+        try:
+            self.result.append(jax.block_until_ready(call(*arguments)))
+        except JaxRuntimeError as error:
+            self.result.append(error)
+
+    def __enter__(self):
+        self.thread.start()
+        return self.result
+
+    def __exit__(self, *_):
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def slow(model):
+    """A session that takes its time, and its call."""
+    session = small.make_session(*model, threads=2, chaos_us=300)
+    return session, small.jitted(session, room=ROOM, top=2)
+
+
+def test_two_calls_at_once_are_refused(model, slow):
+    """On two devices: on one of them XLA lets the second call wait."""
+    session, call = slow
+    second = jax.device_put((small.make_inputs([1], 2), small.make_state(model[0], CAPACITY)), jax.devices()[1])
+    with running(call, session, small.make_inputs([1], 40), small.make_state(model[0], CAPACITY)) as first:
+        assert session.wait(0, 60_000) > 0
+        with pytest.raises(JaxRuntimeError, match="already generating"):
+            jax.block_until_ready(call(*second))
+        assert not session.finished
+    assert first[0][0].status.tolist() == [40, ENDS.index("length"), 41]
+
+
+def test_tokens_come_one_by_one(model, slow):
+    session, call = slow
+    have, pieces = 0, []
+    with running(call, session, small.make_inputs([1], 30), small.make_state(model[0], CAPACITY)) as result:
+        while have < 30:
+            drawn = session.wait(have, 60_000)
+            assert drawn > have
+            pieces.append(session.drawn(have, drawn - have, 2))
+            have = drawn
+    outputs, _ = result[0]
+    assert len(pieces) > 1 and session.finished and session.wait(30, 60_000) == 30
+    tokens, logprobs, times, top_tokens, top_logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    assert small.same((outputs.tokens[:30], outputs.logprobs[:30]), (tokens, logprobs))
+    assert small.same((outputs.top_tokens[:30], outputs.top_logprobs[:30]), (top_tokens, top_logprobs))
+    assert (np.diff(times) > 0).all()
+
+
+def test_cancelling(model, slow):
+    session, call = slow
+    whole, _ = call(small.make_inputs([1], 45), small.make_state(model[0], CAPACITY))
+    with running(call, session, small.make_inputs([1], 45), small.make_state(model[0], CAPACITY)) as result:
+        seen = session.wait(2, 60_000)
+        session.cancel()
+    outputs, state = result[0]
+    count, end, position = outputs.status.tolist()
+    assert 3 <= seen <= count < 45 and ENDS[end] == "cancelled" and position == 1 + count
+    assert outputs.tokens.tolist() == whole.tokens[:count].tolist() + [0] * (ROOM - count)
+    assert np.flatnonzero(state.seen).tolist() == sorted(set(outputs.tokens[:count].tolist()))
+
+
+def test_cancelling_before_the_call_and_in_its_prompt(model, slow):
+    session, call = slow
+    session.begin()
+    session.cancel()
+    outputs, state = call(small.make_inputs([1] * 40, 8), small.make_state(model[0], CAPACITY))
+    assert outputs.status[:2].tolist() == [0, ENDS.index("cancelled")]
+    assert not np.asarray(state.keys[2][:, :, 16:]).any()  # it ended after the first block of the prompt
+    outputs, _ = call(small.make_inputs([1] * 40, 8), small.make_state(model[0], CAPACITY))
+    assert outputs.status[:2].tolist() == [8, ENDS.index("length")]
+
+
+def test_a_worker_that_does_not_come_ends_the_call(model):
+    session = small.make_session(*model, one_thread_per_lane=True, chaos_us=200_000, timeout_ms=1)
+    call = small.jitted(session, room=ROOM)
+    with pytest.raises(JaxRuntimeError, match=r"within 1 ms"):
+        jax.block_until_ready(call(small.make_inputs([1], 40), small.make_state(model[0], CAPACITY)))
+    assert session.finished
+
+
+@pytest.mark.parametrize("use", ["threads", "instructions", "packed_bytes", "finished"])
+def test_a_closed_session_says_so(use, model):
+    session = small.make_session(*model, threads=1)
+    session.close()
+    with pytest.raises(custom_calls.NativeError, match="was closed"):
+        getattr(session, use)
+
+
+def test_a_closed_session_packs_nothing(model):
+    session = small.make_session(*model, threads=1)
+    session.close()
+    with pytest.raises(custom_calls.NativeError, match="was closed"):
+        session.pack("norm", model[1]["norm"])
+
+
+@pytest.mark.parametrize("path", ["layers.3.attention.wq", "layers.-1.attention_norm"])
+def test_layers_that_the_model_does_not_have(path, model, session):
+    with pytest.raises(custom_calls.NativeError, match="layer"):
+        session.pack(path, model[1][path.replace("3", "0").replace("-1", "0")])
+
+
+@pytest.mark.parametrize("path", ["lm_head", "norm", "layers.0.attention.wq", "tok_embeddings"])
+def test_weights_of_another_shape(path, model, session):
+    with pytest.raises(custom_calls.NativeError, match=r"shape|elements"):
+        session.pack(path, model[1][path][:1])
+
+
+def test_a_refused_call_has_ended(model, session, call):
+    session.begin()
+    with pytest.raises(JaxRuntimeError, match="token 99"):
+        jax.block_until_ready(call(small.make_inputs([99], 2), small.make_state(model[0], CAPACITY)))
+    assert session.finished

@@ -1,0 +1,56 @@
+"""The C++ tests beside this file, linked to the library as it ships, and to its sources under the compiler's checkers."""
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import small
+
+from custom_calls import build
+from custom_calls.library import library
+
+pytestmark = small.needs_library
+
+HERE = Path(__file__).parent
+PROGRAMS = sorted(path.stem for path in HERE.glob("*_test.cc"))
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Sanitizer or None -> what to link with a test."""
+
+    @cache
+    def made(sanitizer: str | None) -> list[str]:
+        if sanitizer is None:
+            library()  # compiled by now
+            return [str(build.find()), f"-Wl,-rpath,{build.find().parent}"]
+        return build.compile_objects(build.compiler(), tmp_path_factory.mktemp(sanitizer), sanitizer, api=False)
+
+    return made
+
+
+def run(program: str, sanitizer: str | None, link: list[str], work: Path, *arguments: str) -> None:
+    checked = [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
+    command = [
+        *build.compiler(), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES}",
+        str(HERE / f"{program}.cc"), *link, "-pthread", "-o", str(work / program),
+    ]  # fmt: skip
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    env = os.environ | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
+    done = subprocess.run([work / program, *arguments], capture_output=True, text=True, check=False, env=env, timeout=600)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_as_shipped(program, objects, tmp_path):
+    run(program, None, objects(None), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("sanitizer", build.SANITIZERS)
+def test_under_a_checker(program, sanitizer, objects, tmp_path):
+    run(program, sanitizer, objects(sanitizer), tmp_path)
