@@ -111,7 +111,7 @@ struct Span {  // one op of one worker, for the trace
 
 class Worker;
 
-constexpr int kBlock = 16;   // positions of a prompt that go through the model together
+constexpr int kBlock = 32;   // positions of a prompt that go through the model together
 constexpr int kChunks = 18;  // parts of a lane's keys that are attended to apart
 
 class Decoder {
