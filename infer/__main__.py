@@ -12,6 +12,7 @@ from laneformer.errors import LaneformerError
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
     "generate": ("infer.cli_generate", "continue a prompt and print the text as it comes"),
+    "bench": ("infer.cli_bench", "measure the latency of decoding, with all conditions"),
     "humaneval": ("infer.cli_humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
 }
 

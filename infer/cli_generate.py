@@ -46,6 +46,8 @@ class Options:
     """cuda, hip, cpu or xla; auto takes the first of them that is available."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     dtype: Dtype = None
@@ -70,6 +72,7 @@ def run(options: Options) -> int:
     engine = Engine.load(
         options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
         precision=None if options.compute is None else Precision(compute=options.compute),
+        **({} if options.threads is None else {"threads": options.threads}),
     )  # fmt: skip
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(
@@ -136,13 +139,14 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     first = "no token" if result.time_to_first_token is None else f"first token after {1000 * result.time_to_first_token:.1f} ms"
     weights = c["weights_dtype"] + (f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else "")
     weights += f", products in {c['compute_dtype']}" if c["compute_dtype"] != c["weights_dtype"] else ""
+    threads = f", {c['threads']} thread{'s' * (c['threads'] > 1)} ({c['instructions']})" if "threads" in c else ""
     s = options.sampling
     changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
     chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty")
     sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
     return (
         f"{len(result.tokens)} tokens ({ended}), {speed}, {first} | {c['model']}: {c['parameters']:,} parameters, weights {weights}; "
-        f"backend {c['backend']}, {c['devices']} x {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, "
+        f"backend {c['backend']}{threads}, {c['devices']} x {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, "
         f"context {c['context']}; {sampling}"
     )
 

@@ -1,7 +1,6 @@
 """The engine: a model, a backend that runs it, and a tokenizer; checks requests and starts generations."""
 
 import inspect
-import inspect
 import logging
 import time
 import weakref

@@ -69,16 +69,18 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   call.prompt.assign(first.prompt, first.prompt + first.control[0]);
   call.start = first.control[1];
   call.limit = first.control[2];
-  call.sampling = {first.settings[0], first.settings[1], first.settings[2], first.settings[3], first.control[3], {first.key[0], first.key[1]}};
+  call.sampling = {first.settings[0], first.settings[1], first.settings[2],
+                   first.settings[3], first.control[3],  {first.key[0], first.key[1]}};
   call.stops.assign(first.stops, first.stops + first.num_stops);
   call.top = (int32_t)first.top;
   call.seen = first.seen;
   call.logits = first.logits;
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
-    return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " + std::to_string(call.start) +
-                                       " and " + std::to_string(call.limit) + " more do not fit a cache of " + std::to_string(first.capacity) +
-                                       " positions and room for " + std::to_string(first.room) + " tokens");
+    return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
+                                       std::to_string(call.start) + " and " + std::to_string(call.limit) + " more do not fit a cache of " +
+                                       std::to_string(first.capacity) + " positions and room for " + std::to_string(first.room) +
+                                       " tokens");
   for (const int32_t token : call.prompt)
     if (token < 0 || token >= model.vocab)
       return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(model.vocab));
@@ -107,7 +109,8 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
       std::memcpy(device.top_logprobs, decoder.top_logprobs.data(), drawn * call.top * sizeof(float));
     }
     if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab);
-    if (device.logits && device.logits != first.logits) std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab * sizeof(float));
+    if (device.logits && device.logits != first.logits)
+      std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab * sizeof(float));
     device.state[0] = drawn;
     device.state[1] = (int32_t)end;
     device.state[2] = (int32_t)(call.start + decoder.absorbed() + drawn);
@@ -146,8 +149,9 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
   const auto settled = [&] { return group->running || group->failed; };
   if (!group->changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return settled() || group->ended; }) && !settled()) {
     group->failed = true;
-    group->error = ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
-                                                                     " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
+    group->error =
+        ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
+                                                          " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
     leave();
     group->changed.notify_all();
     return group->error;
@@ -190,7 +194,8 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     const auto dtype = model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
     if (before->element_type() != dtype || shape.size() != 5 || shape[0] * devices != model.lanes || shape[1] != 1 ||
         shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != operands.capacity))
-      return wrong("cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
+      return wrong("cache " + std::to_string(i) +
+                   " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
       return wrong("the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
     operands.capacity = shape[2];
@@ -264,7 +269,8 @@ void laneformer_close(int64_t id) {
   sessions.erase(found);
 }
 
-int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype, char* error, int64_t size) {
+int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype, char* error,
+                        int64_t size) {
   return guarded(error, size, [&] {
     find(id)->pack(name, layer, data, count, (Dtype)dtype);
     return 0;

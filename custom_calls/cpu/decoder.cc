@@ -241,7 +241,8 @@ void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool sec
 }
 
 void Decoder::pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype) {
-  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e, lanes = model_.lanes, ff = model_.ff;
+  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e, lanes = model_.lanes,
+                ff = model_.ff;
   if (layer < 0 || layer >= model_.layers) throw std::runtime_error("there is no layer " + std::to_string(layer) + " for " + name);
   const auto expect = [&](int64_t wanted) {
     if (count != wanted)
@@ -297,7 +298,8 @@ void Decoder::pack(const std::string& name, int layer, const void* data, int64_t
     const int64_t first = name[11] == 'q' ? 0 : name[11] == 'k' ? q : q + kv, each = name[11] == 'q' ? q : kv;
     expect(lanes * each);
     for (int l = 0; l < lanes; l++)
-      kernels_->widen(dtype, (const char*)data + l * each * bytes_of(dtype), each, biases_.data() + (layer * lanes + l) * rows(kQkv) + first);
+      kernels_->widen(dtype, (const char*)data + l * each * bytes_of(dtype), each,
+                      biases_.data() + (layer * lanes + l) * rows(kQkv) + first);
   } else {
     throw std::runtime_error("the model has no weight called " + name);
   }

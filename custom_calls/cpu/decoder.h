@@ -22,7 +22,8 @@ extern "C" {
 // are those of one lane.
 struct LaneformerModel {
   int32_t layers, lanes, hidden, heads, kv_heads, head_dim, ff, vocab, context;
-  int32_t head_type;  // 0: one head over the lanes' mean (or norm of their sum), 1: over all lanes end to end, 2: each lane a slice of the vocabulary
+  int32_t head_type;  // 0: one head over the lanes' mean (or norm of their sum), 1: over all lanes end to end, 2: each lane a slice of the
+                      // vocabulary
   int32_t norm_of_sum, tied_head, lane_norms, lane_final_norm, qkv_bias, qk_norm;
   int32_t weight_dtype, cache_dtype, rounded_activations;
   float norm_eps, rope_factor;
@@ -121,15 +122,15 @@ class Decoder {
   Decoder(const LaneformerModel&, const LaneformerOptions&);
   ~Decoder();
 
-  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements. Throws std::runtime_error
-  // for one that the model does not have.
+  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements. Throws
+  // std::runtime_error for one that the model does not have.
   void pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype);
-  double read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
+  double read_pass();    // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
 
   // Streaming: what the running call has drawn so far, and telling it to end.
   void begin();
-  void settle();  // after a call that was refused
+  void settle();                               // after a call that was refused
   int32_t wait(int32_t have, int timeout_ms);  // tokens drawn; returns early when there are more than `have` or the call has ended
   bool finished() const { return done_.load(std::memory_order_acquire); }
   int32_t drawn() const { return (int32_t)count_.value.load(std::memory_order_acquire); }
@@ -155,9 +156,9 @@ class Decoder {
   void read_events();
   void on_all(const std::function<void(int)>&);
   void fail(const std::string& why);
-  int lanes(Op op) const;        // that have a matrix of their own
-  int64_t rows(Op op) const;     // of one of them
-  int64_t columns(Op op) const;  // of one of them
+  int lanes(Op op) const;                                                // that have a matrix of their own
+  int64_t rows(Op op) const;                                             // of one of them
+  int64_t columns(Op op) const;                                          // of one of them
   int64_t units(Op op) const { return (rows(op) + kTile - 1) / kTile; }  // what is shared out: tiles, or pairs of them
   int64_t unit_bytes(Op op) const;
   void pack_rows(Op op, int layer, int64_t first, int64_t count, bool second, const void* data, Dtype dtype);
@@ -182,22 +183,22 @@ class Decoder {
   Dtype embedding_dtype_ = Dtype::f32;
 
   // Shared between workers. B: kBlock.
-  Region outputs_;       // [2 layers][lanes][B][hidden_padded]
-  Region streams_;       // [payloads][lanes][B][hidden], touched for those with a mean
-  Region qkv_;           // [lanes][B][qkv_padded]
-  Region parts_;         // [lanes][kChunks][B][heads][head_dim + 2]
-  Region hiddens_;       // [lanes][B][ff_padded]
-  Region finals_;        // [lanes][hidden]
-  Region logits_, z_;    // [vocab]: as the model makes them; with penalty and temperature
+  Region outputs_;     // [2 layers][lanes][B][hidden_padded]
+  Region streams_;     // [payloads][lanes][B][hidden], touched for those with a mean
+  Region qkv_;         // [lanes][B][qkv_padded]
+  Region parts_;       // [lanes][kChunks][B][heads][head_dim + 2]
+  Region hiddens_;     // [lanes][B][ff_padded]
+  Region finals_;      // [lanes][hidden]
+  Region logits_, z_;  // [vocab]: as the model makes them; with penalty and temperature
   struct alignas(128) Packet {
     float largest, largest_z;
     uint64_t sum;
     Best best;
   };
   std::vector<Packet> packets_;
-  float least_ = 0;             // of the filters
-  int cancelled_[3] = {};       // as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens
-  int64_t absorbed_ = 0;        // tokens of the prompt that are in the cache
+  float least_ = 0;        // of the filters
+  int cancelled_[3] = {};  // as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens
+  int64_t absorbed_ = 0;   // tokens of the prompt that are in the cache
   std::unique_ptr<Mailboxes> mail_;
 
   std::vector<std::unique_ptr<Worker>> workers_;
@@ -222,7 +223,7 @@ class Decoder {
   int spins_ = 4000;  // before a waiting worker sleeps
 };
 
-int default_threads();  // the cores that this process may use
+int default_threads();                              // the cores that this process may use
 double read_bandwidth(int64_t bytes, int threads);  // bytes per second of one pass over a buffer that stays allocated
 
 }  // namespace laneformer

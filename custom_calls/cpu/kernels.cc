@@ -23,7 +23,7 @@ struct Count {
   constexpr int operator()() const { return N; }
 };
 
-constexpr int kVectors = kTile / kWidth;  // of one line of a tile
+constexpr int kVectors = kTile / kWidth;                         // of one line of a tile
 constexpr int kBatch = kWidth == 16 ? 16 : kWidth == 8 ? 4 : 2;  // accumulators: kVectors x kBatch registers
 #if defined(__AVX512BF16__)
 constexpr bool kHasDot = true;
@@ -31,9 +31,7 @@ constexpr bool kHasDot = true;
 constexpr bool kHasDot = false;
 #endif
 
-bool uses_dot(Dtype dtype, Activations activations) {
-  return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
-}
+bool uses_dot(Dtype dtype, Activations activations) { return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded; }
 
 int group_of(int positions) {  // positions served together: 1, 2, 4, ... kBatch
   int group = 1;
@@ -94,8 +92,8 @@ struct F32Line {
 
 constexpr int kAhead = 1024;  // bytes; measured: 0.98 of a pure read of the same bytes with it, 0.91 without (Xeon, 2 threads, bf16)
 
-// T tiles side by side times N vectors. Several chains of sums hide the latency of a multiply-add, and several tiles are as many streams from
-// memory, for prefetchers that stop at the end of a page. A row's sums are the same for every T.
+// T tiles side by side times N vectors. Several chains of sums hide the latency of a multiply-add, and several tiles are as many streams
+// from memory, for prefetchers that stop at the end of a page. A row's sums are the same for every T.
 template <class Line, int N, int T, int kChains>
 void some_tiles(const char* w, const float* x, int64_t lines, int positions, float* y, int64_t ldy) {
   vf acc[T][kChains][kVectors][N] = {};
@@ -141,9 +139,12 @@ void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, i
   switch (group_of(positions)) {
     case 1: return tiles_times<Line, 1>(w, x, columns, tiles, positions, y, ldy);
     case 2: return tiles_times<Line, 2>(w, x, columns, tiles, positions, y, ldy);
-    case 4: if constexpr (kBatch >= 4) return tiles_times<Line, 4>(w, x, columns, tiles, positions, y, ldy);
-    case 8: if constexpr (kBatch >= 8) return tiles_times<Line, 8>(w, x, columns, tiles, positions, y, ldy);
-    default: if constexpr (kBatch >= 16) return tiles_times<Line, 16>(w, x, columns, tiles, positions, y, ldy);
+    case 4:
+      if constexpr (kBatch >= 4) return tiles_times<Line, 4>(w, x, columns, tiles, positions, y, ldy);
+    case 8:
+      if constexpr (kBatch >= 8) return tiles_times<Line, 8>(w, x, columns, tiles, positions, y, ldy);
+    default:
+      if constexpr (kBatch >= 16) return tiles_times<Line, 16>(w, x, columns, tiles, positions, y, ldy);
   }
 }
 
@@ -261,20 +262,26 @@ void narrow(Dtype dtype, const float* from, int64_t n, void* to) {
 
 constexpr int kKeys = 32;  // positions whose scores are made together: their keys and values stay in the first-level cache
 
-// The elements offset .. offset + e - 1 of `data` are wanted soon; null: they are not.
-LF_INLINE void expect(Dtype dtype, const void* data, int64_t offset, int e) {
-  if (data == nullptr) return;
-  const int width = dtype == Dtype::f32 ? 4 : 2;
-  for (int i = 0; i < e * width; i += 64) __builtin_prefetch((const char*)data + offset * width + i);
-}
+// Rows that will be wanted soon, fetched bit by bit while others are used.
+struct Ahead {
+  const char* next;
+  int64_t stride;   // bytes from row to row
+  int bytes, rows;  // of a row; left
+
+  void fetch(int count) {
+    for (; count > 0 && rows > 0; count--, rows--, next += stride)
+      for (int i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+  }
+};
 
 // scores[j] = q . key[j], -inf up to a whole vector behind them; returns the largest.
 template <Dtype dtype>
-float score(const float* q, const void* keys, int64_t offset, int64_t stride, int count, int e, float* scores) {
-  const int whole = e / kWidth * kWidth, rest = e - whole;
+float score(const float* q, const void* keys, int64_t offset, int64_t stride, int count, int e, float* scores, Ahead ahead) {
+  const int whole = e / kWidth * kWidth, rest = e - whole, share = (ahead.rows * kWidth + count - 1) / count;
   int j = 0;
   for (; j + kWidth <= count; j += kWidth) {  // so many keys at once, whose sums make a vector
     vf acc[kWidth] = {};
+    ahead.fetch(share);
     for (int i = 0; i < whole; i += kWidth) {
       const vf qv = loadf(q + i);
       for (int c = 0; c < kWidth; c++) acc[c] += qv * element(dtype, keys, offset + (j + c) * stride + i);
@@ -290,6 +297,7 @@ float score(const float* q, const void* keys, int64_t offset, int64_t stride, in
     for (int i = 0; i < whole; i += kWidth) acc += loadf(q + i) * element(dtype, keys, offset + j * stride + i);
     if (rest) acc += load_first<vf>(q + whole, rest) * first_elements(dtype, keys, offset + j * stride + whole, rest);
     scores[j] = sum(acc);
+    ahead.fetch(share);
   }
   for (j = count; j % kWidth; j++) scores[j] = -INFINITY;
   vf best = loadf(scores);
@@ -297,16 +305,17 @@ float score(const float* q, const void* keys, int64_t offset, int64_t stride, in
   return largest(best);
 }
 
-// out[i] = out[i] shrink + sum_j weights[j] value[j][i] over N vectors of channels, the last one with `rest` of them if that is not 0. The next
-// keys are fetched meanwhile.
+// out[i] = out[i] shrink + sum_j weights[j] value[j][i] over N vectors of channels, the last one with `rest` of them if that is not 0.
 template <Dtype dtype, int N>
-void mix_channels(const float* weights, const void* values, const void* keys, int64_t offset, int64_t stride, int count, int rest, float shrink, float* out) {
+void mix_channels(const float* weights, const void* values, int64_t offset, int64_t stride, int count, int rest, float shrink, float* out,
+                  Ahead ahead) {
+  const int share = ahead.rows;
   vf acc[N];
   constexpr int last = (N - 1) * kWidth;
   for (int n = 0; n < N; n++) acc[n] = (n == N - 1 && rest ? load_first<vf>(out + last, rest) : loadf(out + n * kWidth)) * splat(shrink);
   if (!rest) {
-    for (int j = 0; j < count; j++) {
-      expect(dtype, keys, offset + (j + kKeys) * stride, N * kWidth);
+    for (int j = 0, due = 0; j < count; j++) {
+      for (due += ahead.rows ? share : 0; due >= count; due -= count) ahead.fetch(1);
       for (int n = 0; n < N; n++) acc[n] += splat(weights[j]) * element(dtype, values, offset + j * stride + n * kWidth);
     }
   } else {
@@ -320,12 +329,13 @@ void mix_channels(const float* weights, const void* values, const void* keys, in
 }
 
 template <Dtype dtype>
-void mix(const float* weights, const void* values, const void* keys, int64_t offset, int64_t stride, int count, int e, float shrink, float* out) {
+void mix(const float* weights, const void* values, int64_t offset, int64_t stride, int count, int e, float shrink, float* out,
+         Ahead ahead) {
   for (int i = 0; i < e; i += 8 * kWidth) {
     const int channels = e - i < 8 * kWidth ? e - i : 8 * kWidth, rest = channels % kWidth;
     switch ((channels + kWidth - 1) / kWidth) {
 #define LF_MIX(N) \
-  case N: mix_channels<dtype, N>(weights, values, keys, offset + i, stride, count, rest, shrink, out + i); break;
+  case N: mix_channels<dtype, N>(weights, values, offset + i, stride, count, rest, shrink, out + i, ahead); break;
       LF_MIX(1) LF_MIX(2) LF_MIX(3) LF_MIX(4) LF_MIX(5) LF_MIX(6) LF_MIX(7) LF_MIX(8)
 #undef LF_MIX
     }
@@ -336,7 +346,8 @@ template <Dtype dtype>
 void attend_in(const Attend& a) {
   const int heads = a.kv_heads * a.group;
   const int64_t stride = (int64_t)a.kv_heads * a.e;
-  float scores[kKeys];
+  constexpr int kQueries = 8, width = dtype == Dtype::f32 ? 4 : 2;
+  float scores[kQueries][kKeys];
   for (int p = 0; p < a.positions; p++)
     for (int h = 0; h < heads; h++) {
       float* out = a.out + ((int64_t)p * heads + h) * (a.e + 2);
@@ -346,7 +357,7 @@ void attend_in(const Attend& a) {
     }
   // Blocks of keys outermost, then heads and queries: keys and values come from memory once.
   for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
-    const int64_t end = t0 + kKeys < a.last ? t0 + kKeys : a.last;
+    const int64_t end = t0 + kKeys < a.last ? t0 + kKeys : a.last, next = end + kKeys < a.last ? end + kKeys : a.last;
     for (int n = 0; n < a.kv_heads; n++)
       for (int p = 0; p < a.positions; p++) {
         const int64_t position = a.start + p, oldest = position - a.window + 1;
@@ -355,22 +366,33 @@ void attend_in(const Attend& a) {
         const int count = (int)(high - low);
         if (count <= 0) continue;
         const int64_t offset = low * stride + (int64_t)n * a.e;
-        for (int g = 0; g < a.group; g++) {
-          const int h = n * a.group + g;
-          float* out = a.out + ((int64_t)p * heads + h) * (a.e + 2);
-          const bool fetch = p == 0 && g == 0 && end + kKeys <= a.last;  // the next block's keys, once
-          const float block = score<dtype>(a.q + ((int64_t)p * heads + h) * a.e, a.keys, offset, stride, count, a.e, scores);
-          const float before = out[a.e], m = block > before ? block : before;
-          const float shrink = before == m ? 1.0f : std::exp(before - m);
-          vf total = {};
-          for (int j = 0; j < count; j += kWidth) {
-            const vf weight = exp(loadf(scores + j) - splat(m));
-            storef(scores + j, weight);
-            total += weight;
+        for (int g0 = 0; g0 < a.group; g0 += kQueries) {
+          const int queries = a.group - g0 < kQueries ? a.group - g0 : kQueries;
+          const bool first = p == 0 && g0 == 0;  // to read these keys and values
+          // A query's share of the values that will be mixed, and of the next block's keys.
+          const auto ahead = [&](const void* data, int64_t from, int64_t to, int g) {
+            const int64_t begin = from + (to - from) * g / queries, stop = from + (to - from) * (g + 1) / queries;
+            return Ahead{(const char*)data + (begin * stride + (int64_t)n * a.e) * width, stride * width, a.e * width,
+                         first && stop > begin ? (int)(stop - begin) : 0};
+          };
+          float largest[kQueries];
+          for (int g = 0; g < queries; g++)
+            largest[g] = score<dtype>(a.q + ((int64_t)p * heads + n * a.group + g0 + g) * a.e, a.keys, offset, stride, count, a.e,
+                                      scores[g], ahead(a.values, low, high, g));
+          for (int g = 0; g < queries; g++) {
+            float* out = a.out + ((int64_t)p * heads + n * a.group + g0 + g) * (a.e + 2);
+            const float before = out[a.e], m = largest[g] > before ? largest[g] : before;
+            const float shrink = before == m ? 1.0f : std::exp(before - m);
+            vf total = {};
+            for (int j = 0; j < count; j += kWidth) {
+              const vf weight = exp(loadf(scores[g] + j) - splat(m));
+              storef(scores[g] + j, weight);
+              total += weight;
+            }
+            mix<dtype>(scores[g], a.values, offset, stride, count, a.e, shrink, out, ahead(a.keys, end, next, g));
+            out[a.e] = m;
+            out[a.e + 1] = out[a.e + 1] * shrink + sum(total);
           }
-          mix<dtype>(scores, a.values, fetch ? a.keys : nullptr, offset, stride, count, a.e, shrink, out);
-          out[a.e] = m;
-          out[a.e + 1] = out[a.e + 1] * shrink + sum(total);
         }
       }
   }
@@ -506,6 +528,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),     LF_ISA::kBatch,  LF_ISA::product, LF_ISA::prepare,    LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::swiglu,
-    LF_ISA::attend,      LF_ISA::widen,   LF_ISA::narrow,  LF_ISA::read,       LF_ISA::largest_of, LF_ISA::temper,   LF_ISA::sum_exp,
-    LF_ISA::exp_from,    LF_ISA::draw};
+    LF_TEXT(LF_ISA), LF_ISA::kBatch,  LF_ISA::product,  LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled,
+    LF_ISA::swiglu,  LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,  LF_ISA::read,     LF_ISA::largest_of,
+    LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};

@@ -17,7 +17,8 @@ inline int64_t stored_columns(Dtype dtype, int64_t columns) { return dtype == Dt
 
 inline int64_t tile_bytes(Dtype dtype, int64_t columns) { return stored_columns(dtype, columns) * kTile * bytes_of(dtype); }
 
-// How a product reads its vector: as float32 (exact), rounded to the weights' 16-bit dtype, or as packed bf16 pairs for the dot instruction.
+// How a product reads its vector: as float32 (exact), rounded to the weights' 16-bit dtype, or as packed bf16 pairs for the dot
+// instruction.
 enum class Activations : int32_t { exact = 0, rounded = 1 };
 
 struct Attend {

@@ -71,7 +71,8 @@ LF_INLINE float sum(vf v) {
 // Halves the blocks of S partial sums in u and v: the sums of u's blocks, then those of v's.
 template <int S, int... I>
 LF_INLINE vf halve(vf u, vf v, Numbers<I...>) {
-  return __builtin_shufflevector(u, v, (I / (S / 2) * S + I % (S / 2))...) + __builtin_shufflevector(u, v, (I / (S / 2) * S + S / 2 + I % (S / 2))...);
+  return __builtin_shufflevector(u, v, (I / (S / 2) * S + I % (S / 2))...) +
+         __builtin_shufflevector(u, v, (I / (S / 2) * S + S / 2 + I % (S / 2))...);
 }
 
 // The sums of kWidth vectors as one vector.
@@ -115,7 +116,7 @@ LF_INLINE vf widen_f16(vh h) {
   return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
   const vu bits = __builtin_convertvector(h, vu), magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
-  const vu normal = magnitude + (112u << 23), infinite = normal + (112u << 23);  // rebias 15 -> 127; 31 -> 255
+  const vu normal = magnitude + (112u << 23), infinite = normal + (112u << 23);            // rebias 15 -> 127; 31 -> 255
   const vu small = as_bits(as_float(magnitude + (113u << 23)) - splat(6.103515625e-05f));  // subnormal: (1 + f) 2^-14 - 2^-14
   vu value = (vu)select((vi)(exponent == 0), as_float(small), as_float(normal));
   value = (vu)select((vi)(exponent == 0x0f800000), as_float(infinite), as_float(value));

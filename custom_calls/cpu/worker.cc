@@ -74,8 +74,13 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
 }  // namespace
 
 Worker::Worker(Decoder& decoder, int index, int count)
-    : d_(decoder), m_(decoder.model_), k_(*decoder.kernels_), index_(index), count_(count),
-      first_lane_(m_.lanes * index / count), last_lane_((m_.lanes * (index + 1) + count - 1) / count),
+    : d_(decoder),
+      m_(decoder.model_),
+      k_(*decoder.kernels_),
+      index_(index),
+      count_(count),
+      first_lane_(m_.lanes * index / count),
+      last_lane_((m_.lanes * (index + 1) + count - 1) / count),
       random_(0x9E3779B97F4A7C15u * (index + 1)) {
   int64_t bytes = 0;
   for (int o = 0; o < Decoder::kOps; o++) {
@@ -245,7 +250,8 @@ const float* Worker::normed(int lane, const std::vector<float>& scales, int laye
 
 void Worker::times(Op op, const Share& share, const char*& weights, const float* prepared, float* y, int64_t ldy) {
   const int64_t count = share.last - share.first;
-  k_.product(d_.weights_, d_.activations_, weights, prepared, d_.columns(op), op == Decoder::kGateUp ? 2 * count : count, positions_, y, ldy);
+  k_.product(d_.weights_, d_.activations_, weights, prepared, d_.columns(op), op == Decoder::kGateUp ? 2 * count : count, positions_, y,
+             ldy);
   weights += count * d_.unit_bytes(op);
 }
 
@@ -339,7 +345,8 @@ void Worker::attend(int layer, int lane, int chunk, int64_t first, int64_t last,
     k_.narrow(d_.cache_, k + n * e, n * e, values + t * n * e * width);
   }
   float* out = d_.parts_.floats() + (int64_t)(lane * kChunks + chunk) * kBlock * m_.heads * (e + 2);
-  k_.attend({q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, first, last, start_, window, positions_});
+  k_.attend(
+      {q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, first, last, start_, window, positions_});
 }
 
 // a[p][heads][head_dim] from the chunks' parts, in their order.
@@ -368,7 +375,8 @@ void Worker::feed_forward(int layer) {
     const int64_t units = share.last - share.first;
     times(Decoder::kGateUp, share, weights, normed(share.lane, d_.ffn_norms_, layer), y_.data(), 2 * kTile * units);
     for (int p = 0; p < positions_; p++)
-      k_.swiglu(y_.data() + p * 2 * kTile * units, units, d_.hiddens_.floats() + (share.lane * kBlock + p) * d_.ff_padded_ + share.first * kTile);
+      k_.swiglu(y_.data() + p * 2 * kTile * units, units,
+                d_.hiddens_.floats() + (share.lane * kBlock + p) * d_.ff_padded_ + share.first * kTile);
   }
   mark(Decoder::kGateUp, layer, began);
   meet_if_shared();

@@ -12,7 +12,9 @@ class Worker {
   Worker(Decoder& decoder, int index, int count);
 
   const std::vector<Share>& shares(Decoder::Op op) const { return shares_[op]; }
-  char* weights(Decoder::Op op, int layer) const { return stream_.data + (op == Decoder::kHead ? head_ : layer * layer_bytes_ + offsets_[op]); }
+  char* weights(Decoder::Op op, int layer) const {
+    return stream_.data + (op == Decoder::kHead ? head_ : layer * layer_bytes_ + offsets_[op]);
+  }
   int64_t packed_bytes() const { return stream_.bytes; }
 
   void reset();
@@ -95,12 +97,12 @@ class Worker {
   int32_t drawn_ = 0;
   int blocks_ = 0;
 
-  std::vector<float> x_;         // [own lanes][B][hidden]
-  std::vector<float> h_, a_;     // [B][widest]
-  std::vector<float> prepared_;  // as the products read it
-  std::vector<float> y_;         // [B][own gate and up rows], or the own logits
-  std::vector<float> q_, key_;   // [B][heads][head_dim], [head_dim]
-  std::vector<float> cos_, sin_;  // [B][head_dim / 2]
+  std::vector<float> x_;              // [own lanes][B][hidden]
+  std::vector<float> h_, a_;          // [B][widest]
+  std::vector<float> prepared_;       // as the products read it
+  std::vector<float> y_;              // [B][own gate and up rows], or the own logits
+  std::vector<float> q_, key_;        // [B][heads][head_dim], [head_dim]
+  std::vector<float> cos_, sin_;      // [B][head_dim / 2]
   std::vector<float> total_, share_;  // [B][hidden]
   std::vector<float> finals_;         // exchange by message: [lanes][hidden]
   std::vector<float> received_;       // exchange by message: [payloads][B][hidden]

@@ -9,14 +9,14 @@
 #include <vector>
 
 // The rest is what to say of a failure, as for printf.
-#define CHECK(condition, ...)                                                   \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);      \
-      std::fprintf(stderr, __VA_ARGS__);                                        \
-      std::fputc('\n', stderr);                                                 \
-      std::exit(1);                                                             \
-    }                                                                           \
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fputc('\n', stderr);                                            \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (0)
 
 class Random {

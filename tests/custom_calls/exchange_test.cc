@@ -97,8 +97,10 @@ std::vector<Exchange> delayed(int modules, int every, int delay) {
 std::vector<Exchange> laneformer_exchanges(int modules, int delta, bool twice) {
   std::vector<Exchange> exchanges;
   for (int m = 0; m < modules; m++) {
-    if (m < delta) exchanges.push_back({m, twice && m + delta < modules ? m + delta : m});
-    else if (m + delta < modules) exchanges.push_back({m, m + delta});
+    if (m < delta)
+      exchanges.push_back({m, twice && m + delta < modules ? m + delta : m});
+    else if (m + delta < modules)
+      exchanges.push_back({m, m + delta});
   }
   exchanges.push_back({modules, modules});
   return exchanges;
@@ -114,11 +116,13 @@ void rings() {
   for (const std::vector<Exchange>& exchanges : schedules) {
     const int slots = ring_slots(exchanges);
     for (const int lanes : {2, 3}) {
-      for (int larger = slots; larger <= slots + 2; larger++) CHECK(safe(lanes, exchanges, larger), "%d lanes overwrite one of %d slots", lanes, larger);
+      for (int larger = slots; larger <= slots + 2; larger++)
+        CHECK(safe(lanes, exchanges, larger), "%d lanes overwrite one of %d slots", lanes, larger);
       if (slots > 1 && !safe(lanes, exchanges, slots - 1)) tight++;
     }
   }
-  CHECK(tight >= 2 * (int)schedules.size() - 4, "one slot fewer is too small for %d rings only", tight);  // all but kraken's and that of one sum
+  CHECK(tight >= 2 * (int)schedules.size() - 4, "one slot fewer is too small for %d rings only",
+        tight);  // all but kraken's and that of one sum
   CHECK(ring_slots(delayed(8, 1, 0)) == 2 && !safe(2, delayed(8, 1, 0), 1), "tp needs two slots");
 }
 
@@ -141,7 +145,8 @@ void tags() {
   }
   mail.push(0, 100, data, 2);  // the first words alone
   int64_t asked = 0;
-  CHECK(!mail.pull(1, 0, 100, got, floats, [&](int64_t spins) { return asked = spins, spins < 50; }) && asked == 50, "gave up after %ld", (long)asked);
+  CHECK(!mail.pull(1, 0, 100, got, floats, [&](int64_t spins) { return asked = spins, spins < 50; }) && asked == 50, "gave up after %ld",
+        (long)asked);
 }
 
 void meetings() {

@@ -99,8 +99,8 @@ void halves(const Kernels& k, Dtype dtype) {
       k.narrow(dtype, x, 3, got);
       const uint16_t side = sign < 0 ? 0x8000 : 0;
       const uint16_t even = (uint16_t)(i + i % 2);
-      CHECK(got[0] == (i | side) && got[1] == (even | side) && got[2] == ((i + 1) | side), "%s: around %a got %04x %04x %04x", k.name, middle,
-            got[0], got[1], got[2]);
+      CHECK(got[0] == (i | side) && got[1] == (even | side) && got[2] == ((i + 1) | side), "%s: around %a got %04x %04x %04x", k.name,
+            middle, got[0], got[1], got[2]);
     }
   }
 }
@@ -136,8 +136,9 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
         exact += term;
         size += std::fabs(term);
       }
-      CHECK(std::fabs(got - exact) <= (double)columns * 0x1p-24 * size, "%s dtype %d %s: %ld columns, row %ld, position %d of %d: %g, not %g",
-            k.name, (int)dtype, read_as == Dtype::f32 ? "exact" : "rounded", (long)columns, (long)r, p, positions, got, exact);
+      CHECK(std::fabs(got - exact) <= (double)columns * 0x1p-24 * size,
+            "%s dtype %d %s: %ld columns, row %ld, position %d of %d: %g, not %g", k.name, (int)dtype,
+            read_as == Dtype::f32 ? "exact" : "rounded", (long)columns, (long)r, p, positions, got, exact);
     }
 }
 
@@ -177,14 +178,14 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       const double largest = *std::max_element(scores.begin(), scores.end());
       double sum = 0;
       for (const double score : scores) sum += std::exp(score - largest);
-      CHECK(std::fabs(got[e] - largest) < 2e-5 && std::fabs(got[e + 1] / sum - 1) < 1e-4, "%s: largest %g, sum %g; not %g, %g", k.name, got[e],
-            got[e + 1], largest, sum);
+      CHECK(std::fabs(got[e] - largest) < 2e-5 && std::fabs(got[e + 1] / sum - 1) < 1e-4, "%s: largest %g, sum %g; not %g, %g", k.name,
+            got[e], got[e + 1], largest, sum);
       for (int i = 0; i < e; i++) {
         double exact = 0;
         for (size_t t = 0; t < scores.size(); t++)
           exact += std::exp(scores[t] - largest) / sum * values.values[(low + (int64_t)t) * stride + h / group * e + i];
-        CHECK(std::fabs(got[i] / got[e + 1] - exact) < 2e-5, "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g", k.name,
-              (int)dtype, e, (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
+        CHECK(std::fabs(got[i] / got[e + 1] - exact) < 2e-5, "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g",
+              k.name, (int)dtype, e, (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
       }
     }
 }
@@ -220,7 +221,8 @@ void norms(const Kernels& k) {
     }
     std::vector<float> total = scale;
     k.add_scaled(total.data(), x.data(), 0.3f, n);
-    for (int i = 0; i < n; i++) CHECK(std::fabs(total[i] - (scale[i] + 0.3f * (double)x[i])) < 1e-6, "%s: add_scaled %d of %d", k.name, i, n);
+    for (int i = 0; i < n; i++)
+      CHECK(std::fabs(total[i] - (scale[i] + 0.3f * (double)x[i])) < 1e-6, "%s: add_scaled %d of %d", k.name, i, n);
   }
   std::vector<float> gate_up = Random(3).floats(3 * 2 * kTile, -6, 6), out(3 * kTile);
   gate_up[0] = -200, gate_up[1] = 200, gate_up[2] = -88, gate_up[3] = 0;
@@ -259,7 +261,8 @@ void sums(const Kernels& k) {
     for (const float v : z) exact += std::exp((double)v - largest);
     CHECK(std::fabs((double)whole * 0x1p-40 / exact - 1) < 1e-6, "%s: sum of %d is %g, not %g", k.name, n, (double)whole * 0x1p-40, exact);
     for (int at = 0; at <= n; at += n < 100 ? 1 : 1 + n / 61)
-      CHECK(k.sum_exp(z.data(), largest, at) + k.sum_exp(z.data() + at, largest, n - at) == whole, "%s: a sum of %d split at %d", k.name, n, at);
+      CHECK(k.sum_exp(z.data(), largest, at) + k.sum_exp(z.data() + at, largest, n - at) == whole, "%s: a sum of %d split at %d", k.name, n,
+            at);
   }
   for (int n = 1; n < 40; n++)  // NaN wins wherever it stands
     for (int at = 0; at < n; at++) {
@@ -293,8 +296,8 @@ void draws(const Kernels& k) {
   for (int token = 0; token < 50000; token++) {  // the noise of each token by itself: the logarithm's accuracy
     const Best best = k.draw(zeros.data(), -kInfinity, true, key, 77, token, token + 1);
     const double exact = gumbel(key, 77, (uint32_t)token);
-    CHECK(best.token == token && std::fabs(best.value - exact) <= 5e-7 * std::max(1.0, std::fabs(exact)), "%s: noise of %d is %g, not %g", k.name,
-          token, best.value, exact);
+    CHECK(best.token == token && std::fabs(best.value - exact) <= 5e-7 * std::max(1.0, std::fabs(exact)), "%s: noise of %d is %g, not %g",
+          k.name, token, best.value, exact);
   }
   Random random(5);
   for (int trial = 0; trial < 300; trial++) {
@@ -313,7 +316,8 @@ void draws(const Kernels& k) {
     CHECK(whole.token == expected, "%s: drew %d from %d..%d of %d, not %d", k.name, whole.token, first, last, n, expected);
     const int at = first + random.below(last - first);
     if (at == first) continue;
-    const Best a = k.draw(z.data(), least, noise, key, (uint32_t)trial, first, at), b = k.draw(z.data(), least, noise, key, (uint32_t)trial, at, last);
+    const Best a = k.draw(z.data(), least, noise, key, (uint32_t)trial, first, at),
+               b = k.draw(z.data(), least, noise, key, (uint32_t)trial, at, last);
     const Best both = b.token >= 0 && (a.token < 0 || b.value > a.value) ? b : a;
     CHECK(both.token == whole.token, "%s: drew %d and %d in halves, %d at once", k.name, a.token, b.token, whole.token);
     CHECK(whole.token < 0 || both.value == whole.value, "%s: %g in halves, %g at once", k.name, both.value, whole.value);

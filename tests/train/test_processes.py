@@ -1,6 +1,5 @@
 """Several processes as one job: the losses of one process, one stop for all, and a run that goes on in another number of them."""
 
-import os
 import shutil
 import signal
 import socket
@@ -10,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_recipe import RECIPE, ROOT, lines, losses, records
+from tiny_recipe import RECIPE, ROOT, environment, lines, losses, records
 
 
 def free_port() -> int:
@@ -23,13 +22,11 @@ class Job:
     """The tiny recipe in two processes of four devices each."""
 
     def __init__(self, run, store, *options: str, compiled):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
-        environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        job = environment(compiled) | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
         command = [sys.executable, "-m", "train", RECIPE, "--run", str(run), "--data.path", str(store), "--mesh.distributed", "True",
                    "--mesh.host-devices", "4", *options]  # fmt: skip
         self.processes = [
-            subprocess.Popen(command, cwd=ROOT, env=environment | {"JAX_PROCESS_ID": str(i)}, text=True, stdout=subprocess.PIPE,
+            subprocess.Popen(command, cwd=ROOT, env=job | {"JAX_PROCESS_ID": str(i)}, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE) for i in range(2)
         ]  # fmt: skip
 

@@ -1,0 +1,205 @@
+"""python -m infer bench from its options to its files, on a small model with random weights."""
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import custom_calls
+from infer.__main__ import main
+
+RECIPE = """
+from pathlib import Path
+from laneformer import ModelConfig
+from train.config import DataConfig, TrainConfig
+
+def small():
+    data = DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1)
+    return TrainConfig(name="small", steps=1, data=data, model=ModelConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, num_lanes=4,
+        max_position_embeddings=64, eos_token_id=tuple(range(48))))
+"""
+NATIVE = custom_calls.unavailable() is None
+OUTPUT, RUNS = 9, 2
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    file = tmp_path_factory.mktemp("recipes") / "mine.py"
+    file.write_text(RECIPE)
+    return f"{file}:small"
+
+
+@pytest.fixture(scope="module")
+def done(recipe, tmp_path_factory):
+    """What a run over both backends printed, and its folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    backends = ("--compare", "cpu,xla", "--trace", str(folder / "trace.json"), "--threads", "2") if NATIVE else ("--backend", "xla")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["bench", "--checkpoint", recipe, *backends, "--context", "5,12", "--output-tokens", str(OUTPUT), "--runs", str(RUNS),
+                     "--warmup-runs", "1", "--temperature", "1", "--seed", "3", "--json", str(folder / "sub" / "out.json")])  # fmt: skip
+    assert code == 0, err.getvalue()
+    return out.getvalue(), err.getvalue(), folder
+
+
+def test_a_record_for_each_context_and_backend(done):
+    _, _, folder = done
+    records = json.loads((folder / "sub/out.json").read_text())
+    backends = ["cpu", "xla"] if NATIVE else ["xla"]
+    assert [(r["conditions"]["prompt_tokens"], r["conditions"]["engine"]["backend"]) for r in records] == [
+        (prompt, backend) for prompt in (5, 12) for backend in backends
+    ]
+    raw = folder / "sub/out.npz"
+    arrays = np.load(raw)
+    for record in records:
+        c, m, prefix = record["conditions"], record["metrics"], record["raw"]["prefix"]
+        assert c["model"]["weights"] == "random" and c["model"]["name"] == "small" and c["precision"]["stored"] == "bfloat16"
+        assert c["output_tokens"] == OUTPUT and c["measured_runs"] == RUNS and c["warmup_runs"] == 1 and c["ignore_eos"]
+        assert c["sampling"]["temperature"] == 1.0 and c["sampling"]["seed"] == 3
+        assert record["raw"]["sha256"] == hashlib.sha256(raw.read_bytes()).hexdigest()
+        runs = [(arrays[f"{prefix}run{i}.arrivals_s"], arrays[f"{prefix}run{i}.tokens"]) for i in range(RUNS)]
+        for (arrivals, counts), rate in zip(runs, m["decode_tps"]["samples"], strict=True):
+            assert counts[0] == 1 and counts.sum() == OUTPUT  # the model's end-of-text tokens are every token
+            assert rate == pytest.approx((OUTPUT - 1) / (arrivals[-1] - arrivals[0]))
+        assert m["decode_tps"]["peak"] is None  # too few tokens for a window
+        assert m["ttft_ms"]["max"] == pytest.approx(1e3 * max(arrivals[0] for arrivals, _ in runs))
+        if NATIVE:
+            share = m["mbu"]["effective"]["samples"]
+            assert share == pytest.approx([
+                m["mbu"]["bytes_per_token"] * rate / arrays[f"{prefix}run{i}.bandwidth_Bps"]
+                for i, rate in enumerate(m["decode_tps"]["samples"])
+            ])  # fmt: skip
+
+
+def test_runs_take_turns_and_the_table_has_conditions(done):
+    out, err, _ = done
+    steps = [re.sub(r", [\d,.]+ tokens/s$", "", line) for line in err.splitlines() if line.startswith("prompt 5") and "tokens/s" in line]
+    backends = ["cpu", "xla"] if NATIVE else ["xla"]
+    assert steps == [f"prompt 5, {b}: {step}" for step in ("warm-up 1 of 1", "run 1 of 2", "run 2 of 2") for b in backends]
+    lines = out.splitlines()
+    for backend in backends:
+        row = next(n for n, line in enumerate(lines) if line.startswith(f"small, {backend}"))
+        assert "†" in lines[row] and "‡" in lines[row] and "random weights" in lines[row + 1] and "temperature 1.0" in lines[row + 1]
+    assert "fewer than 1,000 output tokens" in out
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the native library, or a compiler")
+def test_backend_cpu_knows_more(done):
+    out, _, folder = done
+    cpu, xla = json.loads((folder / "sub/out.json").read_text())[:2]
+    assert cpu["metrics"]["itl_us"]["point"] == "kernel" and cpu["metrics"]["itl_us"]["n"] == RUNS * (OUTPUT - 1)
+    assert len(cpu["metrics"]["mbu"]["read_pass"]["samples"]) == RUNS and xla["metrics"]["mbu"]["read_pass"] is None
+    assert cpu["conditions"]["engine"]["threads"] == 2
+    assert cpu["correctness"]["matches_reference"] is not None and xla["correctness"]["method"] == "not compared"
+    ratio = cpu["metrics"]["decode_tps"]["sustained_median"] / xla["metrics"]["decode_tps"]["sustained_median"]
+    assert f"cpu / xla = {ratio:.3f}" in out and "took turns in one process" in cpu["notes"][-1]
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the native library, or a compiler")
+def test_the_trace_of_one_more_run(done):
+    _, err, folder = done
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert f"{len(spans):,} spans of a prompt of 5 and {OUTPUT} tokens" in err
+    for worker in (0, 1):
+        mine = sorted((e for e in spans if e["tid"] == worker), key=lambda e: e["ts"])
+        counted = Counter(e["name"] for e in mine)
+        steps = OUTPUT  # the prompt's block and all tokens but the last
+        assert counted["sample"] == counted["head"] == OUTPUT and counted["embed"] == steps
+        for name in ("qkv", "attend", "out", "gate_up", "down"):
+            assert counted[name] == 2 * steps
+            assert {e["args"]["layer"] for e in mine if e["name"] == name} == {0, 1}
+        assert all(e["dur"] >= 0 for e in mine)
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in itertools.pairwise(mine))
+
+
+def test_a_table_of_the_files(done, capsys, tmp_path):
+    file = done[2] / "sub/out.json"
+    assert main(["bench", "--table", str(file), str(file)]) == 0
+    table = capsys.readouterr().out
+    count = len(json.loads(file.read_text()))
+    assert table.startswith("| model, backend |")
+    assert table.count("| small, ") == table.count("<sub>random weights") == 2 * count
+    records = json.loads(file.read_text())
+    del records[1]["conditions"]["other_load"]
+    incomplete = tmp_path / "incomplete.json"
+    incomplete.write_text(json.dumps(records))
+    assert main(["bench", "--table", str(file), str(incomplete)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "incomplete.json, record 2: conditions.other_load is missing" in err
+
+
+def test_one_token_per_dispatch_gives_each_token_a_host_time(recipe, capsys, tmp_path):
+    args = ["--backend", "xla", "--context", "5", "--tokens-per-dispatch", "1", "--runs", "1", "--warmup-runs", "0"]
+    more = ["--compute", "bfloat16", "--bandwidth-spec", "100", "--json", str(tmp_path / "a.json")]
+    assert main(["bench", "--checkpoint", recipe, *args, *more]) == 0
+    (record,) = json.loads((tmp_path / "a.json").read_text())
+    m, c = record["metrics"], record["conditions"]
+    assert m["itl_us"]["point"] == "engine_host" and m["itl_us"]["n"] == 58 and m["group_us"] is None
+    assert c["output_tokens"] == 59  # all that the context of 64 has room for
+    assert c["precision"]["activations"] == c["precision"]["kv_cache"] == "bfloat16"
+    assert m["mbu"]["peak_spec"]["samples"] == pytest.approx([m["mbu"]["bytes_per_token"] * m["decode_tps"]["samples"][0] / 1e11])
+    assert "of the specified 100 GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--context", "60", "--output-tokens", "10"), "a prompt of 60 and 10 output tokens are more than the model's context of 64"),
+        (("--context", "64"), "more than the model's context of 64"),
+        (("--context", "8,x"), "--context 8,x: write whole numbers"),
+        (("--output-tokens", "1", "--context", "4"), "output_tokens = 1: give at least 2"),
+        (("--runs", "0", "--context", "4"), "runs = 0: give at least 1"),
+        (("--tokens-per-dispatch", "0", "--context", "4"), "tokens_per_dispatch = 0"),
+        (("--backend", "cuda", "--context", "4"), "backend cuda is not available"),
+        (("--backend", "magic", "--context", "4"), "backend = 'magic'"),
+        (("--backend", "xla", "--compare", "cpu,xla"), "give --backend, or several with --compare, not both"),
+        (("--compare", "xla,xla"), "name each backend once"),
+        (("--backend", "xla", "--threads", "2", "--context", "4"), "threads = 2: backend xla has no such option"),
+        (("--backend", "xla", "--trace", "t.json"), "backend xla writes no spans"),
+        (("--json", "out.txt"), "give a name that ends in .json"),
+        (("--bandwidth-spec", "0"), "--bandwidth-spec 0.0"),
+        (("--lanes", "2"), "--lanes is for dense checkpoints"),
+        (("--devices", "0"), "--devices 0: give at least 1"),
+        (("--table", "a.json"), "give either --checkpoint, to measure, or --table"),
+    ],
+)
+def test_errors_are_one_line(recipe, capsys, args, message):
+    assert main(["bench", "--checkpoint", recipe, *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), "give either --checkpoint"),
+        (("--checkpoint", "unheard_of"), "not a folder, and as a recipe: recipe 'unheard_of' is unknown"),
+        (("--checkpoint", "no/such/run"), "no/such/run is not a folder"),
+        (("--checkpoint", "no/file.py:mine"), "recipe file no/file.py does not exist"),
+        (("--table", "no/such.json"), "No such file"),
+    ],
+)
+def test_what_is_not_there_is_named(capsys, args, message):
+    assert main(["bench", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_help_shows_the_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "bench" in shown
+    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--context STR", "--output-tokens INT", "--runs INT",
+                   "--warmup-runs INT", "--temperature FLOAT", "--tokens-per-dispatch INT", "--dtype", "--compute", "--threads INT",
+                   "--devices INT", "--bandwidth-spec GB/S", "--json FILE", "--trace FILE", "--table FILE"):  # fmt: skip
+        assert option in shown
