@@ -109,7 +109,8 @@ def _check_version(compiled: int, path) -> None:
     major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
     if compiled != 1000 * major + minor:
         raise NativeError(
-            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has {major}.{minor}: remove the file"
+            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has {major}.{minor}: "
+            "remove the file"
         )
 
 

@@ -105,7 +105,7 @@ class Session:
         return self._id
 
     def pack(self, path: str, weight: np.ndarray) -> None:
-        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError for one that does not fit."""
+        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
         layer, name = 0, path
         if path.startswith("layers."):
             _, number, name = path.split(".", 2)
@@ -139,7 +139,7 @@ class Session:
         self._lib.laneformer_begin(self.id)
 
     def wait(self, have: int, timeout_ms: int = 50) -> int:
-        """Tokens drawn by the running call; returns once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
+        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
         return self._lib.laneformer_wait(self.id, have, timeout_ms)
 
     @property

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 import tyro
 
+from infer.bench import weight_bytes
 from infer.engine import Engine
 from infer.generation import Generation, Result
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import use_host_devices
+from laneformer.parameters import kv_bytes_per_token
 from laneformer.precision import Precision
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
@@ -145,16 +148,43 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty")
     sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
     return (
-        f"{len(result.tokens)} tokens ({ended}), {speed}, {first} | {c['model']}: {c['parameters']:,} parameters, weights {weights}; "
+        f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | "
+        f"{c['model']}: {c['parameters']:,} parameters, weights {weights}; "
         f"backend {c['backend']}{threads}, {c['devices']} x {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, "
         f"context {c['context']}; {sampling}"
     )
 
 
+def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
+    """Bytes read per token, at the answer's mean context, and the share of the time in which the backend's threads only read as many.
+
+    The share is measured now, on backend cpu: what is missing to 1 is more than streaming. None where there is no rate.
+    """
+    if result.time_per_token is None:
+        return None
+    weights = weight_bytes(engine)
+    context = result.prompt_tokens + len(result.tokens) // 2
+    total = weights + kv_bytes_per_token(engine.config, context, jnp.dtype(engine.conditions["kv_dtype"]).itemsize)
+    if engine.session is None:
+        return total, None
+    return total, total / weights * min(engine.session.read_pass() for _ in range(3)) / result.time_per_token
+
+
+def _reading(engine: Engine, result: Result) -> str:
+    if (read := reading(engine, result)) is None:
+        return ""
+    num_bytes, share = read
+    bound = "" if share is None else f", {share:.0%} of what its threads can read"
+    return f" ({num_bytes / 1e6:,.1f} MB per token, {num_bytes / result.time_per_token / 1e9:.1f} GB/s{bound})"
+
+
 def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
     """For --json: everything the engine knows, times in seconds."""
+    num_bytes, share = reading(engine, result) or (None, None)
     return {
         **dataclasses.asdict(result),
+        "bytes_per_token": num_bytes,
+        "share_of_read_speed": share,
         "conditions": {**engine.conditions, "sampling": dataclasses.asdict(options.sampling), "ignore_eos": options.ignore_eos},
         "warmup_seconds": compiled,
     }
