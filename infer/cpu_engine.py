@@ -178,7 +178,8 @@ def _end(session: Session, thread: threading.Thread) -> None:
     """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
     if thread.is_alive():
         session.cancel()
-        thread.join()
+        if thread is not threading.current_thread():  # which may be where garbage is collected
+            thread.join()
 
 
 def kernel_shapes(source: Source) -> Shapes:
