@@ -13,6 +13,7 @@ from laneformer.errors import LaneformerError
 COMMANDS = {
     "generate": ("infer.cli_generate", "continue a prompt and print the text as it comes"),
     "bench": ("infer.cli_bench", "measure the latency of decoding, with all conditions"),
+    "roofline": ("infer.cli_roofline", "project the speed of a model on hardware that need not be there"),
     "humaneval": ("infer.cli_humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
 }
 

@@ -1,0 +1,168 @@
+"""Accelerators as the roofline sees them, and the node that is made of them: every figure has a source or is an assumption."""
+
+import math
+from dataclasses import dataclass
+
+from laneformer.errors import ConfigError
+
+SHARE = 0.80  # of the specified bandwidth that long reads reach. An assumption; 4.3 of 4.8 TB/s is what a copy reaches on an H200.
+LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel. Kog, "Laneformer 2B", measured on MI300X.
+CUSTOM = "custom"
+
+_SYNC_H100 = "0.65 us: a flag from one SM to another, measured by others on an H100"
+_SYNC_MI300X = "0.87 us: waiting for a data flag took 0.80 to 0.93 us, measured by Kog on an MI300X"
+_PUSH = "2.0 us: a store from inside a kernel until the other device sees it, 1.5 to 2.5 us estimated"
+_KCCL = "3.0 us: Kog says below 3 us for its own exchange on MI300X"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator. Bandwidths in bytes/s and one direction, times in seconds."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Of its memory, as specified."""
+    link: float
+    """To the others of the node, all links together."""
+    per_node: int
+    """Devices that its fast links join."""
+    exchange: float
+    """Latency of one exchange between devices, without the time of its bytes. Assumed."""
+    sync: float
+    """From the end of one operation to the start of one that depends on it, inside a kernel. Assumed where not of this very device."""
+    source: str
+    """Of memory, bandwidth and link, with the date."""
+    exchange_source: str
+    sync_source: str
+
+
+# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it.
+DEVICES: dict[str, Device] = {
+    "h100": Device(
+        name="NVIDIA H100 SXM", memory=80e9, bandwidth=3.35e12, link=450e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
+        source="nvidia.com/en-us/data-center/h100, 2026-11", exchange_source=_PUSH, sync_source=_SYNC_H100,
+    ),
+    "h200": Device(
+        name="NVIDIA H200 SXM", memory=141e9, bandwidth=4.8e12, link=450e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
+        source="nvidia.com/en-us/data-center/h200, 2026-11", exchange_source=_PUSH, sync_source=_SYNC_H100,
+    ),
+    "b200": Device(
+        name="NVIDIA B200", memory=191_514_411_008, bandwidth=7.67e12, link=900e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
+        source="target_config/specs of github.com/openxla/xla (as the driver reports), Blackwell data sheet for NVLink, 2026-11",
+        exchange_source=_PUSH, sync_source=_SYNC_H100,
+    ),
+    "rubin": Device(
+        name="NVIDIA Rubin", memory=288e9, bandwidth=22e12, link=1.8e12, per_node=72, exchange=2.0e-6, sync=0.65e-6,
+        source="announced, NVIDIA at CES 2026, read second-hand (voice.lapaas.com 2026-03, which says that early parts may reach 20 TB/s; "
+        "NVLink 6: jp.imgtag.co.kr)",
+        exchange_source=_PUSH, sync_source=_SYNC_H100,
+    ),
+    "mi300x": Device(
+        name="AMD Instinct MI300X", memory=192e9, bandwidth=5.3e12, link=7 * 64e9, per_node=8, exchange=3.0e-6, sync=0.87e-6,
+        source="amd.com/en/products/accelerators/instinct/mi300/mi300x.html, 2026-11", exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+    ),
+    "mi355x": Device(
+        name="AMD Instinct MI355X", memory=288e9, bandwidth=8e12, link=7 * 76.8e9, per_node=8, exchange=3.0e-6, sync=0.87e-6,
+        source="AMD at Hot Chips 2025 and ISSCC 2026", exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+    ),
+    "mi450": Device(
+        name="AMD Instinct MI455X, of the MI450 series", memory=432e9, bandwidth=23.3e12, link=1.8e12, per_node=72, exchange=3.0e-6,
+        sync=0.87e-6,
+        source="huggingface.co/blog/badaoui/transformers-on-amd-mi455, 2026-07-23 (announced with 19.6 TB/s in January); "
+        "links: pcmasters.de on AMD at CES 2026",
+        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Equal devices and what they cost. Bandwidths in bytes/s per device, times in seconds."""
+
+    name: str
+    devices: int
+    bandwidth: float
+    """That reads of weights reach."""
+    spec: float | None
+    """As the maker specifies it; None: not known."""
+    memory: float | None
+    link: float | None
+    """None: not known, the bytes of an exchange are not counted."""
+    per_node: int | None
+    exchange: float
+    sync: float
+    launches: float
+    """Kernel launches per token."""
+    launch: float
+    assumptions: tuple[str, ...]
+    """Where each figure is from."""
+
+    @property
+    def total_bandwidth(self) -> float:
+        """Of all devices together."""
+        return self.devices * self.bandwidth
+
+    def exchange_seconds(self, sent_values: float = 0) -> float:
+        """One exchange in which every device pushes that many float32 values to each other one; nothing on one device."""
+        if self.devices == 1:
+            return 0.0
+        return self.exchange + (4 * sent_values * (self.devices - 1) / self.link if self.link else 0.0)
+
+
+def make_node(
+    device: str, devices: int, *, bandwidth: float | None = None, share: float | None = None, link: float | None = None,
+    exchange: float | None = None, sync: float | None = None, launches: float = 0, launch: float = LAUNCH,
+) -> Node:  # fmt: skip
+    """A node of the table's devices, or of "custom" ones; figures that are given (bytes/s, seconds) stand in for the table's.
+
+    Raises ConfigError for an unknown device, for a number that cannot be meant, and where a custom device lacks a figure.
+    """
+    if device != CUSTOM and device not in DEVICES:
+        raise ConfigError(f"--device {device}: known are {', '.join(DEVICES)}, and {CUSTOM} for figures of your own")
+    known = DEVICES.get(device)
+    _check(devices, bandwidth, share, link, exchange, sync, launches, launch)
+    if known is None and bandwidth is None:
+        raise ConfigError("--device custom: give --bandwidth, the GB/s that one device reads its memory with")
+    if known is None and devices > 1 and exchange is None:
+        raise ConfigError("--device custom with several devices: give --exchange-us, the time of one exchange between them")
+    if known is None and sync is None:
+        raise ConfigError("--device custom: give --sync-us, the time from one operation to one that needs its result; 0 for none")
+    if known is not None and devices > known.per_node:
+        raise ConfigError(f"--devices {devices}: the fast links of {known.name} join {known.per_node}")
+    used = (1.0 if bandwidth is not None else SHARE) if share is None else share
+    base = known.bandwidth if bandwidth is None else bandwidth
+    origin = f"of {base / 1e12:g} TB/s ({known.source})" if bandwidth is None else f"of {base / 1e9:,.5g} GB/s given on the command line"
+    said = [f"bandwidth {100 * used:.3g}% {origin}"]
+    for what, given, of_table in (("exchange", exchange, "exchange_source"), ("sync", sync, "sync_source")):
+        if given is not None:
+            said.append(f"{what} {1e6 * given:g} us given")
+        elif known is not None and (what == "sync" or devices > 1):
+            said.append(f"{what} {getattr(known, of_table)} (assumed here)")
+    through = link if link is not None else known.link if known else None
+    if devices > 1 and through is not None:
+        said.append(f"links {through / 1e9:g} GB/s a direction" + ("" if link is None else " given"))
+    if launches:
+        said.append(f"{launches:g} launches a token of {1e6 * launch:g} us" + (" (Kog, measured on MI300X)" if launch == LAUNCH else ""))
+    return Node(
+        name=f"{devices} x {known.name if known else CUSTOM}", devices=devices, bandwidth=base * used,
+        spec=known.bandwidth if known else None, memory=known.memory if known else None,
+        link=through, per_node=known.per_node if known else None,
+        exchange=exchange if exchange is not None else known.exchange if known else 0.0, sync=sync if sync is not None else known.sync,
+        launches=launches, launch=launch, assumptions=tuple(said),
+    )  # fmt: skip
+
+
+def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) -> None:
+    if devices < 1:
+        raise ConfigError(f"--devices {devices}: give at least 1")
+    for name, value, scale in (("--bandwidth", bandwidth, 1e9), ("--bandwidth-share", share, 1), ("--link", link, 1e9)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} {value / scale:g}: it must be above 0")
+    if share is not None and share > 1:
+        raise ConfigError(f"--bandwidth-share {share:g}: a share is at most 1, as in 0.8")
+    times = (("--exchange-us", exchange, 1e6), ("--sync-us", sync, 1e6), ("--launches", launches, 1), ("--launch-us", launch, 1e6))
+    for name, value, scale in times:
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name} {value * scale:g}: it must be 0 or above")

@@ -1,0 +1,59 @@
+"""Tables of the roofline: under every heading its status, under every table what its figures rest on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MEASURED, PROJECTED = "measured", "projected"  # and "simulated", which only a speed that the user gives can be
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, how numbers are written, and measured, simulated or projected; no status for what was asked, or a word."""
+
+    name: str
+    format: str = ""
+    status: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of numbers and words; None is written as unknown."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[tuple[Any, ...]]
+    assumptions: str
+    """What the figures rest on, in one line."""
+
+    def text(self) -> str:
+        """For the terminal."""
+        body = [tuple(_cell(value, column) for value, column in zip(row, self.columns, strict=True)) for row in self.rows]
+        lines = [tuple(column.name for column in self.columns), tuple(f"({c.status})" if c.status else "" for c in self.columns), *body]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        if not any(lines[1]):
+            del lines[1]
+        numeric = [any(isinstance(row[i], int | float) for row in self.rows) for i in range(len(self.columns))]
+
+        def line(cells: tuple[str, ...]) -> str:
+            padded = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(cells, widths, numeric, strict=True))
+            return "  " + "  ".join(padded).rstrip()
+
+        return "\n".join([self.title, *map(line, lines), f"  Assumes: {self.assumptions}."])
+
+    def record(self) -> dict:
+        """For JSON: rows with their columns' names, and the status of each column."""
+        names = [column.name for column in self.columns]
+        return {
+            "table": self.name, "title": self.title, "status": {column.name: column.status for column in self.columns if column.status},
+            "rows": [dict(zip(names, row, strict=True)) for row in self.rows], "assumptions": self.assumptions,
+        }  # fmt: skip
+
+
+def _cell(value: Any, column: Column) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, str):
+        return value
+    return format(value, ",.1f" if "tok/s" in column.name and value < 100 else column.format)  # a slow machine's speeds differ too

@@ -1,0 +1,138 @@
+"""python -m infer roofline from its options to its files."""
+
+import json
+import re
+
+import pytest
+
+from infer.__main__ import main
+from laneformer.layout import LAYOUTS
+
+VALUES = {
+    "model_type": "laneformer_tp", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "num_lanes": 4, "max_position_embeddings": 64, "use_comm": True,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    return tmp_path
+
+
+def test_all_of_a_laneformer(folder, capsys):
+    files = ("--json", str(folder / "sub/r.json"), "--png", str(folder / "sub/r.png"))
+    sweeps = ("--sweep", "layout", "lanes", "delay", "context", "precision", "--agent", "--rate", "2000")
+    assert main(["roofline", "--checkpoint", str(folder), *sweeps, *files]) == 0
+    out, record = capsys.readouterr().out, json.loads((folder / "sub/r.json").read_text())
+    tables = {table["table"]: table for table in record["tables"]}
+    assert list(tables) == ["bytes", "time", "speed", "layout", "lanes", "delay", "context", "precision", "agent"]
+    for table in tables.values():
+        assert table["title"] in out and f"Assumes: {table['assumptions']}." in out
+        assert len(table["status"]) > 1 or {row["status"] for row in table["rows"]} == {"projected", "measured"}
+        assert set(table["status"].values()) <= {"projected"}
+    assert {row["layout"].split("(")[0] for row in tables["layout"]["rows"]} == set(LAYOUTS)
+    assert [row["lanes"] for row in tables["lanes"]["rows"]] == [1, 2, 4, 8]
+    total = tables["time"]["rows"][-1]
+    assert total["us/token"] == pytest.approx(sum(row["us/token"] for row in tables["time"]["rows"][:-1]))
+    assert [row["status"] for row in tables["speed"]["rows"] if row["tok/s"] == 2000] == ["measured"]
+    assert [row["origin"] for row in tables["agent"]["rows"]][-2:] == ["projected", "measured"]
+    assert "4 x NVIDIA H200 SXM" in out and record["asked"]["rate"] == 2000
+    assert (folder / "sub/r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_config_file_layout_device_and_simulated_rate(folder, capsys):
+    assert main(["roofline", "--checkpoint", str(folder / "config.json"), "--layout", "tp", "--device", "mi300x", "--devices", "2",
+                 "--launches", "250", "--rate", "500", "--rate-status", "simulated"]) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "waits of layout tp" in out and "8 exposed landings" in out and "2 x AMD Instinct MI300X" in out
+    assert re.search(r"kernel launches +250 x 4.5 us +1,125.00 +[\d.]+ +889\n", out)
+    assert re.search(r"given as simulated, explained by --sync-us [\d.]+ +500 .* simulated\n", out)
+
+
+def test_a_dense_model_and_measured_figures(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    node = ("--device", "custom", "--bandwidth", "100", "--sync-us", "0", "--context", "0", "--precision", "float32")
+    assert main(["roofline", "--checkpoint", str(tmp_path), *node]) == 0
+    alone = capsys.readouterr().out
+    # By hand: per layer q, k, v, o of 32x32 + 2x16x32 + 32x32, three of 64x32, norms 2x32 + 2x8; final norm, tied head, a row: all times 4,
+    # and keys and values 2 x 2 x 2 x 8 of bfloat16.
+    size = 4 * (2 * (3 * 1024 + 3 * 2048 + 64 + 16) + 32 + 48 * 32 + 32) + 2 * 64
+    assert f"{size / 1e9:.4f}" in alone and "1 x custom" in alone and "100% of 100 GB/s given" in alone
+    assert f"{1e11 / size:,.0f}" in alone
+    assert main(["roofline", "--gigabytes", "4", "--device", "custom", "--devices", "1", "--bandwidth", "33", "--sync-us", "0"]) == 0
+    assert re.search(r"ceiling: reading alone +8.2 +100.0 +unknown", capsys.readouterr().out)
+    assert main(["roofline", "--checkpoint", str(tmp_path), "--lanes", "2", *node, "--exchange-us", "7"]) == 0
+    assert "4 exchanges of 7.00 us, 4 exposed landings" in capsys.readouterr().out
+
+
+def test_moe_models(tmp_path, capsys):
+    picture = tmp_path / "moe.png"
+    assert main(["roofline", "--moe", "all", "--png", str(picture), "--sweep", "precision", "--json", str(tmp_path / "moe.json")]) == 0
+    out = capsys.readouterr().out
+    assert picture.stat().st_size > 10_000 and out.count("Bytes of one token of") == 4
+    assert "whether the weights fit in memory is unknown" in out and "weights of 595.00 GB fit in 1,128 GB" in out
+    assert "Note: deepseek-v4-flash: what it reads of its cache is not known and not counted: give --kv-megabytes" in out
+    tables = [t for t in json.loads((tmp_path / "moe.json").read_text())["tables"] if t["table"] == "precision of kimi-k2.6"]
+    rows = {row["weights"]: row for row in tables[0]["rows"]}
+    assert rows["bfloat16"]["tok/s"] < rows["as published"]["tok/s"] < rows["mxfp4"]["tok/s"]
+
+
+def test_models_larger_than_the_memory(capsys):
+    assert main(["roofline", "--moe", "kimi-k2.6", "--devices", "4"]) == 0
+    assert "weights of 595.00 GB DO NOT FIT in 564 GB" in capsys.readouterr().out
+
+
+def test_a_cache_that_is_given(capsys):
+    assert main(["roofline", "--moe", "deepseek-v4-flash", "--kv-megabytes", "230"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"cache and state, given +0.2300 ", out) and "10.9997" in out
+    assert "Note: deepseek-v4-flash: what" not in out
+
+
+def test_bytes_references_and_agent_alone(tmp_path, capsys):
+    assert main(["roofline", "--gigabytes", "4", "--rate", "2100"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"ceiling: reading alone +7,680 ", out) and re.search(r"measured +2,100 +27.3 +21.9 +measured", out)
+    assert main(["roofline", "--gigabytes", "4", "--layers", "15"]) == 0
+    assert "77 x 0.65 us" in capsys.readouterr().out
+    assert main(["roofline", "--references"]) == 0
+    assert "250 launches of 4.5 us alone" in capsys.readouterr().out
+    assert main(["roofline", "--agent", "--iterations", "3", "--test-seconds", "0", "--png", str(tmp_path / "a.png")]) == 0
+    assert "in 3 rounds: generating takes more than half of the time below 16,667 tok/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "give --checkpoint, --moe or --gigabytes"),
+    (["--checkpoint", "x:y", "--moe", "all"], "give one model"),
+    (["--checkpoint", "no_such_recipe"], "no_such_recipe"),
+    (["--moe", "gpt"], "--moe gpt: known are"),
+    (["--moe", "all", "--rate", "5"], "one model"),
+    (["--moe", "all", "--sweep", "layout"], "--sweep layout needs a model of --checkpoint; of --moe: precision"),
+    (["--moe", "all", "--layout", "tp"], "--layout is for --checkpoint"),
+    (["--gigabytes", "0"], "--gigabytes 0: it must be above 0"),
+    (["--gigabytes", "4", "--layers", "0"], "--layers 0"),
+    (["--gigabytes", "4", "--precision", "fp8"], "--precision is for --checkpoint"),
+    (["--gigabytes", "4", "--context", "9"], "--context and --kv-precision need a model"),
+    (["--moe", "all", "--kv-megabytes", "9"], "only with --moe NAME"),
+    (["--gigabytes", "4", "--device", "a100"], "--device a100: known are"),
+    (["--gigabytes", "4", "--rate", "-1"], "--rate -1"),
+    (["--gigabytes", "4", "--sweep", "context"], "needs a model of --checkpoint"),
+    (["--references", "--png", "r.png"], "--png draws"),
+    (["--agent", "--png", "r.svg"], "ends in .png"),
+    (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
+    (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
+    (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
+    (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
+    (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),
+    (["--checkpoint", "{folder}/other.json"], "must be called config.json"),
+])  # fmt: skip
+def test_mistakes_are_one_line(folder, capsys, arguments, words):
+    (folder / "other.json").write_text("{}")
+    assert main(["roofline", *(word.format(folder=folder) for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err
