@@ -79,6 +79,7 @@ def test_killed_at_random_moments(tmp_path, store, same_end, seed):
     same_end(run)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_devices_to_rounding(tmp_path, command, stop_at, monkeypatch, finished):
     run = tmp_path / "run"
     stop_at(15)

@@ -77,6 +77,7 @@ def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_pat
     same(run, whole)
 
 
+@pytest.mark.slow
 def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, begin, whole):
     """As if killed right after the last save of a phase, before the first of the next."""
     for last in (20, 35):

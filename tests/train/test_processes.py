@@ -51,6 +51,7 @@ class Job:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled, command, finished):
     """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken run."""
     run = tmp_path / "run"
