@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("infer.cli_generate", "continue a prompt and print the text as it comes"),
     "bench": ("infer.cli_bench", "measure the latency of decoding, with all conditions"),
     "roofline": ("infer.cli_roofline", "project the speed of a model on hardware that need not be there"),
+    "serve": ("infer.cli_serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
     "humaneval": ("infer.cli_humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
 }
 
