@@ -167,7 +167,10 @@ def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None
     total = weights + kv_bytes_per_token(engine.config, context, jnp.dtype(engine.conditions["kv_dtype"]).itemsize)
     if engine.session is None:
         return total, None
-    return total, total / weights * min(engine.session.read_pass() for _ in range(3)) / result.time_per_token
+    passes = [engine.session.read_pass()]
+    while len(passes) < 3 or sum(passes) < 0.1:  # the fastest of many where the weights fit a cache
+        passes.append(engine.session.read_pass())
+    return total, total / weights * min(passes) / result.time_per_token
 
 
 def _reading(engine: Engine, result: Result) -> str:
