@@ -141,3 +141,8 @@ def device_name(device: jax.Device) -> str:
         except (OSError, StopIteration):
             pass
     return device.device_kind
+
+
+def power_of_two(least: int) -> int:
+    """The smallest one that is at least so large: sizes of arrays, so that few programs are compiled."""
+    return 1 << (least - 1).bit_length()

@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 import custom_calls
 from custom_calls import Inputs, Session, Shapes, State
-from infer.backend import Chunk, Request, Source, device_name
+from infer.backend import Chunk, Request, Source, device_name, power_of_two
 from laneformer.cache import make_cache
-from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.mesh import LANE
 from laneformer.parameters import parameter_count, parameter_table
@@ -89,18 +88,18 @@ class CpuBackend:
     def _answer(self, request: Request) -> None:
         """The whole call; the tokens are taken from the session while it runs."""
         config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
-        capacity = min(max(SMALLEST_CACHE, _power_of_two(len(prompt) + request.limit)), config.max_position_embeddings)
+        capacity = min(max(SMALLEST_CACHE, power_of_two(len(prompt) + request.limit)), config.max_position_embeddings)
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
-        padded = np.zeros(_power_of_two(max(SMALLEST_ROOM, len(prompt))), np.int32)
+        padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt))), np.int32)
         padded[: len(prompt)] = prompt
-        stops = np.full(_power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
+        stops = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stops[: len(request.stop_tokens)] = request.stop_tokens
         inputs = Inputs(
             padded, np.array([len(prompt), 0, request.limit, sampling.top_k], np.int32),
             np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32), sampling.key, stops,
         )  # fmt: skip
-        room = min(_power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
+        room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
         keys, values = self._take_cache(capacity)
         _, state = jax.block_until_ready(self._run(inputs, State(seen, keys, values), room=room, top=request.top_logprobs))
         self._cache = (state.keys, state.values)
@@ -197,13 +196,5 @@ def kernel_shapes(source: Source) -> Shapes:
         norm_of_sum=config.pre_norm_lane_agg, tied_head=config.tie_word_embeddings, lane_norms=per_lane_layers,
         lane_final_norm=per_lane_final, qkv_bias=config.qkv_bias, qk_norm=config.qk_norm,
         weight_dtype=source.stored_dtype if compute == "float32" else compute, cache_dtype=compute,
-        rounded_activations=compute != "float32", norm_eps=config.norm_eps, rope_factor=_rope_factor(config),
+        rounded_activations=compute != "float32", norm_eps=config.norm_eps, rope_factor=rotary_frequencies(config)[1],
     )  # fmt: skip
-
-
-def _rope_factor(config: ModelConfig) -> float:
-    return rotary_frequencies(config)[1]
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

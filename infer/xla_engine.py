@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infer.backend import Chunk, Request, Source, device_name
+from infer.backend import Chunk, Request, Source, device_name, power_of_two
 from infer.sampling import sample, top_logprobs
 from laneformer.cache import Cache
 from laneformer.model import Laneformer
@@ -115,7 +115,7 @@ class XlaBackend:
             cache = self._absorb(model, cache, prompt[None, n : n + PREFILL_BLOCK])
             jax.block_until_ready(cache.length)  # launches with collectives must not queue up on host devices
         real = len(prompt) - whole
-        padded = np.zeros((1, min(max(SMALLEST_PREFILL, _power_of_two(real)), cache.capacity - whole)), np.int32)
+        padded = np.zeros((1, min(max(SMALLEST_PREFILL, power_of_two(real)), cache.capacity - whole)), np.int32)
         padded[0, :real] = prompt[whole:]
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
@@ -124,7 +124,7 @@ class XlaBackend:
 
     def _chunks(self, request: Request, params, state: State, told: tuple) -> Iterator[Chunk]:
         chunk, drawn, pace = _chunk(*(one[None] for one in jax.device_get(told))), 1, 1
-        stop_tokens = np.full(_power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
+        stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
         while True:
             self._cache = (state.cache.keys, state.cache.values)
@@ -141,7 +141,7 @@ class XlaBackend:
 
     def _take_cache(self, positions: int) -> Cache:
         """An empty cache with room for so many positions: a power of two, or the whole context."""
-        capacity = min(max(SMALLEST_CACHE, _power_of_two(positions)), self.model.config.max_position_embeddings)
+        capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
         if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it lies after the positions that attention reads
             cache = Cache(*kept, jnp.zeros((), jnp.int32))
@@ -157,10 +157,6 @@ def _chunk(tokens: np.ndarray, logprobs: np.ndarray, likely: np.ndarray | None =
     else:
         top = [list(zip(*both, strict=True)) for both in zip(likely.tolist(), likely_logprobs.tolist(), strict=True)]
     return Chunk(tokens.tolist(), logprobs.tolist(), top)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def _for_its_devices(model: Laneformer) -> Laneformer:

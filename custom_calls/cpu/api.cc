@@ -98,7 +98,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, e.what());
   }
-  const int drawn = decoder.last_drawn();
+  const int drawn = decoder.drawn();
   for (const Operands& device : devices) {
     std::memcpy(device.tokens, decoder.tokens.data(), drawn * sizeof(int32_t));
     std::memset(device.tokens + drawn, 0, (device.room - drawn) * sizeof(int32_t));

@@ -384,7 +384,6 @@ End Decoder::run(const Call& call) {
   call_ = &call;
   on_all([&](int w) { workers_[w]->generate(); });
   call_ = nullptr;
-  last_drawn_ = drawn();
   done_.store(true, std::memory_order_release);
   wake_all(count_.value);
   if (stopped_.load()) throw std::runtime_error(reason_);

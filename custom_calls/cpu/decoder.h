@@ -77,12 +77,7 @@ struct Call {
   Sampling sampling{};
   std::vector<int32_t> stops;
   std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
-  int64_t capacity = 0;             // positions in the cache
   uint8_t* seen = nullptr;          // [vocab], updated
-  int32_t* tokens = nullptr;        // [limit]
-  float* logprobs = nullptr;        // [limit]
-  int32_t* top_tokens = nullptr;    // [limit][top]
-  float* top_logprobs = nullptr;    // [limit][top]
   float* logits = nullptr;          // [limit][vocab] or null: for tests
 };
 
@@ -147,7 +142,6 @@ class Decoder {
   int64_t packed_bytes() const;
   void trace(int64_t spans_per_worker);
   const std::vector<Span>& spans(int worker) const;
-  int last_drawn() const { return last_drawn_; }
   int64_t absorbed() const { return absorbed_; }
 
  private:
@@ -167,7 +161,7 @@ class Decoder {
   LaneformerModel model_;
   LaneformerOptions options_;
   const Kernels* kernels_;
-  std::vector<float> frequencies_, event_weights_;
+  std::vector<float> frequencies_;
   std::vector<int32_t> windows_, events_words_;
   std::vector<std::vector<Event>> events_;  // by time
   std::vector<Payload> payloads_;
@@ -218,7 +212,6 @@ class Decoder {
   std::atomic<bool> done_{true};
   std::atomic<int> cancel_{0};
   bool armed_ = false;
-  int last_drawn_ = 0;
   End end_ = End::length;
   int spins_ = 4000;  // before a waiting worker sleeps
 };

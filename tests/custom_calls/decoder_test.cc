@@ -123,7 +123,7 @@ struct Result {
 Result generate(Decoder& decoder, int prompt = 17, int limit = 12) {
   Buffers buffers(decoder.model(), prompt, limit);
   const End end = decoder.run(buffers.call);
-  CHECK(end == End::length && decoder.last_drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.last_drawn());
+  CHECK(end == End::length && decoder.drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.drawn());
   return {decoder.tokens, decoder.top_tokens, buffers.logits, decoder.logprobs};
 }
 
@@ -176,13 +176,13 @@ void cancelling(bool messages) {
   const End end = decoder.run(buffers.call);
   other.join();
   CHECK(end == End::cancelled && decoder.finished(), "ended by %d", (int)end);
-  CHECK(decoder.last_drawn() >= seen && decoder.last_drawn() < buffers.call.limit, "%d tokens, %d were seen", decoder.last_drawn(), seen);
-  CHECK(decoder.wait(decoder.last_drawn(), 60000) == decoder.last_drawn(), "waiting for an ended call");
+  CHECK(decoder.drawn() >= seen && decoder.drawn() < buffers.call.limit, "%d tokens, %d were seen", decoder.drawn(), seen);
+  CHECK(decoder.wait(decoder.drawn(), 60000) == decoder.drawn(), "waiting for an ended call");
   decoder.begin();
   decoder.cancel();  // before it begins
-  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.last_drawn() == 0, "%d tokens of a cancelled call", decoder.last_drawn());
+  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.drawn() == 0, "%d tokens of a cancelled call", decoder.drawn());
   buffers.call.limit = 4;
-  CHECK(decoder.run(buffers.call) == End::length && decoder.last_drawn() == 4, "the next call drew %d tokens", decoder.last_drawn());
+  CHECK(decoder.run(buffers.call) == End::length && decoder.drawn() == 4, "the next call drew %d tokens", decoder.drawn());
 }
 
 // Delays about as long as the patience: some calls fail, and leave nothing behind that the others could take for theirs. How much patience
@@ -238,7 +238,7 @@ void refusing() {
   });
   CHECK(decoder.run(first.call) == End::length, "the first of two calls at once");
   other.join();
-  CHECK(decoder.last_drawn() == 20, "the second of two calls at once changed the first: %d tokens", decoder.last_drawn());
+  CHECK(decoder.drawn() == 20, "the second of two calls at once changed the first: %d tokens", decoder.drawn());
   CHECK(decoder.read_pass() > 0, "a pass over the weights");
 }
 
