@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE / "cpu"
+SOURCES = (HERE / "cpu", HERE / "gpu_host")
+SHARED = HERE / "gpu" / "params.h"  # with the GPU kernel, which gpu_build.py compiles for each model
 INSTALLED = HERE / "lib"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fno-plt", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
          "-Wno-implicit-fallthrough", "-Wno-ignored-attributes")  # fmt: skip
@@ -61,7 +62,7 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 def key() -> str:
     """Of the sources, the flags and the FFI version of the installed jaxlib: 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    for path in (*sorted(path for folder in SOURCES for path in folder.iterdir()), SHARED):
         digest.update(path.name.encode() + path.read_bytes())
     version = (headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     lines = [line for line in version.splitlines() if line.startswith(("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR"))]
@@ -91,7 +92,7 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
     with tempfile.TemporaryDirectory() as work:
         objects = compile_objects(cxx, Path(work), sanitizer)
         made = Path(work) / out.name
-        _run([*cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread"])
+        _run([*cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread", "-ldl"])
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{out.name}.{os.getpid()}"
         shutil.copy(made, unfinished)
@@ -103,12 +104,12 @@ def compile_objects(cxx: list[str], work: Path, sanitizer: str | None = None, ap
     """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers."""
     jobs = []
     include = ["-isystem", str(headers())] if api else []
-    for path in sorted(SOURCES.glob("*.cc")):
+    for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):
         if path.name == "kernels.cc":
             sets = instruction_sets().items()
             jobs += [(path, f"kernels_{name}.o", [*flags, f"-DLF_ISA={name}"]) for name, flags in sets]
         elif api or path.name != "api.cc":
-            jobs.append((path, f"{path.stem}.o", include))
+            jobs.append((path, f"{path.parent.name}_{path.stem}.o", include))
 
     def compile_one(job):
         path, name, extra = job

@@ -8,8 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.library import TARGET
-from custom_calls.session import Session
+from custom_calls.session import Running
 
 ENDS = ("length", "stop", "cancelled")
 
@@ -57,11 +56,12 @@ class Outputs(NamedTuple):
 
 
 def decode(
-    session: Session, inputs: Inputs, state: State, *, room: int, top: int = 0, logits: bool = False, mesh: Mesh | None = None
+    session: Running, inputs: Inputs, state: State, operands: tuple[jax.Array, ...] = (), *, room: int, top: int = 0, logits: bool = False, mesh: Mesh | None = None
 ) -> tuple[Outputs, State]:
     """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state` with them.
 
-    room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place: call this
+    operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would become a constant of
+    the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place: call this
     under jax.jit, with `state` donated (where it is not, XLA copies it for every call). Raises ValueError outside of jax.jit. A call that
     cannot be is a jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout.
     """
@@ -75,22 +75,27 @@ def decode(
     )  # fmt: skip
     devices, places = (1, _everywhere()) if mesh is None else (mesh.shape["lane"], _places(mesh))
 
-    def local(inputs: Inputs, state: State) -> tuple[Outputs, State]:
+    if len(operands) != len(session.operands):
+        raise ValueError(f"{len(operands)} operands: pass session.operands, which are {len(session.operands)}")
+
+    def local(inputs: Inputs, operands: tuple, state: State) -> tuple[Outputs, State]:
         changed = jax.tree.leaves(state)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
+        first = len(inputs) + len(operands)
         results = jax.ffi.ffi_call(
-            TARGET, [*outputs, *shapes], has_side_effect=True,
-            input_output_aliases={len(inputs) + i: len(outputs) + i for i in range(len(changed))},
+            session.target, [*outputs, *shapes], has_side_effect=True,
+            input_output_aliases={first + i: len(outputs) + i for i in range(len(changed))},
         )(
-            *inputs, *changed, session=np.int64(session.id), devices=np.int64(devices), position_of_device=places,
-            timeout_ms=np.int64(session.timeout_ms),
+            *inputs, *operands, *changed, session=np.int64(session.id), devices=np.int64(devices), position_of_device=places,
         )  # fmt: skip
         return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
 
     if mesh is None:
-        return local(inputs, state)
+        return local(inputs, operands, state)
     lanes = State(P(), *([P("lane")] * len(state.keys) for _ in "kv"))
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), lanes), out_specs=(P(), lanes), check_vma=False)(inputs, state)
+    weights = tuple(P("lane") if split else P() for split in session.of_lanes)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), weights, lanes), out_specs=(P(), lanes), check_vma=False)
+    return mapped(inputs, operands, state)
 
 
 def _places(mesh: Mesh) -> np.ndarray:

@@ -13,6 +13,13 @@ from custom_calls import build
 log = logging.getLogger("custom_calls")
 
 TARGET = "laneformer_decode"  # the same name on every platform, so that one traced program lowers to each
+EMULATED = "laneformer_decode_emulated"  # GPUs emulated on the CPU, for tests
+HANDLERS = (
+    (TARGET, "cpu", "laneformer_decode_cpu"),
+    (TARGET, "CUDA", "laneformer_decode_gpu"),
+    (TARGET, "ROCM", "laneformer_decode_gpu"),
+    (EMULATED, "cpu", "laneformer_decode_emulated"),
+)
 
 
 class NativeError(RuntimeError):
@@ -30,6 +37,20 @@ class Model(ctypes.Structure):
         + [("norm_eps", ctypes.c_float), ("rope_factor", ctypes.c_float)]
         + [(name, ctypes.c_void_p) for name in ("rope_frequencies", "windows", "events", "event_weights")]
         + [("num_events", ctypes.c_int32)]
+    )  # fmt: skip
+
+
+class GpuModel(ctypes.Structure):
+    """`LaneformerGpuModel` of gpu/session.h, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_int32) for name in (
+            "layers", "lanes", "lanes_here", "ctas", "threads", "shared_bytes", "vocab", "context", "kv_heads", "head_dim", "cache_dtype",
+            "weight_dtype", "pass_tags", "exchanges",
+        )]
+        + [(name, ctypes.c_int64) for name in ("lane_words", "shared_words", "packed_elements")]
+        + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p), ("image_bytes", ctypes.c_int64)]
+        + [("devices", ctypes.c_void_p), ("num_devices", ctypes.c_int32), ("timeout_ms", ctypes.c_int32), ("chaos_us", ctypes.c_int32)]
     )  # fmt: skip
 
 
@@ -66,6 +87,17 @@ _FUNCTIONS = {
     "read_pass": (ctypes.c_double, _ID),
     "trace": (None, _ID, ctypes.c_int64),
     "spans": (ctypes.c_int64, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64),
+    "gpu_open": (_ID, ctypes.POINTER(GpuModel), *_ERROR),
+    "gpu_close": (None, _ID),
+    "gpu_begin": (_ID, _ID, *_ERROR),
+    "gpu_wait": (_INT, _ID, _INT, _INT),
+    "gpu_finished": (_INT, _ID),
+    "gpu_cancel": (None, _ID),
+    "gpu_drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
+    "gpu_failure": (_INT, _ID, *_ERROR),
+    "gpu_trace": (_ID, _ID, ctypes.c_int64, *_ERROR),
+    "gpu_spans": (_ID, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64, *_ERROR),
+    "ring_slots": (_INT, _POINTER, _INT),
     "default_threads": (_INT,),
     "read_bandwidth": (ctypes.c_double, ctypes.c_int64, _INT),
     "can_run": (ctypes.c_char_p, ctypes.c_char_p),
@@ -99,7 +131,8 @@ def library() -> ctypes.CDLL:
         function = getattr(lib, f"laneformer_{name}")
         function.restype, function.argtypes = result, arguments
     _check_version(lib.laneformer_ffi_version(), path)
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(lib.laneformer_decode_cpu), platform="cpu")
+    for target, platform, handler in HANDLERS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(lib, handler)), platform=platform)
     return lib
 
 
@@ -121,6 +154,12 @@ def call(name: str, *arguments) -> int:
     if result < 0:
         raise NativeError(text.value.decode())
     return result
+
+
+def ring_slots(exchanges: list[tuple[int, int]]) -> int:
+    """The smallest ring of slots that exchanges need: (time of issue, time when last read) of each, in order of issue."""
+    times = (ctypes.c_int32 * (2 * len(exchanges)))(*(time for pair in exchanges for time in pair))
+    return library().laneformer_ring_slots(times, len(exchanges))
 
 
 def default_threads() -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from custom_calls.library import Model, NativeError, Options, Span, call, default_threads, library
+from custom_calls.library import TARGET, Model, NativeError, Options, Span, call, default_threads, library
 from custom_calls.schedule import encode_schedule
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -63,8 +63,63 @@ class Drawn(NamedTuple):
     """float32 [n, top]."""
 
 
-class Session:
-    """One model in the library. Pack every weight, then use it in `custom_calls.decode`; one call at a time."""
+class Running:
+    """What sessions on every platform have: the call that runs, seen from outside."""
+
+    _prefix: str
+    target: str
+    """Of the custom call."""
+
+    def _open(self, shapes: Shapes, timeout_ms: int, *arguments) -> None:
+        """Raises NativeError."""
+        self.shapes, self.timeout_ms, self._lib = shapes, timeout_ms, library()
+        self._id = call(f"{self._prefix}open", *arguments)
+        self.close = weakref.finalize(self, self._function("close"), self._id)
+
+    def _function(self, name: str):
+        return getattr(self._lib, f"laneformer_{self._prefix}{name}")
+
+    @property
+    def id(self) -> int:
+        """Of the session in the library. Raises NativeError once it was closed."""
+        if not self.close.alive:
+            raise NativeError("this decode session was closed: make another one")
+        return self._id
+
+    operands: tuple = ()
+    """Arrays that the custom call reads beside those of the call."""
+    of_lanes: tuple[bool, ...] = ()
+    """For each operand whether its first axis is that of the lanes."""
+
+    def begin(self) -> None:
+        """Forgets the last call's tokens and a cancellation: before a call that `wait` is to follow."""
+        self._function("begin")(self.id)
+
+    def wait(self, have: int, timeout_ms: int = 50) -> int:
+        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
+        return self._function("wait")(self.id, have, timeout_ms)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the call has ended."""
+        return bool(self._function("finished")(self.id))
+
+    def cancel(self) -> None:
+        """Ends the running call, or the one that `begin` has announced, before its next token."""
+        self._function("cancel")(self.id)
+
+    def drawn(self, first: int, count: int, top: int = 0) -> Drawn:
+        """Tokens first .. first + count - 1 of the call, which `wait` has reported; top: as in the call."""
+        arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
+        ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
+        self._function("drawn")(self.id, first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
+        return Drawn(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
+
+
+class Session(Running):
+    """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a time."""
+
+    _prefix, target = "", TARGET
 
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], threads: int | None = None,
@@ -93,16 +148,7 @@ class Session:
         options = Options(
             threads or default_threads(), one_thread_per_lane, chaos_us, timeout_ms, instructions.encode() if instructions else None
         )
-        self.shapes, self.timeout_ms, self._lib = shapes, timeout_ms, library()
-        self._id = call("open", ctypes.byref(model), ctypes.byref(options))
-        self.close = weakref.finalize(self, self._lib.laneformer_close, self._id)
-
-    @property
-    def id(self) -> int:
-        """Of the session in the library. Raises NativeError once it was closed."""
-        if not self.close.alive:
-            raise NativeError("this decode session was closed: make another one")
-        return self._id
+        self._open(shapes, timeout_ms, ctypes.byref(model), ctypes.byref(options))
 
     def pack(self, path: str, weight: np.ndarray) -> None:
         """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
@@ -133,30 +179,6 @@ class Session:
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound of decoding."""
         return self._lib.laneformer_read_pass(self.id)
-
-    def begin(self) -> None:
-        """Forgets the last call's tokens and a cancellation: before a call that `wait` is to follow."""
-        self._lib.laneformer_begin(self.id)
-
-    def wait(self, have: int, timeout_ms: int = 50) -> int:
-        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
-        return self._lib.laneformer_wait(self.id, have, timeout_ms)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the call has ended."""
-        return bool(self._lib.laneformer_finished(self.id))
-
-    def cancel(self) -> None:
-        """Ends the running call, or the one that `begin` has announced, before its next token."""
-        self._lib.laneformer_cancel(self.id)
-
-    def drawn(self, first: int, count: int, top: int = 0) -> Drawn:
-        """Tokens first .. first + count - 1 of the call, which `wait` has reported; top: as in the call."""
-        arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
-        ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
-        self._lib.laneformer_drawn(self.id, first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
-        return Drawn(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
 
     def trace(self, spans_per_worker: int) -> None:
         """Writes down when each worker did what, from now on; 0 ends it."""

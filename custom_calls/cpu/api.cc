@@ -163,7 +163,7 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
 ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices, ffi::Span<const int32_t> position_of_device,
-                  int64_t timeout_ms, ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
+                  ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
                   ffi::BufferR1<ffi::U32> key, ffi::BufferR1<ffi::S32> stops, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
                   ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
                   ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
@@ -218,7 +218,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
   operands.state = state->typed_data();
   if (devices == 1) return generate(*decoder, {operands});
-  return join(*decoder, session, run.run_id, position, (int)devices, timeout_ms, std::move(operands));
+  return join(*decoder, session, run.run_id, position, (int)devices, decoder->options().timeout_ms, std::move(operands));
 }
 
 }  // namespace
@@ -230,7 +230,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_cpu, decode,
                                   .Attr<int64_t>("session")
                                   .Attr<int64_t>("devices")
                                   .Attr<ffi::Span<const int32_t>>("position_of_device")
-                                  .Attr<int64_t>("timeout_ms")
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::F32>>()
@@ -308,6 +307,13 @@ int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
   const int64_t n = std::min<int64_t>(room, (int64_t)spans.size());
   if (to) std::memcpy(to, spans.data(), n * sizeof(Span));
   return (int64_t)spans.size();
+}
+
+// The smallest ring for exchanges in order of issue: the times at which they are issued and last read.
+int32_t laneformer_ring_slots(const int32_t* times, int32_t count) {
+  std::vector<Exchange> exchanges;
+  for (int i = 0; i < count; i++) exchanges.push_back({times[2 * i], times[2 * i + 1]});
+  return ring_slots(exchanges);
 }
 
 int32_t laneformer_default_threads() { return default_threads(); }

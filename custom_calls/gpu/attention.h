@@ -1,0 +1,311 @@
+// Attention over the cache, its keys split over the CTAs of a lane: each (key/value head, split) is a task of one CTA. A task's warps share
+// its keys, a few threads have each key; all keep their own softmax, and the sums meet in shared memory. What a task publishes for each
+// query head: the weighted sum of the values, the largest score, and the sum of the weights (Flash-Decoding's split; scores in units of
+// log 2). The consumers merge the splits.
+//
+// Queries, keys and values come as the product made them: bias, norm and rotation are applied here.
+#pragma once
+
+#include "product.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kHeadDim + 2 + kHeadDim % 2;
+constexpr int kKvBytes = bytes_of(kCache);
+constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element by element
+constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
+constexpr int kKvPieces = kHeadDim / kPerKv;
+
+constexpr int threads_for_key() {
+  int threads = 1;
+  while (threads < 16 && (kKvPieces + threads - 1) / threads > 4) threads *= 2;
+  return threads;
+}
+constexpr int kKeyThreads = threads_for_key();
+constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads, kOwn = kOwnPieces * kPerKv;  // of a key, by one thread
+constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));
+constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
+
+// Shared memory, in floats.
+constexpr int kAttentionFloats = (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
+
+struct Splits {
+  int first, size, count;  // keys; split s has those from first + s * size
+};
+
+LF_DEVICE Splits splits_of(int position, int window) {
+  const int first = window > 0 && position + 1 > window ? position + 1 - window : 0, keys = position + 1 - first;
+  const int wanted = smaller((keys + kSplitKeys - 1) / kSplitKeys, kMaxSplits), size = (keys + wanted - 1) / wanted;
+  return {first, size, (keys + size - 1) / size};
+}
+
+struct Attention {
+  const Params& p;
+  const u64* qkv;  // board
+  u64* parts;      // board [heads][kMaxSplits][kPartWords]
+  float* scratch;
+  Watch& watch;
+  int lane_here, layer, position;
+  u32 tag;
+
+  // The thread's elements of a key or value.
+  LF_DEVICE void load(const void* data, i64 key, int head, float (&out)[kOwn]) const {
+    const i64 base = (key * kKvHeads + head) * kHeadDim;
+    const int own = warp_lane() % kKeyThreads;
+    LF_UNROLL for (int i = 0; i < kOwnPieces; i++) {
+      const int piece = i * kKeyThreads + own;
+      if constexpr (kKvVectors) {
+        Vec vec = {};
+        if (piece < kKvPieces) vec = load_vec_between_ctas((const char*)data + (base + piece * kPerKv) * kKvBytes);
+        float values[kPerVec<kCache>];
+        unpack<kCache>(vec, values);
+        LF_UNROLL for (int k = 0; k < kPerKv; k++) out[i * kPerKv + k] = values[k];
+      } else if constexpr (kCache == kFloat32) {
+        out[i] = piece < kKvPieces ? load_between_ctas((const float*)data + base + piece) : 0.0f;
+      } else {
+        out[i] = piece < kKvPieces ? widen<kCache>(load_between_ctas((const u16*)data + base + piece)) : 0.0f;
+      }
+    }
+  }
+
+  // Element of a head that the thread's out[i] is.
+  LF_DEVICE static int own_element(int i) { return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv; }
+
+  // Bias, norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
+  LF_DEVICE void turn(float* heads, int count, int kv_head) const {
+    const float* rotation = p.rotations + (i64)position * kHeadDim;
+    for (int h = warp(); h < count; h += kWarps) {
+      const bool is_key = h == kGroupHeads;
+      float* x = heads + h * kHeadDim;
+      if (kQkvBias) {
+        const int row = is_key ? kHeads * kHeadDim + kv_head * kHeadDim : (kv_head * kGroupHeads + h) * kHeadDim;
+        const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + row;
+        for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) x[i] += bias[i];
+        sync_warp();
+      }
+      float factor = 1;
+      const float* gains = (is_key ? p.k_norms : p.q_norms) + layer * kHeadDim;
+      if (kQkNorm) {
+        float sum = 0;
+        for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
+        factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + kNormEps);
+      }
+      for (int i = warp_lane(); i < kHeadDim / 2; i += kWarpSize) {
+        float even = x[2 * i] * factor, odd = x[2 * i + 1] * factor;
+        if (kQkNorm) even *= gains[2 * i], odd *= gains[2 * i + 1];
+        const float cosine = rotation[i], sine = rotation[kHeadDim / 2 + i];
+        const float scale = is_key ? 1.0f : kScoreScale;
+        x[2 * i] = (even * cosine - odd * sine) * scale;
+        x[2 * i + 1] = (even * sine + odd * cosine) * scale;
+      }
+    }
+  }
+
+  LF_DEVICE void run(int cta, const Splits& splits) const {
+    for (int task = cta; task < kKvHeads * splits.count; task += kCtas) {
+      run_task(task % kKvHeads, task / kKvHeads, splits);
+      sync_cta();  // before the next one overwrites the scratch
+    }
+  }
+
+  LF_DEVICE void run_task(int kv_head, int split, const Splits& splits) const {
+    const i64 lane_offset = (i64)lane_here * p.capacity * kKvHeads * kHeadDim * kKvBytes;
+    char* keys = (char*)p.keys[layer] + lane_offset;
+    char* values = (char*)p.values[layer] + lane_offset;
+    const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
+    const bool newest = last == position + 1;  // this task has the new position, which is not in the cache yet
+    const int old = newest ? last - 1 : last;
+    float* heads = scratch;  // queries, new key, new value
+    float* new_value = heads + (kGroupHeads + 1) * kHeadDim;
+    float* sums = new_value + kHeadDim;
+
+    // The first keys are on their way before the queries have come.
+    const int lane_key = warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads;
+    int key = first + lane_key;
+    float k[kOwn], v[kOwn];
+    if (key < old) load(keys, key, kv_head, k), load(values, key, kv_head, v);
+
+    gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
+    if (newest) {
+      gather<kThreads>(qkv + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, heads + kGroupHeads * kHeadDim, watch, kAtAttention);
+      gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
+    }
+    sync_cta();
+    turn(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head);
+    if (newest) {
+      sync_cta();
+      // Into the cache, and read here as it will be read from there.
+      const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
+      const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
+      for (int i = thread(); i < kHeadDim; i += kThreads) {
+        float* new_key = heads + kGroupHeads * kHeadDim;
+        new_key[i] = rounded(new_key[i]);
+        new_value[i] = rounded(kQkvBias ? new_value[i] + bias[i] : new_value[i]);
+        put_element<kCache>(keys, at + i, new_key[i]);
+        put_element<kCache>(values, at + i, new_value[i]);
+      }
+    }
+    sync_cta();
+
+    for (int h0 = 0; h0 < kGroupHeads; h0 += kHeadsAtOnce) {
+      float largest[kHeadsAtOnce], weight[kHeadsAtOnce], sum[kHeadsAtOnce][kOwn];
+      LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
+        largest[h] = kNever;
+        weight[h] = 0;
+        LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = 0;
+      }
+      if (h0 > 0) {
+        key = first + lane_key;
+        if (key < old) load(keys, key, kv_head, k), load(values, key, kv_head, v);
+      }
+      // All threads of a warp make the same number of turns: they shuffle.
+      for (int turn = first; turn < old; turn += kKeysAtOnce) {
+        float next_k[kOwn], next_v[kOwn];
+        const int next = key + kKeysAtOnce;
+        if (next < old) load(keys, next, kv_head, next_k), load(values, next, kv_head, next_v);
+        add_key(heads, h0, key < old, k, v, largest, weight, sum);
+        key = next;
+        LF_UNROLL for (int i = 0; i < kOwn; i++) k[i] = next_k[i], v[i] = next_v[i];
+      }
+      if (newest && warp() == 0) {
+        LF_UNROLL for (int i = 0; i < kOwn; i++) {
+          const int element = own_element(i);
+          k[i] = element < kHeadDim ? heads[kGroupHeads * kHeadDim + element] : 0.0f;
+          v[i] = element < kHeadDim ? new_value[element] : 0.0f;
+        }
+        add_key(heads, h0, warp_lane() < kKeyThreads, k, v, largest, weight, sum);
+      }
+      merge_warp(largest, weight, sum);
+      LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
+        float* out = sums + (warp() * kHeadsAtOnce + h) * (kHeadDim + 2);
+        if (warp_lane() < kKeyThreads) {
+          LF_UNROLL for (int i = 0; i < kOwn; i++)
+            if (own_element(i) < kHeadDim) out[own_element(i)] = sum[h][i];
+        }
+        if (warp_lane() == 0) out[kHeadDim] = largest[h], out[kHeadDim + 1] = weight[h];
+      }
+      sync_cta();
+      publish(kv_head * kGroupHeads + h0, smaller(kHeadsAtOnce, kGroupHeads - h0), split, sums);
+      if (h0 + kHeadsAtOnce < kGroupHeads) sync_cta();
+    }
+  }
+
+ private:
+  static constexpr float kNever = -1e30f;
+
+  LF_DEVICE static float rounded(float v) {
+    if constexpr (kCache == kFloat32) return v;
+    if constexpr (kCache == kBfloat16) return widen<kBfloat16>(float_to_bfloat(v));
+    return half_to_float(float_to_half(v));
+  }
+
+  LF_DEVICE static void add_key(const float* heads, int h0, bool real, const float (&k)[kOwn], const float (&v)[kOwn],
+                                float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+    LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
+      const float* q = heads + smaller(h0 + h, kGroupHeads - 1) * kHeadDim;
+      float score = 0;
+      LF_UNROLL for (int i = 0; i < kOwn; i++) {
+        const int element = own_element(i);
+        if (kKvPieces % kKeyThreads == 0 || element < kHeadDim) score += q[element] * k[i];
+      }
+      LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score += shuffle(score, mask);
+      if (!real) continue;
+      const float top = larger(largest[h], score), keep = fast_exp2(largest[h] - top), own = fast_exp2(score - top);
+      largest[h] = top;
+      weight[h] = weight[h] * keep + own;
+      LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = sum[h][i] * keep + own * v[i];
+    }
+  }
+
+  // Over the keys that the warp had at the same time.
+  LF_DEVICE static void merge_warp(float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+    LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
+      float top = largest[h];
+      LF_UNROLL for (int mask = kKeyThreads; mask < kWarpSize; mask *= 2) top = larger(top, shuffle(top, mask));
+      const float keep = fast_exp2(largest[h] - top);
+      largest[h] = top;
+      weight[h] *= keep;
+      LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] *= keep;
+      LF_UNROLL for (int mask = kKeyThreads; mask < kWarpSize; mask *= 2) {
+        weight[h] += shuffle(weight[h], mask);
+        LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] += shuffle(sum[h][i], mask);
+      }
+    }
+  }
+
+  // Over the warps, in their order.
+  LF_DEVICE void publish(int head, int count, int split, const float* sums) const {
+    watch.delay();
+    for (int at = thread(); at < count * kHeadDim; at += kThreads) {
+      const int h = at / kHeadDim, element = at % kHeadDim;
+      float top = kNever, weight = 0, sum = 0;
+      LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
+      LF_UNROLL for (int w = 0; w < kWarps; w++) {
+        const float* part = sums + (w * kHeadsAtOnce + h) * (kHeadDim + 2);
+        const float keep = fast_exp2(part[kHeadDim] - top);
+        weight += keep * part[kHeadDim + 1];
+        sum += keep * part[element];
+      }
+      u64* out = parts + ((head + h) * kMaxSplits + split) * kPartWords;
+      store_word(out + element, word_of(sum, tag));
+      if (element == 0) {
+        store_word(out + kHeadDim, word_of(top, tag));
+        store_word(out + kHeadDim + 1, word_of(weight, tag));
+      }
+    }
+  }
+
+ public:
+  // The attention's output [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it visible.
+  LF_DEVICE void merge(const Splits& splits, float* out) const {
+    float* factors = scratch + kAttentionFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
+    for (int at = thread(); at < kHeads * splits.count * 2; at += kThreads) {
+      const int head = at / (2 * splits.count), split = at / 2 % splits.count;
+      const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;
+      factors[at] = wait_for(word, watch, kAtAttention, split);
+    }
+    sync_cta();
+    for (int at = thread(); at < kHeads * kHeadDim; at += kThreads) {
+      const int head = at / kHeadDim, element = at % kHeadDim;
+      const float* own = factors + head * splits.count * 2;
+      const u64* board = parts + head * kMaxSplits * kPartWords + element;
+      float top = kNever;
+      for (int s = 0; s < splits.count; s++) top = larger(top, own[2 * s]);
+      float weight = 0, sum = 0;
+      constexpr int each = 8;
+      for (int s0 = 0; s0 < splits.count; s0 += each) {
+        float values[each];
+        int spins = 0;
+        for (;;) {
+          bool all = true;
+          LF_UNROLL for (int i = 0; i < each; i++) {
+            if (s0 + i >= splits.count) continue;
+            const u64 word = load_word(board + (s0 + i) * kPartWords);
+            values[i] = value_of(word);
+            all = all && has_come(word, tag);
+          }
+          if (all || !watch.go_on(spins, kAtAttention, s0)) break;
+        }
+        LF_UNROLL for (int i = 0; i < each; i++) {
+          if (s0 + i >= splits.count) continue;
+          const float keep = fast_exp2(own[2 * (s0 + i)] - top);
+          weight += keep * own[2 * (s0 + i) + 1];
+          sum += keep * values[i];
+        }
+      }
+      out[at] = sum / weight;
+    }
+  }
+
+ private:
+  LF_DEVICE float wait_for(const u64* word, Watch& watch, Waits where, int waited_for) const {
+    u64 v;
+    for (int spins = 0; !has_come(v = load_word(word), tag);)
+      if (!watch.go_on(spins, where, waited_for)) break;
+    return value_of(v);
+  }
+};
+
+}  // namespace gpu
+}  // namespace laneformer

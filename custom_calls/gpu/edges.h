@@ -1,0 +1,135 @@
+// How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed accesses. A value has come
+// when its word has the tag that the reader waits for. Tags never repeat, so nothing is ever cleared.
+//
+// Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows from the order of
+// the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of which owns rows of it, had come there.
+// Two boards of that kind take turns, one is enough for every other. See docs/decode_kernel.md.
+#pragma once
+
+#include "numbers.h"
+#include "params.h"
+
+namespace laneformer {
+namespace gpu {
+
+LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_bits(value); }
+LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
+LF_DEVICE bool has_come(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
+
+// The watchdog of every wait: whoever waits too long says so to all, and from then on nobody waits; the kernel ends with the pass.
+class Watch {
+ public:
+  LF_DEVICE Watch(const Params& p, u64* abort, int lane) : p_(p), abort_(abort), lane_(lane), random_(cta() * 0x9e3779b9u + thread() + 1) {}
+
+  int layer = -1;
+
+  // After a look that found nothing: whether to look again.
+  LF_DEVICE bool go_on(int& spins, Waits where, int waited_for) {
+    if (ended_) return false;
+    if (spins++ % 64 != 63) {
+      pause();
+      return true;
+    }
+    if (load_word(abort_)) {
+      ended_ = true;
+      return false;
+    }
+    const u64 now = clock_ns();
+    if (spins == 64) {
+      began_ = now;
+    } else if (now - began_ > p_.timeout_ns) {
+      fail(where, waited_for);
+      return false;
+    }
+    return true;
+  }
+
+  LF_DEVICE bool ended() const { return ended_; }
+
+  // Tests delay every edge of a CTA by random times.
+  LF_DEVICE void delay() {
+    if (p_.chaos_ns == 0) return;
+    random_ ^= random_ << 13, random_ ^= random_ >> 17, random_ ^= random_ << 5;
+    const u64 until = clock_ns() + random_ % p_.chaos_ns;
+    while (clock_ns() < until) pause();
+  }
+
+ private:
+  LF_DEVICE void fail(Waits where, int waited_for) {
+    ended_ = true;
+    p_.host->lane = lane_;
+    p_.host->layer = layer;
+    p_.host->waited_for = waited_for;
+    p_.host->failed = where;
+    fence_system();
+    for (int d = 0; d < p_.devices; d++) store_word(p_.shared[d], 1);  // the first word of each
+  }
+
+  const Params& p_;
+  u64* abort_;
+  int lane_;
+  u32 random_;
+  bool ended_ = false;
+  u64 began_ = 0;
+};
+
+// What each thread reads at n places of a board, `per` words from each (the last ones beyond `end` are 0). One word is looked at alone until
+// it has come: many CTAs that look at everything all the time would take the memory's bandwidth from the weights.
+template <int n, int per, class Place>
+LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
+  static_assert(per % 2 == 0, "words are read in pairs");
+  int spins = 0;
+  if (place(0) < end)
+    while (!has_come(load_word(board + place(0)), tag))
+      if (!watch.go_on(spins, where, place(0))) break;
+  for (;;) {
+    bool all = true;
+    int missing = 0;
+    LF_UNROLL for (int v = 0; v < n; v++) {
+      const int at = place(v);
+      LF_UNROLL for (int i = 0; i < per; i += 2) {
+        if (at + i < end) {  // boards have an even number of words
+          const Words words = load_words(board + at + i);
+          const bool both = at + i + 1 < end;
+          out[v][i] = value_of(words.a);
+          out[v][i + 1] = both ? value_of(words.b) : 0.0f;
+          if (!has_come(words.a, tag) || (both && !has_come(words.b, tag))) all = false, missing = at + i;
+        } else {
+          out[v][i] = out[v][i + 1] = 0;
+        }
+      }
+    }
+    if (all || !watch.go_on(spins, where, missing)) return;
+  }
+}
+
+// All of the CTA's threads bring n words into shared memory; a sync_cta makes them visible.
+template <int threads>
+LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where) {
+  constexpr int each = 8;
+  for (int first = 0; first < n; first += threads * each) {
+    float values[each];
+    bool all;
+    int spins = 0;
+    do {
+      all = true;
+      u64 words[each];
+      LF_UNROLL for (int i = 0; i < each; i++) {
+        const int at = first + i * threads + thread();
+        if (at < n) words[i] = load_word(board + at);
+      }
+      LF_UNROLL for (int i = 0; i < each; i++) {
+        if (first + i * threads + thread() >= n) continue;
+        values[i] = value_of(words[i]);
+        all = all && has_come(words[i], tag);
+      }
+    } while (!all && watch.go_on(spins, where, first));
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      const int at = first + i * threads + thread();
+      if (at < n) out[at] = values[i];
+    }
+  }
+}
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,63 @@
+// The three dtypes of weights and caches, as the bits that memory holds.
+#pragma once
+
+#include "port.h"
+
+namespace laneformer {
+namespace gpu {
+
+enum Dtype { kFloat32, kBfloat16, kFloat16 };
+
+constexpr int bytes_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+LF_DEVICE u16 float_to_bfloat(float v) {
+  const u32 bits = float_to_bits(v);
+  if (v != v) return (u16)(bits >> 16 | 0x40);  // a NaN stays one
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <Dtype dtype>
+LF_DEVICE float widen(u16 v) {
+  return dtype == kBfloat16 ? bits_to_float((u32)v << 16) : half_to_float(v);
+}
+
+// Element i of an array.
+template <Dtype dtype>
+LF_DEVICE float element(const void* data, i64 i) {
+  if (dtype == kFloat32) return ((const float*)data)[i];
+  return widen<dtype>(((const u16*)data)[i]);
+}
+
+template <Dtype dtype>
+LF_DEVICE void put_element(void* data, i64 i, float v) {
+  if (dtype == kFloat32) {
+    ((float*)data)[i] = v;
+  } else {
+    ((u16*)data)[i] = dtype == kBfloat16 ? float_to_bfloat(v) : float_to_half(v);
+  }
+}
+
+template <Dtype dtype>
+constexpr int kPerVec = 16 / bytes_of(dtype);
+
+// The elements of 16 bytes.
+template <Dtype dtype>
+LF_DEVICE void unpack(const Vec& vec, float (&out)[kPerVec<dtype>]) {
+  if constexpr (dtype == kFloat32) {
+    LF_UNROLL for (int i = 0; i < 4; i++) out[i] = bits_to_float(vec.word[i]);
+  } else {
+    LF_UNROLL for (int i = 0; i < 4; i++) {
+      const u32 pair = vec.word[i];
+      if constexpr (dtype == kBfloat16) {
+        out[2 * i] = bits_to_float(pair << 16);
+        out[2 * i + 1] = bits_to_float(pair & 0xffff0000u);
+      } else {
+        out[2 * i] = half_to_float((u16)pair);
+        out[2 * i + 1] = half_to_float((u16)(pair >> 16));
+      }
+    }
+  }
+}
+
+}  // namespace gpu
+}  // namespace laneformer

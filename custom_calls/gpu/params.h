@@ -1,0 +1,80 @@
+// What a launch is given. Host and device read this file.
+#pragma once
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kMaxLayers = 128, kMaxDevices = 8;
+
+enum Ends { kLength, kStop, kCancelled, kFailed };
+
+// Where a wait came to nothing: a device-side error.
+enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtSample, kBadCall };
+
+struct Told {  // about one token, in memory of the host
+  int token;
+  float logprob;
+  unsigned long long time_ns;
+};
+
+// Memory of the host that the kernel sees; one for all devices of a session.
+struct Host {
+  int cancel;     // by the host
+  int count;      // tokens told so far in this call
+  int done;       // the call has ended
+  int failed;     // a value of Waits
+  int lane, layer, waited_for;
+};
+
+struct Span {
+  int op, layer;
+  unsigned long long begin_ns, end_ns;
+};
+
+struct Params {
+  // Of the model, on this device: its own lanes first.
+  const void* weights;           // [lanes here][CTAs][warps][lines of a pass][warp size] of 16 bytes
+  const void* embedding;         // [vocab][hidden]
+  const float* attention_norms;  // [lanes here or 1][layers][hidden]
+  const float* ffn_norms;
+  const float* final_norm;  // [lanes here or 1][hidden]
+  const float* biases;      // [lanes here][layers][qkv rows]
+  const float* q_norms;     // [layers][head_dim]
+  const float* k_norms;
+  const float* rotations;  // [context][2][head_dim / 2]: cosines and sines
+
+  // Of the call.
+  const int* prompt;
+  const int* control;     // tokens of the prompt, position of the first, tokens to draw at most, top_k
+  const float* settings;  // temperature, top_p, min_p, repetition penalty
+  const unsigned int* key;
+  const int* stops;
+  unsigned char* seen;
+  void* keys[kMaxLayers];  // [lanes here][capacity][kv_heads][head_dim]
+  void* values[kMaxLayers];
+  long long capacity;
+  int* tokens;
+  float* logprobs;
+  int* top_tokens;
+  float* top_logprobs;
+  float* logits;  // [room][vocab] or null
+  int* status;
+  int room_of_prompt, num_stops, room, top;
+
+  // Of the session.
+  unsigned long long* boards;               // between CTAs of a lane, [lanes here][kLaneWords]
+  unsigned long long* shared[kMaxDevices];  // between lanes, one on each device
+  int devices, device, first_lane;
+  unsigned int pass_tag, exchange_tag;  // the first of this call
+  unsigned long long timeout_ns, chaos_ns;
+  Host* host;
+  Told* told;         // [context]
+  int* told_tokens;   // [context][top]
+  float* told_logprobs;
+  Span* spans;        // [CTAs][max_spans], null for no trace
+  int* num_spans;     // [CTAs]
+  int max_spans;
+};
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,221 @@
+// What the kernels need of a machine: CUDA, HIP and, for tests, threads emulated on a CPU (LF_EMULATED names the header that does it).
+// Nothing else in this folder names a platform.
+#pragma once
+
+namespace laneformer {
+namespace gpu {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct alignas(16) Vec {  // 16 bytes, as memory moves them
+  u32 word[4];
+};
+
+struct Words {
+  u64 a, b;
+};
+
+}  // namespace gpu
+}  // namespace laneformer
+
+#if defined(LF_EMULATED)
+#include LF_EMULATED
+#elif defined(__HIP__)
+
+#define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
+#define LF_CONSTANT static __attribute__((constant)) const
+#define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
+#define LF_UNROLL _Pragma("unroll")
+#define LF_PARAMS const Params
+#define LF_BULK 0  // no bulk copies into shared memory: the stream goes through registers
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kWarpSize = 64;
+
+LF_DEVICE int thread() { return __builtin_amdgcn_workitem_id_x(); }
+LF_DEVICE int cta() { return __builtin_amdgcn_workgroup_id_x(); }
+LF_DEVICE void sync_cta() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+LF_DEVICE void sync_warp() { __builtin_amdgcn_wave_barrier(); }
+LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v); }
+
+// Exchanged words are relaxed and of system scope: they reach the memory that all dies and all GPUs see, and write back no cache.
+LF_DEVICE u64 load_word(const u64* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+LF_DEVICE Words load_words(const u64* p) { return {load_word(p), load_word(p + 1)}; }
+LF_DEVICE void store_word(u64* p, u64 v) { __hip_atomic_store(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+LF_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"); }
+LF_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
+
+typedef u32 NativeVec __attribute__((ext_vector_type(4)));
+template <class T>
+LF_DEVICE T load_between_ctas(const T* p) {  // what other workgroups wrote in earlier passes; fences order it
+  return *(const volatile T*)p;
+}
+LF_DEVICE Vec load_vec_between_ctas(const void* p) {
+  const u64 a = __hip_atomic_load((const u64*)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  const u64 b = __hip_atomic_load((const u64*)p + 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  return {{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)}};
+}
+LF_DEVICE Vec load_vec(const void* p) {
+  const NativeVec v = *(const NativeVec*)p;
+  return {{v[0], v[1], v[2], v[3]}};
+}
+LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
+  const NativeVec v = __builtin_nontemporal_load((const NativeVec*)p);
+  return {{v[0], v[1], v[2], v[3]}};
+}
+LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // 100 MHz
+LF_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
+
+LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
+LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
+LF_DEVICE float half_to_float(u16 v) { return (float)__builtin_bit_cast(_Float16, v); }
+LF_DEVICE u16 float_to_half(float v) { return __builtin_bit_cast(u16, (_Float16)v); }
+LF_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+LF_DEVICE float exp_of(float v) { return __builtin_amdgcn_exp2f(v * 1.44269504088896341f); }
+LF_DEVICE float log_of(float v) { return __builtin_amdgcn_logf(v) * 0.693147180559945309f; }
+LF_DEVICE float rsqrt_of(float v) { return __builtin_amdgcn_rsqf(v); }
+LF_DEVICE void add_shared(u64* p, u64 v) { __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
+
+}  // namespace gpu
+}  // namespace laneformer
+
+#else  // CUDA
+
+#define LF_DEVICE __device__ __forceinline__
+#define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
+#define LF_CONSTANT static __constant__ const
+#define LF_SHARED(name) extern __shared__ __align__(128) char name[]
+#define LF_UNROLL _Pragma("unroll")
+#define LF_PARAMS const __grid_constant__ Params
+#define LF_BULK 1
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kWarpSize = 32;
+
+LF_DEVICE int thread() { return threadIdx.x; }
+LF_DEVICE int cta() { return blockIdx.x; }
+LF_DEVICE void sync_cta() { __syncthreads(); }
+LF_DEVICE void sync_warp() { __syncwarp(); }
+LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+
+LF_DEVICE u64 load_word(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+LF_DEVICE Words load_words(const u64* p) {
+  Words v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+  return v;
+}
+LF_DEVICE void store_word(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+LF_DEVICE void fence_device() { __threadfence(); }
+LF_DEVICE void fence_system() { __threadfence_system(); }
+
+template <class T>
+LF_DEVICE T load_between_ctas(const T* p) {  // past the first-level cache, which other CTAs' writes do not reach
+  return __ldcg(p);
+}
+LF_DEVICE Vec load_vec_between_ctas(const void* p) {
+  const uint4 v = __ldcg((const uint4*)p);
+  return {{v.x, v.y, v.z, v.w}};
+}
+LF_DEVICE Vec load_vec(const void* p) {
+  const uint4 v = *(const uint4*)p;
+  return {{v.x, v.y, v.z, v.w}};
+}
+LF_DEVICE u64 clock_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+LF_DEVICE void pause() {}
+
+LF_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
+LF_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }
+LF_DEVICE float half_to_float(u16 v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+}
+LF_DEVICE u16 float_to_half(float v) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+  return h;
+}
+LF_DEVICE float fast_exp2(float v) { return exp2f(v); }
+LF_DEVICE float exp_of(float v) { return expf(v); }
+LF_DEVICE float log_of(float v) { return logf(v); }
+LF_DEVICE float rsqrt_of(float v) { return rsqrtf(v); }
+LF_DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
+
+// Bulk copies into shared memory, which complete on a barrier there.
+LF_DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+LF_DEVICE void barrier_init(u64* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+LF_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+LF_DEVICE u64 stream_policy() {  // what is read once per token must not push the exchanged words out of the cache
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+               : "memory");
+}
+LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+}  // namespace gpu
+}  // namespace laneformer
+
+#endif
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
+constexpr int larger_of(int a, int b) { return a > b ? a : b; }
+
+LF_DEVICE int warp() { return thread() / kWarpSize; }
+LF_DEVICE int warp_lane() { return thread() % kWarpSize; }
+LF_DEVICE float shuffle(float v, int mask) { return bits_to_float(shuffle_bits(float_to_bits(v), mask)); }
+LF_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+LF_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+LF_DEVICE int larger(int a, int b) { return a > b ? a : b; }
+
+LF_DEVICE float sum_over_warp(float v) {
+  LF_UNROLL for (int mask = kWarpSize / 2; mask > 0; mask /= 2) v += shuffle(v, mask);
+  return v;
+}
+LF_DEVICE float max_over_warp(float v) {
+  LF_UNROLL for (int mask = kWarpSize / 2; mask > 0; mask /= 2) v = larger(v, shuffle(v, mask));
+  return v;
+}
+
+}  // namespace gpu
+}  // namespace laneformer

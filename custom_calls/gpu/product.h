@@ -1,0 +1,154 @@
+// Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp in groups, one row
+// for each group. Every thread keeps its columns of the vector in registers, for all rows.
+//
+// A shape (custom_calls/gpu_layout.py makes them, and packs the weights to match):
+//   kRows      of a CTA                    kColumns   of the matrix
+//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments stretches of columns
+//   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
+//   kLines     of the stream: kSegments * kSteps * kVectors
+#pragma once
+
+#include "edges.h"
+#include "stream.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kThreads = kWarps * kWarpSize, kPer = kPerVec<kWeights>;
+
+template <class Shape>
+constexpr int kTogether = Shape::kVectors > 4 ? 1 : Shape::kSteps % 4 == 0 ? 4 : Shape::kSteps % 3 == 0 ? 3 : Shape::kSteps % 2 == 0 ? 2 : 1;
+
+template <class Shape>
+constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
+
+template <class Shape>
+constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
+
+// The first column of the thread's vector v of a segment.
+template <class Shape>
+LF_DEVICE int column(int segment, int v) {
+  return (((warp() * Shape::kSegments + segment) * Shape::kVectors + v) * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer;
+}
+
+// Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the vector, while the first
+// weights are on their way.
+template <class Shape, class Load>
+LF_DEVICE void product(Stream& stream, float* partial, Load load) {
+  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>;
+  float* out = partial + warp() * kPaddedRows<Shape>;
+  for (int segment = 0; segment < Shape::kSegments; segment++) {
+    Vec lines[together * vectors];
+#if !LF_BULK
+    stream.take(lines);
+#endif
+    float x[vectors][kPer];
+    load(segment, x);
+    for (int step = 0; step < Shape::kSteps; step += together) {
+#if LF_BULK
+      stream.take(lines);
+#else
+      Vec next[together * vectors];
+      if (step + together < Shape::kSteps) stream.take(next);
+#endif
+      float sums[together];
+      LF_UNROLL for (int t = 0; t < together; t++) {
+        float sum = 0;
+        LF_UNROLL for (int v = 0; v < vectors; v++) {
+          float weights[kPer];
+          unpack<kWeights>(lines[t * vectors + v], weights);
+          LF_UNROLL for (int i = 0; i < kPer; i++) sum += weights[i] * x[v][i];
+        }
+        sums[t] = sum;
+      }
+      LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
+        LF_UNROLL for (int t = 0; t < together; t++) sums[t] += shuffle(sums[t], mask);
+      }
+      if (warp_lane() % Shape::kGroup == 0) {
+        LF_UNROLL for (int t = 0; t < together; t++) {
+          float& sum = out[(step + t) * rows + warp_lane() / Shape::kGroup];
+          sum = segment == 0 ? sums[t] : sum + sums[t];
+        }
+      }
+#if !LF_BULK
+      LF_UNROLL for (int i = 0; i < together * vectors; i++) lines[i] = next[i];
+#endif
+    }
+  }
+}
+
+template <class Shape>
+LF_DEVICE float row_sum(const float* partial, int row) {
+  float sum = 0;
+  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += partial[w * kPaddedRows<Shape> + row];
+  return sum;
+}
+
+// A vector from a board, as the threads of a product need it.
+template <class Shape>
+struct FromBoard {
+  const u64* board;
+  u32 tag;
+  Watch& watch;
+
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+    read_words(board, Shape::kColumns, tag, [&](int v) { return column<Shape>(segment, v); }, x, watch, kAtVector);
+  }
+};
+
+// The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole vector to the
+// results, so that nobody waits for it before multiplying. squares: [kWarps], of each warp's columns.
+template <class Shape>
+struct NormedFromBoard {
+  FromBoard<Shape> board;
+  const float* gains;
+  float* squares;
+
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+    float gain[Shape::kVectors][kPer];
+    LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+      const int at = column<Shape>(segment, v);
+      if constexpr (Shape::kColumns % 4 == 0) {
+        LF_UNROLL for (int i = 0; i < kPer; i += 4) {
+          Vec four = {};
+          if (at + i < Shape::kColumns) four = load_vec(gains + at + i);
+          LF_UNROLL for (int k = 0; k < 4; k++) gain[v][i + k] = bits_to_float(four.word[k]);
+        }
+      } else {
+        LF_UNROLL for (int i = 0; i < kPer; i++) gain[v][i] = at + i < Shape::kColumns ? gains[at + i] : 0.0f;
+      }
+    }
+    board(segment, x);
+    float sum = 0;
+    LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+      LF_UNROLL for (int i = 0; i < kPer; i++) {
+        sum += x[v][i] * x[v][i];
+        x[v][i] *= gain[v][i];
+      }
+    }
+    LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) sum += shuffle(sum, mask);
+    if (warp_lane() == 0) squares[warp()] = segment == 0 ? sum : squares[warp()] + sum;
+  }
+};
+
+LF_DEVICE float norm_factor(const float* squares) {
+  float sum = 0;
+  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
+  return rsqrt_of(sum / (float)kHidden + kNormEps);
+}
+
+// A vector that lies in shared memory.
+template <class Shape>
+struct FromShared {
+  const float* data;
+
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+    LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+      const int at = column<Shape>(segment, v);
+      LF_UNROLL for (int i = 0; i < kPer; i++) x[v][i] = at + i < Shape::kColumns ? data[at + i] : 0.0f;
+    }
+  }
+};
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,343 @@
+// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head; what it has to say about them goes into a
+// packet, and every CTA reads all packets and comes to the same token. Filters need all logits: they are published and read only when asked
+// for.
+#pragma once
+
+#include "product.h"
+
+namespace laneformer {
+namespace gpu {
+
+struct Best {
+  float value;
+  int token;  // -1: none
+};
+
+LF_DEVICE Best better(const Best& a, const Best& b) {
+  if (a.token < 0) return b;
+  if (b.token < 0) return a;
+  if (a.value != b.value) return a.value > b.value ? a : b;
+  return a.token < b.token ? a : b;
+}
+
+// Threefry-2x32 and Gumbel noise, as infer/noise.py defines them.
+LF_DEVICE float gumbel(const u32 key[2], u32 position, u32 token) {
+  const u32 keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
+  constexpr int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  u32 x0 = position + keys[0], x1 = token + keys[1];
+  LF_UNROLL for (int group = 0; group < 5; group++) {
+    LF_UNROLL for (int i = 0; i < 4; i++) {
+      const int r = rotations[group % 2][i];
+      x0 += x1;
+      x1 = (x1 << r | x1 >> (32 - r)) ^ x0;
+    }
+    x0 += keys[(group + 1) % 3];
+    x1 += keys[(group + 2) % 3] + (u32)group + 1;
+  }
+  const float uniform = ((float)(x0 >> 9) + 0.5f) * 0x1p-23f;
+  return -log_of(-log_of(uniform));
+}
+
+// uint32 that compare as the floats do.
+LF_DEVICE u32 order_of(float z) {
+  const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal
+  return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
+
+constexpr int kPacketWords = 6, kPackets = kLanes * kCtas;
+constexpr int kBuckets = 1 << 11, kBucketGroups = 64;
+constexpr float kLowest = -3.4e38f;  // below every finite logit that matters
+
+// Shared memory of the sampler, in floats: histogram, sums of its groups, values of the warps.
+constexpr int kSampleFloats = 2 * kBuckets + 2 * kBucketGroups + 4 * kWarps + 16;
+
+struct Sampled {
+  int token;
+  bool cancelled;
+};
+
+struct Sampler {
+  const Params& p;
+  float* logits;  // shared memory, [rows of the head here]
+  float* z;
+  float* scratch;
+  Watch& watch;
+  int place, first, count;  // of the CTA among all; its tokens
+  bool leader;              // writes the results of this device
+  float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
+  int top_k = 0;
+  u32 key[2] = {};
+
+  LF_DEVICE void configure() {
+    temperature = p.settings[0], top_p = p.settings[1], min_p = p.settings[2], penalty = p.settings[3];
+    top_k = p.control[3];
+    key[0] = p.key[0], key[1] = p.key[1];
+  }
+
+  // A pass without a head: only whether to go on.
+  LF_DEVICE bool absorb(u32 tag, int parity) {
+    sync_cta();  // the scratch is free
+    publish(tag, parity, 0, 0, {0, -1}, 0);
+    Best best;
+    float largest, sum, logit;
+    return collect(tag, parity, largest, sum, best, logit);
+  }
+
+  // The token at `position`, from the logits in shared memory; drawn: how many there were before.
+  LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
+    const bool filtered = temperature > 0 && (top_k > 0 || top_p < 1 || min_p > 0), told = p.top > 0 || p.logits != nullptr;
+    float largest = kLowest, largest_z = kLowest;
+    bool broken = false;
+    for (int r = thread(); r < count; r += kThreads) {
+      const float raw = logits[r];
+      float value = raw;
+      if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
+      if (temperature > 0) value /= temperature;
+      z[r] = value;
+      largest = larger(largest, raw), largest_z = larger(largest_z, value);
+      broken = broken || raw != raw;
+      for (int d = 0; d < p.devices; d++) {
+        if (filtered) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
+        if (told) store_word(p.shared[d] + kLogitsAt + (i64)parity * kVocab + first + r, word_of(raw, tag));
+      }
+    }
+    sync_cta();
+    largest = max_over_cta(largest, warps());
+    const float least = filtered ? threshold(tag, parity) : kLowest;
+    float sum = 0;
+    Best best = {kLowest, -1};
+    for (int r = thread(); r < count; r += kThreads) {
+      sum += exp_of(logits[r] - largest);
+      if (!(z[r] >= least)) continue;
+      const float value = temperature > 0 ? z[r] + gumbel(key, (u32)position, (u32)(first + r)) : z[r];
+      best = better(best, {value, first + r});
+    }
+    sync_cta();
+    sum = sum_over_cta(broken ? sum / 0.0f * 0.0f : sum, warps());
+    best = best_over_cta(best);
+    publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
+
+    float logit;
+    const bool cancelled = collect(tag, parity, largest, sum, best, logit);
+    int token = best.token;
+    if (token < 0 || token >= kVocab) token = 0;  // nothing was a number; the log-probability says so
+    if (cancelled) return {token, true};
+    const float lse = largest + log_of(sum);
+    if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
+    if (leader && p.logits != nullptr) copy_logits(tag, parity, p.logits + (i64)drawn * kVocab);
+    if (leader && p.top > 0) rank(tag, parity, lse, drawn);
+    if (leader && thread() == 0) tell(token, logit - lse, drawn);
+    return {token, false};
+  }
+
+ private:
+  LF_DEVICE float* warps() const { return scratch + 2 * kBuckets + 2 * kBucketGroups; }
+
+  LF_DEVICE float max_over_cta(float v, float* shared) const {
+    v = max_over_warp(v);
+    if (warp_lane() == 0) shared[warp()] = v;
+    sync_cta();
+    v = shared[0];
+    LF_UNROLL for (int w = 1; w < kWarps; w++) v = larger(v, shared[w]);
+    sync_cta();
+    return v;
+  }
+
+  LF_DEVICE float sum_over_cta(float v, float* shared) const {
+    v = sum_over_warp(v);
+    if (warp_lane() == 0) shared[warp()] = v;
+    sync_cta();
+    v = 0;
+    LF_UNROLL for (int w = 0; w < kWarps; w++) v += shared[w];
+    sync_cta();
+    return v;
+  }
+
+  LF_DEVICE Best best_over_cta(Best best) const {
+    float* shared = warps();
+    LF_UNROLL for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+      const Best other = {shuffle(best.value, mask), (int)shuffle_bits((u32)best.token, mask)};
+      best = better(best, other);
+    }
+    if (warp_lane() == 0) shared[2 * warp()] = best.value, shared[2 * warp() + 1] = bits_to_float((u32)best.token);
+    sync_cta();
+    best = {shared[0], (int)float_to_bits(shared[1])};
+    LF_UNROLL for (int w = 1; w < kWarps; w++) best = better(best, {shared[2 * w], (int)float_to_bits(shared[2 * w + 1])});
+    sync_cta();
+    return best;
+  }
+
+  LF_DEVICE i64 packet(int parity, int from) const { return kPacketsAt + ((i64)parity * kPackets + from) * kPacketWords; }
+
+  LF_DEVICE void publish(u32 tag, int parity, float largest, float sum, const Best& best, float logit) const {
+    watch.delay();
+    if (thread() >= kPacketWords) return;
+    fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this packet
+    const float cancel = place == 0 && thread() == 5 ? (float)*(volatile const int*)&p.host->cancel : 0.0f;
+    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, cancel};
+    float value = values[0];
+    LF_UNROLL for (int i = 1; i < kPacketWords; i++)
+      if (thread() == i) value = values[i];
+    for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + packet(parity, place) + thread(), word_of(value, tag));
+  }
+
+  // What all CTAs say; whether to end.
+  LF_DEVICE bool collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
+    constexpr int each = (kPackets + kThreads - 1) / kThreads;
+    float packets[each][kPacketWords];
+    const u64* memory = p.shared[p.device] + packet(parity, 0);
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      const int from = i * kThreads + thread();
+      float one[1][kPacketWords];
+      read_words(memory, kPackets * kPacketWords, tag, [&](int) { return from < kPackets ? from * kPacketWords : kPackets * kPacketWords; },
+                 one, watch, kAtSample);
+      LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
+      if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
+    }
+    float top = kLowest, cancelled = 0;
+    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), cancelled = larger(cancelled, packets[i][5]);
+    if (watch.ended()) cancelled = 1.0f;
+    fence_device();
+    sync_cta();
+    largest = max_over_cta(top, warps());
+    cancelled = max_over_cta(cancelled, warps());
+    float total = 0;
+    Best found = {kLowest, -1};
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      if (packets[i][1] != 0) total += packets[i][1] * exp_of(packets[i][0] - largest);
+      found = better(found, {packets[i][2], (int)float_to_bits(packets[i][3])});
+    }
+    sum = sum_over_cta(total, warps());
+    best = best_over_cta(found);
+    float* shared = warps();
+    LF_UNROLL for (int i = 0; i < each; i++)
+      if (best.token >= 0 && (int)float_to_bits(packets[i][3]) == best.token) shared[0] = packets[i][4];
+    sync_cta();
+    logit = shared[0];
+    sync_cta();
+    return cancelled > 0;
+  }
+
+  LF_DEVICE void tell(int token, float logprob, int drawn) const {
+    p.tokens[drawn] = token;
+    p.logprobs[drawn] = logprob;
+    if (place != 0) return;
+    p.told[drawn] = {token, logprob, clock_ns()};
+    for (int i = 0; i < p.top; i++) {
+      p.told_tokens[(i64)drawn * p.top + i] = p.top_tokens[(i64)drawn * p.top + i];
+      p.told_logprobs[(i64)drawn * p.top + i] = p.top_logprobs[(i64)drawn * p.top + i];
+    }
+    fence_system();
+    *(volatile int*)&p.host->count = drawn + 1;
+  }
+
+  // One published value, waited for.
+  LF_DEVICE float published(i64 base, u32 tag, int token) const {
+    const u64* word = p.shared[p.device] + base + token;
+    u64 v;
+    for (int spins = 0; !has_come(v = load_word(word), tag);)
+      if (!watch.go_on(spins, kAtSample, token)) break;
+    return value_of(v);
+  }
+
+  LF_DEVICE void copy_logits(u32 tag, int parity, float* out) const {
+    for (int token = thread(); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
+  }
+
+  // The p.top most likely tokens, lowest id first among equals.
+  LF_DEVICE void rank(u32 tag, int parity, float lse, int drawn) const {
+    Best last = {0, -1};
+    for (int i = 0; i < p.top; i++) {
+      Best best = {kLowest, -1};
+      for (int token = thread(); token < kVocab; token += kThreads) {
+        const float value = published(kLogitsAt + (i64)parity * kVocab, tag, token) + 0.0f;
+        const bool behind = i == 0 || value < last.value || (value == last.value && token > last.token);
+        if (behind) best = better(best, {value, token});
+      }
+      last = best_over_cta(best);
+      if (thread() == 0) {
+        p.top_tokens[(i64)drawn * p.top + i] = last.token < 0 ? i : last.token;
+        p.top_logprobs[(i64)drawn * p.top + i] = last.value - lse;
+      }
+    }
+  }
+
+  // Of the filters: the least z that is kept. Every CTA computes it, from the same words.
+  LF_DEVICE float threshold(u32 tag, int parity) const {
+    const i64 base = kZAt + (i64)parity * kVocab;
+    float best = kLowest;
+    for (int token = thread(); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));
+    best = max_over_cta(best, warps());
+    float least = kLowest;
+    if (top_k > 0) least = largest_reaching(base, tag, (double)top_k, [](float) { return (u64)1; });
+    if (top_p < 1) {
+      const float kth = least;
+      const auto amount = [=](float z) { return z >= kth ? (u64)(exp_of(z - best) * 0x1p40f) : (u64)0; };
+      least = larger(least, largest_reaching(base, tag, -(double)top_p, amount));
+    }
+    if (min_p > 0) least = larger(least, best + log_of(min_p));
+    return least < best ? least : best;
+  }
+
+  // The largest z among all such that the amounts of those at least as large reach `wanted` (negative: that share of the total), by
+  // histograms of the upper, middle and lower bits. Whole amounts add up to the same in any order.
+  template <class Amount>
+  LF_DEVICE float largest_reaching(i64 base, u32 tag, double wanted, Amount amount) const {
+    u64* sums = (u64*)scratch;
+    u64* groups = sums + kBuckets;
+    int* found = (int*)(warps() + 2 * kWarps);
+    u64* above_shared = (u64*)(warps() + 2 * kWarps + 2);
+    constexpr int bits[3] = {11, 11, 10};
+    u32 prefix = 0;
+    int shift = 32;
+    u64 above = 0;
+    for (int pass = 0; pass < 3; pass++) {
+      const int upper = shift;
+      shift -= bits[pass];
+      sync_cta();
+      for (int i = thread(); i < kBuckets; i += kThreads) sums[i] = 0;
+      sync_cta();
+      for (int token = thread(); token < kVocab; token += kThreads) {
+        const float value = published(base, tag, token);
+        const u32 order = order_of(value);
+        if (upper < 32 && order >> upper != prefix) continue;
+        const u64 own = amount(value);
+        if (own) add_shared(sums + (order >> shift & ((1u << bits[pass]) - 1)), own);
+      }
+      sync_cta();
+      for (int g = thread(); g < kBucketGroups; g += kThreads) {
+        u64 sum = 0;
+        for (int i = 0; i < kBuckets / kBucketGroups; i++) sum += sums[g * (kBuckets / kBucketGroups) + i];
+        groups[g] = sum;
+      }
+      sync_cta();
+      if (thread() == 0) {
+        if (pass == 0 && wanted < 0) {
+          u64 total = 0;
+          for (int g = 0; g < kBucketGroups; g++) total += groups[g];
+          *(double*)(above_shared + 1) = -wanted * (double)total;
+        } else if (pass == 0) {
+          *(double*)(above_shared + 1) = wanted;
+        }
+        const double goal = *(double*)(above_shared + 1);
+        constexpr int each = kBuckets / kBucketGroups;
+        int g = kBucketGroups - 1;
+        while (g >= 0 && !(groups[g] > 0 && (double)(above + groups[g]) >= goal)) above += groups[g--];
+        int bucket = -1;
+        if (g >= 0)
+          for (bucket = g * each + each - 1; !(sums[bucket] > 0 && (double)(above + sums[bucket]) >= goal); bucket--) above += sums[bucket];
+        *found = bucket;
+        *above_shared = above;
+      }
+      sync_cta();
+      above = *above_shared;
+      if (*found < 0) return kLowest;
+      prefix = prefix << bits[pass] | (u32)*found;
+    }
+    return float_of_order(prefix);
+  }
+};
+
+}  // namespace gpu
+}  // namespace laneformer

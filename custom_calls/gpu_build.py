@@ -1,0 +1,123 @@
+"""Compiles the GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are kept on disk."""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from custom_calls.build import HERE, BuildError, cache
+
+SOURCES = HERE / "gpu"
+KERNEL = "decode.cu"
+NVIDIA_FLAGS = ("-std=c++17", "-default-device", "--diag-suppress=186")
+HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--cuda-device-only", "--no-gpu-bundle-output", "-O3", "-std=c++17", "-ffp-contract=fast")
+
+
+def image(header: str, architecture: str, compile_with: Callable[[Path, Path, str], None] | None = None) -> bytes:
+    """The kernel for the model that `header` (gpu_layout.Layout.header) describes.
+
+    architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default the compiler that
+    is here. Raises BuildError with the compiler's words.
+    """
+    digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS)).encode())
+    for path in kernel_sources():
+        digest.update(path.name.encode() + path.read_bytes())
+    kept = cache() / "kernels" / f"{architecture}-{digest.hexdigest()[:16]}.bin"
+    if compile_with is None and kept.is_file():
+        return kept.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for path in kernel_sources():
+            shutil.copy(path, work)
+        (work / "model.h").write_text(header, encoding="utf-8")
+        out = work / "image"
+        (compile_with or compiler(architecture))(work, out, architecture)
+        made = out.read_bytes()
+    if compile_with is None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(made)
+        unfinished.replace(kept)
+    return made
+
+
+def kernel_sources() -> list[Path]:
+    """All files of the kernel but model.h."""
+    return sorted((*SOURCES.glob("*.h"), SOURCES / KERNEL))
+
+
+def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
+    """What compiles for it here. Raises BuildError, naming the remedy, if nothing does."""
+    if architecture.startswith("gfx"):
+        if clang() is None:
+            raise BuildError("no clang for AMD GPUs was found: install clang-19 and lld-19, or name it in HIP_CLANG")
+        return _clang
+    if nvcc() is not None:
+        return _nvcc
+    if nvrtc() is not None:
+        return _nvrtc
+    raise BuildError("neither nvcc nor NVRTC was found: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
+
+
+def nvcc() -> str | None:
+    return shutil.which(os.environ.get("NVCC", "nvcc")) or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def clang() -> str | None:
+    named = os.environ.get("HIP_CLANG")
+    return next((found for name in ([named] if named else ["clang++-19", "/opt/rocm/llvm/bin/clang++"]) if (found := shutil.which(name))), None)
+
+
+def nvrtc() -> Path | None:
+    """NVRTC's library: of the wheel that JAX installs, or of a toolkit."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    folders.append(Path("/usr/local/cuda"))
+    return next((path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so*")) if "builtins" not in path.name), None)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"compiling the kernel failed: {' '.join(command)}\n{done.stderr.strip()}")
+    return done.stderr
+
+
+def _nvcc(folder: Path, out: Path, architecture: str) -> None:
+    number = architecture.removeprefix("sm_")
+    _run([nvcc(), "-cubin", "-O3", *NVIDIA_FLAGS, f"-gencode=arch=compute_{number},code=sm_{number}", str(folder / KERNEL), "-o", str(out)])
+
+
+def _clang(folder: Path, out: Path, architecture: str) -> None:
+    _run([clang(), *HIP_FLAGS, f"--offload-arch={architecture}", "-c", str(folder / KERNEL), "-o", str(out)])
+
+
+def _nvrtc(folder: Path, out: Path, architecture: str) -> None:
+    lib = ctypes.CDLL(str(nvrtc()))
+    program = ctypes.c_void_p()
+
+    def check(status: int) -> None:
+        if status == 0:
+            return
+        size = ctypes.c_size_t()
+        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(max(1, size.value))
+        lib.nvrtcGetProgramLog(program, text)
+        raise BuildError(f"compiling the kernel failed ({status}):\n{text.value.decode(errors='replace')}")
+
+    check(lib.nvrtcCreateProgram(ctypes.byref(program), (folder / KERNEL).read_bytes(), KERNEL.encode(), 0, None, None))
+    options = [flag.encode() for flag in (*NVIDIA_FLAGS, f"--gpu-architecture={architecture}", f"-I{folder}")]
+    try:
+        check(lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
+        size = ctypes.c_size_t()
+        check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        data = ctypes.create_string_buffer(size.value)
+        check(lib.nvrtcGetCUBIN(program, data))
+        out.write_bytes(data.raw)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))

@@ -1,0 +1,144 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+namespace laneformer {
+namespace gpu {
+
+namespace {
+
+// The two drivers differ in names and in the numbers of attributes; the arguments are the same unless noted.
+constexpr int kMultiprocessors[2] = {16, 63}, kSharedBytes[2] = {97, 74};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
+constexpr int kDynamicShared = 8;                                          // of a function, in both
+constexpr unsigned kPortable = 1 | 2;                                      // host memory: portable, mapped
+
+}  // namespace
+
+Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip") {
+  const char* file = library ? library : hip_ ? "libamdhip64.so" : "libcuda.so.1";
+  void* handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  if (!handle) throw std::runtime_error(std::string("the GPU's driver cannot be loaded: ") + dlerror());
+  const auto find = [&](auto& to, const char* cuda, const char* hip) {
+    const char* symbol = hip_ ? hip : cuda;
+    if (!symbol) return;
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(dlsym(handle, symbol));
+    if (!to) throw std::runtime_error(std::string(file) + " has no function " + symbol + ": update the GPU's driver");
+  };
+  find(error_text_, "cuGetErrorString", nullptr);
+  find(hip_error_text_, nullptr, "hipGetErrorString");
+  find(init_, "cuInit", "hipInit");
+  find(count_, "cuDeviceGetCount", "hipGetDeviceCount");
+  find(attribute_, "cuDeviceGetAttribute", "hipDeviceGetAttribute");
+  find(retain_, "cuDevicePrimaryCtxRetain", nullptr);
+  find(set_context_, "cuCtxSetCurrent", nullptr);
+  find(set_device_, nullptr, "hipSetDevice");
+  find(load_, "cuModuleLoadData", "hipModuleLoadData");
+  find(unload_, "cuModuleUnload", "hipModuleUnload");
+  find(function_, "cuModuleGetFunction", "hipModuleGetFunction");
+  find(set_attribute_, "cuFuncSetAttribute", nullptr);
+  find(occupancy_, "cuOccupancyMaxActiveBlocksPerMultiprocessor", "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor");
+  find(allocate_, "cuMemAlloc_v2", "hipMalloc");
+  find(release_, "cuMemFree_v2", "hipFree");
+  find(clear_, "cuMemsetD8_v2", "hipMemsetD8");
+  find(copy_, "cuMemcpyDtoH_v2", "hipMemcpyDtoH");
+  find(allocate_host_, "cuMemHostAlloc", "hipHostMalloc");
+  find(release_host_, "cuMemFreeHost", "hipHostFree");
+  find(can_share_, "cuDeviceCanAccessPeer", "hipDeviceCanAccessPeer");
+  find(share_, "cuCtxEnablePeerAccess", nullptr);
+  find(share_device_, nullptr, "hipDeviceEnablePeerAccess");
+  find(launch_, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel");
+  check(init_(0), "start the driver");
+  if (hip_) return;
+  for (int device = 0; device < devices() && device < 64; device++) check(retain_(&contexts_[device], device), "use the device");
+}
+
+void Driver::check(int status, const char* what) const {
+  if (status == 0) return;
+  const char* text = nullptr;
+  if (hip_) {
+    text = hip_error_text_(status);
+  } else {
+    error_text_(status, &text);
+  }
+  throw std::runtime_error(std::string("the GPU's driver could not ") + what + ": " + (text ? text : "error") + " (" +
+                           std::to_string(status) + ")");
+}
+
+int Driver::devices() const {
+  int count = 0;
+  check(count_(&count), "count the devices");
+  return count;
+}
+
+void Driver::use(int device) const { check(hip_ ? set_device_(device) : set_context_(contexts_[device]), "use the device"); }
+
+int Driver::multiprocessors(int device) const {
+  int value = 0;
+  check(attribute_(&value, kMultiprocessors[hip_], device), "tell its multiprocessors");
+  return value;
+}
+
+int Driver::shared_bytes(int device) const {
+  int value = 0;
+  check(attribute_(&value, kSharedBytes[hip_], device), "tell its shared memory");
+  return value;
+}
+
+void* Driver::load(const void* image, size_t) const {
+  void* module = nullptr;
+  check(load_(&module, image), "load the kernel");
+  return module;
+}
+
+void Driver::unload(void* module) const { unload_(module); }
+
+void* Driver::function(void* module, const char* name, int shared_bytes) const {
+  void* function = nullptr;
+  check(function_(&function, module, name), "find the kernel");
+  if (!hip_) check(set_attribute_(function, kDynamicShared, shared_bytes), "give the kernel its shared memory");
+  return function;
+}
+
+int Driver::resident(void* function, int threads, int shared_bytes) const {
+  int ctas = 0;
+  check(occupancy_(&ctas, function, threads, (size_t)shared_bytes), "tell how many CTAs fit");
+  return ctas;
+}
+
+Address Driver::allocate(size_t bytes) const {
+  Address address = 0;
+  check(allocate_(&address, bytes), "allocate memory");
+  clear(address, bytes);
+  return address;
+}
+
+void Driver::release(Address address) const { release_(address); }
+void Driver::clear(Address address, size_t bytes) const { check(clear_(address, 0, bytes), "clear memory"); }
+void Driver::copy_from(void* to, Address from, size_t bytes) const { check(copy_(to, from, bytes), "copy from the device"); }
+
+void* Driver::allocate_host(size_t bytes) const {
+  void* memory = nullptr;
+  check(allocate_host_(&memory, bytes, kPortable), "allocate memory of the host");
+  __builtin_memset(memory, 0, bytes);
+  return memory;
+}
+
+void Driver::release_host(void* memory) const { release_host_(memory); }
+
+void Driver::share(int device, int peer) const {
+  int can = 0;
+  check(can_share_(&can, device, peer), "ask whether devices see each other's memory");
+  if (!can)
+    throw std::runtime_error("devices " + std::to_string(device) + " and " + std::to_string(peer) +
+                             " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
+  constexpr int kAlready = 704;  // in both
+  const int status = hip_ ? share_device_(peer, 0) : share_(contexts_[peer], 0);
+  if (status != kAlready) check(status, "let devices write to each other's memory");
+}
+
+void Driver::launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const {
+  check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments), "launch the kernel");
+}
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,71 @@
+// The driver of NVIDIA or AMD, loaded when it is there: neither toolkit is needed to build this library or to run it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace laneformer {
+namespace gpu {
+
+using Address = uint64_t;  // of a device's memory
+
+class Driver {
+ public:
+  // name: "cuda" or "hip"; library: its file, null for the usual one. Throws std::runtime_error with what is missing.
+  Driver(const std::string& name, const char* library);
+
+  int devices() const;
+  void use(int device) const;  // on this thread, from now on
+  int multiprocessors(int device) const;
+  int shared_bytes(int device) const;  // that a CTA may have
+
+  void* load(const void* image, size_t size) const;  // a module, all of it now: nothing is loaded behind a running kernel
+  void unload(void* module) const;
+  void* function(void* module, const char* name, int shared_bytes) const;
+  int resident(void* function, int threads, int shared_bytes) const;  // CTAs on a multiprocessor
+
+  Address allocate(size_t bytes) const;  // zeros
+  void release(Address) const;
+  void clear(Address, size_t bytes) const;
+  void copy_from(void* to, Address from, size_t bytes) const;
+  void* allocate_host(size_t bytes) const;  // zeros, seen by every device under the same address
+  void release_host(void*) const;
+  void share(int device, int peer) const;  // lets `device`, which is in use, write to memory of `peer`
+
+  // All CTAs run at the same time, or none does.
+  void launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const;
+
+ private:
+  void check(int status, const char* what) const;
+
+  bool hip_;
+  int (*error_text_)(int, const char**) = nullptr;
+  const char* (*hip_error_text_)(int) = nullptr;
+  int (*init_)(unsigned) = nullptr;
+  int (*count_)(int*) = nullptr;
+  int (*attribute_)(int*, int, int) = nullptr;
+  int (*retain_)(void**, int) = nullptr;
+  int (*set_context_)(void*) = nullptr;
+  int (*set_device_)(int) = nullptr;
+  int (*load_)(void**, const void*) = nullptr;
+  int (*unload_)(void*) = nullptr;
+  int (*function_)(void**, void*, const char*) = nullptr;
+  int (*set_attribute_)(void*, int, int) = nullptr;
+  int (*occupancy_)(int*, void*, int, size_t) = nullptr;
+  int (*allocate_)(Address*, size_t) = nullptr;
+  int (*release_)(Address) = nullptr;
+  int (*clear_)(Address, unsigned char, size_t) = nullptr;
+  int (*copy_)(void*, Address, size_t) = nullptr;
+  int (*allocate_host_)(void**, size_t, unsigned) = nullptr;
+  int (*release_host_)(void*) = nullptr;
+  int (*can_share_)(int*, int, int) = nullptr;
+  int (*share_)(void*, unsigned) = nullptr;
+  int (*share_device_)(int, unsigned) = nullptr;
+  int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**) = nullptr;
+  void* contexts_[64] = {};
+};
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,180 @@
+#include "session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace laneformer {
+namespace gpu {
+
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model.driver, model.library) {
+  try {
+    for (int d = 0; d < model.num_devices; d++) {
+      const int ordinal = model.devices[d];
+      if (ordinal >= driver_.devices())
+        throw std::runtime_error("there is no device " + std::to_string(ordinal) + ": the driver has " + std::to_string(driver_.devices()));
+      driver_.use(ordinal);
+      devices_.emplace_back();
+      Device& device = devices_.back();
+      device.ordinal = ordinal;
+      device.module = driver_.load(model.image, (size_t)model.image_bytes);
+      device.function = driver_.function(device.module, "laneformer_decode", model.shared_bytes);
+      const int grid = model.lanes_here * model.ctas;
+      const int room = driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
+      if (room < grid)
+        throw std::runtime_error("device " + std::to_string(ordinal) + " holds " + std::to_string(room) + " of the " + std::to_string(grid) +
+                                 " CTAs that must run together");
+      device.boards = driver_.allocate((size_t)(8 * model.lane_words * model.lanes_here));
+      device.shared = driver_.allocate((size_t)(8 * model.shared_words));
+      for (int peer = 0; peer < model.num_devices; peer++)
+        if (model.devices[peer] != ordinal) driver_.share(ordinal, model.devices[peer]);
+    }
+    host_ = (Host*)driver_.allocate_host(sizeof(Host));
+    told_ = (Told*)driver_.allocate_host(sizeof(Told) * (size_t)model.context);
+    told_tokens_ = (int*)driver_.allocate_host(sizeof(int) * (size_t)model.context * kMaxTop);
+    told_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * (size_t)model.context * kMaxTop);
+    host_->done = 1;
+  } catch (...) {
+    free_all();
+    throw;
+  }
+}
+
+Session::~Session() { free_all(); }
+
+void Session::free_all() {
+  for (Device& device : devices_) {
+    try {
+      driver_.use(device.ordinal);
+    } catch (const std::exception&) {
+      continue;  // the process ends, and the driver has gone before us
+    }
+    for (const Address address : {device.boards, device.shared, device.spans, device.num_spans})
+      if (address) driver_.release(address);
+    if (device.module) driver_.unload(device.module);
+  }
+  for (void* memory : {(void*)host_, (void*)told_, (void*)told_tokens_, (void*)told_logprobs_})
+    if (memory) driver_.release_host(memory);
+}
+
+void Session::begin() {
+  const std::lock_guard<std::mutex> lock(launching_);
+  if (host_->failed) {  // all devices have ended that call
+    for (const Device& device : devices_) {
+      driver_.use(device.ordinal);
+      driver_.clear(device.shared, 8);
+    }
+  }
+  host_->cancel = host_->count = host_->done = host_->failed = 0;
+  armed_ = true;
+}
+
+void Session::launch(int position, Params params, int64_t passes, void* stream) {
+  std::unique_lock<std::mutex> lock(launching_);
+  Device& device = devices_[position];
+  if (position == 0) {
+    if (host_->failed) throw std::runtime_error("the call before has failed (" + failure() + "): call begin first");
+    if (!armed_) host_->cancel = host_->count = host_->done = 0;
+    armed_ = false;
+  }
+  params.boards = (unsigned long long*)device.boards;
+  params.devices = (int)devices_.size();
+  for (size_t d = 0; d < devices_.size(); d++) params.shared[d] = (unsigned long long*)devices_[d].shared;
+  params.device = position;
+  params.first_lane = position * model_.lanes_here;
+  params.pass_tag = device.pass_tag += (uint32_t)model_.pass_tags;
+  params.exchange_tag = device.exchange_tag;
+  // All devices count the same, whatever the call then does.
+  device.pass_tag += (uint32_t)(passes * model_.pass_tags);
+  device.exchange_tag += (uint32_t)(passes * model_.exchanges);
+  params.timeout_ns = (unsigned long long)model_.timeout_ms * 1'000'000ull;
+  params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
+  params.host = host_;
+  params.told = told_;
+  params.told_tokens = told_tokens_;
+  params.told_logprobs = told_logprobs_;
+  params.spans = (Span*)device.spans;
+  params.num_spans = (int*)device.num_spans;
+  params.max_spans = (int)max_spans_;
+  lock.unlock();
+  void* arguments[] = {&params};
+  driver_.use(device.ordinal);
+  driver_.launch(device.function, model_.lanes_here * model_.ctas, model_.threads, model_.shared_bytes, stream, arguments);
+}
+
+int32_t Session::wait(int32_t have, int timeout_ms) {
+  const int64_t until = now_ns() + timeout_ms * 1'000'000LL;
+  const auto count = [&] { return *(volatile int*)&host_->count; };
+  int32_t seen = count();
+  while (seen <= have && !finished() && now_ns() < until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    seen = count();
+  }
+  if (seen > 0) {  // the token came before this moment: the smallest such distance is the closest to the truth
+    const int64_t offset = now_ns() - (int64_t)told_[seen - 1].time_ns;
+    if (offset < clock_offset_.load()) clock_offset_.store(offset);
+  }
+  return seen;
+}
+
+void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns, int32_t* top_tokens,
+                    float* top_logprobs) const {
+  const int64_t offset = clock_offset_.load();
+  for (int32_t i = 0; i < count; i++) {
+    const Told& told = told_[first + i];
+    tokens[i] = told.token;
+    logprobs[i] = told.logprob;
+    times_ns[i] = (int64_t)told.time_ns + offset;
+  }
+  std::copy_n(told_tokens_ + (int64_t)first * top, (int64_t)count * top, top_tokens);
+  std::copy_n(told_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
+}
+
+std::string Session::failure() const {
+  static const char* const what[] = {"", "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane", "logits or packets of CTA"};
+  const int failed = *(volatile int*)&host_->failed;
+  if (failed == kNothing) return "";
+  if (failed == kBadCall)
+    return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the vocabulary";
+  return "lane " + std::to_string(host_->lane) + (host_->layer < 0 ? "" : ", layer " + std::to_string(host_->layer)) + ": " + what[failed] + " " +
+         std::to_string(host_->waited_for) + " did not come within " + std::to_string(model_.timeout_ms) + " ms";
+}
+
+void Session::trace(int64_t spans) {
+  const std::lock_guard<std::mutex> lock(launching_);
+  max_spans_ = spans;
+  for (Device& device : devices_) {
+    driver_.use(device.ordinal);
+    for (Address* address : {&device.spans, &device.num_spans}) {
+      if (*address) driver_.release(*address);
+      *address = 0;
+    }
+    if (spans == 0) continue;
+    const size_t ctas = (size_t)model_.lanes_here * model_.ctas;
+    device.spans = driver_.allocate(ctas * (size_t)spans * sizeof(Span));
+    device.num_spans = driver_.allocate(ctas * sizeof(int));
+  }
+}
+
+int64_t Session::spans(int cta, Span* to, int64_t room) const {
+  const int each = model_.lanes_here * model_.ctas;
+  const Device& device = devices_[(size_t)(cta / each)];
+  if (!device.spans) return 0;
+  driver_.use(device.ordinal);
+  int count = 0;
+  driver_.copy_from(&count, device.num_spans + sizeof(int) * (cta % each), sizeof count);
+  const int64_t n = std::min<int64_t>(count, room);
+  if (to && n) driver_.copy_from(to, device.spans + sizeof(Span) * (Address)(cta % each) * (Address)max_spans_, (size_t)n * sizeof(Span));
+  return count;
+}
+
+}  // namespace gpu
+}  // namespace laneformer

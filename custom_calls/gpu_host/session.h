@@ -1,0 +1,80 @@
+// A model on one or more GPUs of this process: the loaded kernel, the memory of its edges, and the call that is running.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+#include "../gpu/params.h"
+
+namespace laneformer {
+namespace gpu {
+
+extern "C" {
+// What custom_calls/gpu_layout.py has counted (custom_calls/gpu_session.py mirrors this struct).
+struct LaneformerGpuModel {
+  int32_t layers, lanes, lanes_here, ctas, threads, shared_bytes, vocab, context, kv_heads, head_dim, cache_dtype, weight_dtype;
+  int32_t pass_tags, exchanges;  // that a pass takes
+  int64_t lane_words, shared_words, packed_elements;
+  const char* driver;   // "cuda" or "hip"
+  const char* library;  // null for the usual one
+  const void* image;    // the compiled kernel
+  int64_t image_bytes;
+  const int32_t* devices;  // ordinals of the driver, in the order of the lanes
+  int32_t num_devices, timeout_ms, chaos_us;
+};
+}
+
+constexpr int kMaxTop = 20;
+
+class Session {
+ public:
+  explicit Session(const LaneformerGpuModel&);
+  ~Session();
+  Session(const Session&) = delete;
+
+  const LaneformerGpuModel& model() const { return model_; }
+
+  // Puts a call of one device on its stream. `params` has the operands, the rest is filled in here; passes: at most.
+  void launch(int device, Params params, int64_t passes, void* stream);
+
+  // Streaming, as for the CPU (cpu/decoder.h).
+  void begin();
+  int32_t wait(int32_t have, int timeout_ms);
+  bool finished() const { return *(volatile int*)&host_->done != 0; }
+  void cancel() { *(volatile int*)&host_->cancel = 1; }
+  void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns, int32_t* top_tokens,
+             float* top_logprobs) const;
+  std::string failure() const;  // what went wrong on the devices, empty if nothing
+
+  void trace(int64_t spans);
+  int64_t spans(int cta, Span* to, int64_t room) const;
+
+ private:
+  struct Device {
+    int ordinal;
+    void *module = nullptr, *function = nullptr;
+    Address boards = 0, shared = 0, spans = 0, num_spans = 0;
+    uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory has come
+  };
+
+  void free_all();
+
+  LaneformerGpuModel model_;
+  Driver driver_;
+  std::vector<Device> devices_;
+  Host* host_ = nullptr;
+  Told* told_ = nullptr;
+  int* told_tokens_ = nullptr;
+  float* told_logprobs_ = nullptr;
+  int64_t max_spans_ = 0;
+  bool armed_ = false;
+  std::mutex launching_;
+  std::atomic<int64_t> clock_offset_{INT64_MAX};  // from the device's clock to the host's
+};
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,214 @@
+"""A model on GPUs: its packed weights, the kernel compiled for it, and the call that is running."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from custom_calls.gpu_build import image
+from custom_calls.gpu_layout import H200, MI300X, Layout, Machine
+from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
+from custom_calls.schedule import Table
+from custom_calls.session import DTYPES, Running, Shapes
+
+PARTS = {  # of a packed matrix: its weights, in the order of its rows
+    "qkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "out": ("attention.wo",),
+    "gate_up": ("feed_forward.w1", "feed_forward.w3"),
+    "down": ("feed_forward.w2",),
+}
+BIASES = ("attention.wq_bias", "attention.wk_bias", "attention.wv_bias")
+MACHINES = {"cuda": H200, "hip": MI300X}
+ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
+
+
+class GpuSession(Running):
+    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`."""
+
+    _prefix = "gpu_"
+
+    def __init__(
+        self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
+        platform: str = "cuda", machine: Machine | None = None, chaos_us: int = 0, timeout_ms: int = 10_000,
+        compile_with: Callable[[Path, Path, str], None] | None = None, driver: Path | None = None,
+    ):  # fmt: skip
+        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane) of local devices; None for the first one.
+
+        platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
+        driver are for tests, the last two for emulated devices. Raises NativeError, BuildError if the kernel cannot be compiled.
+        """
+        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
+        if shapes.lanes % len(devices):
+            raise NativeError(f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them")
+        if shapes.layers > 128:
+            raise NativeError(f"{shapes.layers} layers are more than the kernel's 128")
+        table = Table.of(schedule, shapes.hidden)
+        try:
+            self.layout = Layout(
+                shapes, table, tuple(window or 0 for window in windows), machine or MACHINES[platform], shapes.lanes // len(devices)
+            )
+            header = self.layout.header
+        except ValueError as error:
+            raise NativeError(str(error)) from None
+        self.target = TARGET if driver is None else EMULATED
+        self._mesh, self._waiting = mesh, {}
+        compiled = image(header, ARCHITECTURES[platform], compile_with)
+        ordinals = (ctypes.c_int32 * len(devices))(*(getattr(d, "local_hardware_id", None) or (0 if mesh is None else d.id) for d in devices))
+        layout = self.layout
+        model = GpuModel(
+            layers=shapes.layers, lanes=shapes.lanes, lanes_here=layout.lanes_here, ctas=layout.ctas, threads=layout.threads,
+            shared_bytes=layout.shared_bytes, vocab=shapes.vocab, context=shapes.context, kv_heads=shapes.kv_heads,
+            head_dim=shapes.head_dim, cache_dtype=DTYPES[shapes.cache_dtype], weight_dtype=DTYPES[shapes.weight_dtype],
+            pass_tags=layout.pass_tags, exchanges=len(table.sums) + 1, lane_words=layout.lane_words, shared_words=layout.shared_words,
+            packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
+            library=str(driver).encode() if driver else None, image=compiled, image_bytes=len(compiled),
+            devices=ctypes.addressof(ordinals), num_devices=len(devices), timeout_ms=timeout_ms, chaos_us=chaos_us,
+        )  # fmt: skip
+        self._open(shapes, timeout_ms, ctypes.byref(model))
+        self._make_operands(rope_frequencies)
+
+    # ---- weights
+
+    def _sharding(self, of_lanes: bool):
+        if self._mesh is None:
+            return None
+        return NamedSharding(self._mesh, P("lane") if of_lanes else P())
+
+    def _make_operands(self, frequencies: np.ndarray) -> None:
+        s = self.shapes
+        angles = np.arange(s.context, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
+        rotations = np.stack([np.cos(angles), np.sin(angles)], 1) * np.float32(s.rope_factor)
+        rows = self.layout.products["qkv"].all_rows
+        floats = {
+            "attention_norm": ((s.lanes if s.lane_norms else 1, s.layers, s.hidden), s.lane_norms),
+            "ffn_norm": ((s.lanes if s.lane_norms else 1, s.layers, s.hidden), s.lane_norms),
+            "norm": ((s.lanes if s.lane_final_norm else 1, s.hidden), s.lane_final_norm),
+            "biases": ((s.lanes, s.layers, rows) if s.qkv_bias else (1,), s.qkv_bias),
+            "q_norm": ((s.layers, s.head_dim), False),
+            "k_norm": ((s.layers, s.head_dim), False),
+        }
+        self._floats = {name: np.zeros(shape, np.float32) for name, (shape, _) in floats.items()} | {"rotations": rotations}
+        self._float_lanes = {name: split for name, (_, split) in floats.items()} | {"rotations": False}
+        self._packed = jnp.zeros(self.layout.packed_shape, s.weight_dtype, device=self._sharding(True))
+        self._embedding = None
+        self._left = self._weights_left()
+        self._ready: tuple | None = None
+
+    def _weights_left(self) -> set[tuple[int, str]]:
+        """Layer and name of every weight that has not come."""
+        s = self.shapes
+        names = [*(name for parts in PARTS.values() for name in parts), "attention_norm", "ffn_norm"]
+        names += BIASES if s.qkv_bias else ()
+        names += ("attention.q_norm", "attention.k_norm") if s.qk_norm else ()
+        left = {(layer, name) for layer in range(s.layers) for name in names} | {(0, "tok_embeddings"), (0, "norm")}
+        return left if s.tied_head else left | {(0, "lm_head")}
+
+    def pack(self, path: str, weight: np.ndarray) -> None:
+        """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
+        layer, name = 0, path
+        if path.startswith("layers."):
+            _, number, name = path.split(".", 2)
+            layer = int(number)
+        if (layer, name) not in self._weights_left():
+            raise NativeError(f"the model has no weight called {path}")
+        self._left.discard((layer, name))
+        self._ready = None
+        s = self.shapes
+        if name in ("attention_norm", "ffn_norm"):
+            self._floats[name][:, layer] = np.asarray(weight, np.float32).reshape(-1, s.hidden)
+        elif name == "norm":
+            self._floats[name][:] = np.asarray(weight, np.float32).reshape(-1, s.hidden)
+        elif name in ("attention.q_norm", "attention.k_norm"):
+            self._floats[name.removeprefix("attention.")][layer] = np.asarray(weight, np.float32)
+        elif name in BIASES:
+            first = {"q": 0, "k": s.heads * s.head_dim, "v": (s.heads + s.kv_heads) * s.head_dim}[name[len("attention.w")]]
+            flat = np.asarray(weight, np.float32).reshape(s.lanes, -1)
+            self._floats["biases"][:, layer, first : first + flat.shape[1]] = flat
+        elif name in ("tok_embeddings", "lm_head"):
+            if name == "tok_embeddings":
+                self._embedding = jax.device_put(np.array(weight).astype(s.weight_dtype), self._sharding(False))
+            if name == "lm_head" or s.tied_head:
+                self._pack_matrix("head", 0, (np.array(weight),), lanes=s.head_type != "replicate")
+        else:
+            op = next(op for op, parts in PARTS.items() if name in parts)
+            parts = self._waiting.setdefault((op, layer), {})
+            parts[name] = np.array(weight)
+            if len(parts) == len(PARTS[op]):
+                self._pack_matrix(op, layer, tuple(parts[part] for part in PARTS[op]), lanes=True)
+                del self._waiting[op, layer]
+
+    def _pack_matrix(self, op: str, layer: int, parts: tuple[np.ndarray, ...], lanes: bool) -> None:
+        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
+        split = lanes and not (op == "head" and self.shapes.head_type == "lane")
+        arrays = [jax.device_put(part.astype(self.shapes.weight_dtype), self._sharding(split)) for part in parts]
+        self._packed = _place(
+            self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True)
+        )
+
+    @property
+    def operands(self) -> tuple:
+        """Packed weights, embedding, norms, biases and rotations, on the devices. Raises NativeError while weights are missing."""
+        if self._left:
+            layer, name = min(self._left)
+            raise NativeError(f"{len(self._left)} weights have not been packed, among them {name} of layer {layer}")
+        if self._ready is None:
+            floats = [jax.device_put(array, self._sharding(self._float_lanes[name])) for name, array in self._floats.items()]
+            self._ready = (self._packed, self._embedding, *floats)
+        return self._ready
+
+    @property
+    def of_lanes(self) -> tuple[bool, ...]:
+        return (True, False, *self._float_lanes.values())
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weights, which is what a token reads, of all devices."""
+        return self.layout.stream_bytes
+
+    # ---- the running call
+
+    def begin(self) -> None:
+        call("gpu_begin", self.id)
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong on the devices in the last call; None if nothing did."""
+        text = ctypes.create_string_buffer(1000)
+        return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
+
+    def trace(self, spans_per_cta: int) -> None:
+        """Writes down when each CTA did what, from now on; 0 ends it."""
+        call("gpu_trace", self.id, spans_per_cta)
+
+    def spans(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Each CTA's number, over all devices, and spans, a structured array (op, layer, begin_ns, end_ns)."""
+        for cta in range(self.shapes.lanes * self.layout.ctas):
+            count = call("gpu_spans", self.id, cta, None, 0)
+            spans = (Span * count)()
+            call("gpu_spans", self.id, cta, spans, count)
+            yield cta, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+
+
+def _matrix(op: str, layout: Layout, parts: list[jax.Array]) -> jax.Array:
+    """Lane-first parts -> one matrix [lanes, rows, columns], or [rows, columns] for a head over all lanes."""
+    s = layout.shapes
+    if op == "gate_up":  # a gate and its partner are neighbours, so that SwiGLU stays in a CTA
+        return jnp.stack(parts, 2).reshape(s.lanes, 2 * s.ff, s.hidden)
+    if op == "head":
+        head = parts[0]
+        return head.transpose(1, 0, 2).reshape(s.vocab, s.lanes * s.hidden) if s.head_type == "lane" else head
+    return jnp.concatenate([part.reshape(s.lanes, -1, part.shape[-1]) for part in parts], 1)
+
+
+@partial(jax.jit, static_argnames=("op", "layout", "sharding"), donate_argnums=0)
+def _place(packed: jax.Array, parts: list[jax.Array], offset: jax.Array, op: str, layout: Layout, sharding) -> jax.Array:
+    rows = layout.products[op].pack(_matrix(op, layout, parts)).reshape(*packed.shape[:3], -1)
+    if sharding is not None:
+        rows = jax.lax.with_sharding_constraint(rows, sharding)
+    return jax.lax.dynamic_update_slice(packed, rows, (0, 0, 0, offset))

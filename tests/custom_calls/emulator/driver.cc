@@ -1,0 +1,100 @@
+// A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu/driver.cc asks for. A module's image is
+// the path of a library made from emulator.cc; its kernel runs on the thread that launches it, to its end.
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+constexpr int kDevices = 8;
+using Emulate = int (*)(const void*, int, int64_t, uint64_t);
+std::atomic<uint64_t> launches{0};
+std::atomic<int64_t> allocations{0};
+
+int number(const char* variable, int otherwise) {
+  const char* value = std::getenv(variable);
+  return value ? std::atoi(value) : otherwise;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuGetErrorString(int, const char** text) {
+  *text = "an error of the emulated driver";
+  return 0;
+}
+int cuInit(unsigned) { return 0; }
+int cuDeviceGetCount(int* count) {
+  *count = kDevices;
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 16 ? number("EMULATOR_MULTIPROCESSORS", 132) : 232448;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = (void*)(intptr_t)(device + 1);
+  return 0;
+}
+int cuCtxSetCurrent(void* context) { return context == nullptr; }
+int cuModuleLoadData(void** module, const void* image) {
+  *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
+  if (!*module) std::fprintf(stderr, "%s\n", dlerror());
+  return *module == nullptr;
+}
+int cuModuleUnload(void*) { return 0; }
+int cuModuleGetFunction(void** function, void* module, const char*) {
+  *function = dlsym(module, "laneformer_emulate");
+  return *function == nullptr;
+}
+int cuFuncSetAttribute(void*, int, int) { return 0; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, void*, int, size_t) {
+  *ctas = 1;
+  return 0;
+}
+int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  allocations++;
+  *address = (uint64_t)std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *address == 0;
+}
+int cuMemFree_v2(uint64_t address) {
+  allocations--;
+  std::free((void*)address);
+  return 0;
+}
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+  std::memset((void*)address, value, bytes);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
+  std::memcpy(to, (void*)from, bytes);
+  return 0;
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  allocations++;
+  *memory = std::malloc(bytes);
+  return *memory == nullptr;
+}
+int cuMemFreeHost(void* memory) {
+  allocations--;
+  std::free(memory);
+  return 0;
+}
+int cuDeviceCanAccessPeer(int* can, int, int) {
+  *can = number("EMULATOR_PEERS", 1);
+  return 0;
+}
+int cuCtxEnablePeerAccess(void*, unsigned) { return 0; }
+int cuLaunchCooperativeKernel(void* function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void*, void** arguments) {
+  const int result = ((Emulate)function)(arguments[0], (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
+  if (result) std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
+  return result;
+}
+
+int64_t emulated_allocations() { return allocations; }
+}

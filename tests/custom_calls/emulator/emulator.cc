@@ -1,0 +1,160 @@
+// Runs the decode kernel on the CPU: see port_host.h. Compiled for one model, like the kernel itself.
+#include "decode.cu"
+
+#include <vector>
+
+namespace emulator {
+
+thread_local Fiber* self = nullptr;
+
+namespace {
+
+extern "C" void laneformer_switch(void** from, void* to);
+asm(R"(
+.text
+.globl laneformer_switch
+.type laneformer_switch,@function
+laneformer_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+  unsigned long long* barrier;
+};
+
+constexpr size_t kStackBytes = 64 << 10;
+// Each device has a thread of the host.
+thread_local void* main_stack = nullptr;
+thread_local std::vector<Copy> copies;
+thread_local const laneformer::gpu::Params* parameters = nullptr;
+thread_local uint64_t random_state = 1;
+
+uint64_t random_bits() {
+  random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
+  return random_state;
+}
+
+void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
+
+void body() {
+  laneformer_decode(*parameters);
+  self->ended = true;
+  leave();
+}
+
+void arrive(const Copy& copy) {
+  std::memcpy(copy.to, copy.from, copy.bytes);
+  ++*copy.barrier;
+}
+
+}  // namespace
+
+void yield() { leave(); }
+
+void meet(Group* group) {
+  const uint64_t generation = group->generation;
+  if (++group->arrived == group->size) {
+    group->arrived = 0;
+    group->generation++;
+    return;
+  }
+  self->waits = group;
+  self->blocked_until = generation;
+  leave();
+}
+
+void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+  if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
+  std::memset(to, 0xff, bytes);
+  copies.push_back({to, from, bytes, barrier});
+}
+
+}  // namespace emulator
+
+// Runs a grid to its end. Returns 0; 1 if all threads wait for each other, 2 if copies were left on their way.
+extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes, uint64_t seed) {
+  using namespace emulator;
+  using laneformer::gpu::kThreads;
+  using laneformer::gpu::kWarpSize;
+  parameters = params;
+  random_state = seed * 0x9e3779b97f4a7c15ull + 1;
+  copies.clear();
+  const int warps = kThreads / kWarpSize, count = grid * kThreads;
+  std::vector<Fiber> fibers(count);
+  std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
+  std::vector<char*> shared(grid);
+  for (int c = 0; c < grid; c++) {
+    blocks[c] = {kThreads, 0, 0, {}};
+    shared[c] = (char*)std::aligned_alloc(128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer sees what lies beyond
+    std::memset(shared[c], 0xff, shared_bytes);
+    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}};
+  }
+  for (int i = 0; i < count; i++) {
+    Fiber& f = fibers[i];
+    const int c = i / kThreads, t = i % kThreads;
+    f = {nullptr, (char*)std::malloc(kStackBytes), shared[c], t, c, false, &warp_groups[(size_t)c * warps + t / kWarpSize], &blocks[c], 0, nullptr};
+    void** top = (void**)(((uintptr_t)f.stack + kStackBytes) & ~(uintptr_t)15);
+    *--top = nullptr;  // as if called: the stack is 8 bytes off a multiple of 16
+    *--top = (void*)body;
+    for (int r = 0; r < 6; r++) *--top = nullptr;
+    f.stack_pointer = top;
+  }
+  int running = count, result = 0;
+  for (uint64_t idle = 0; running > 0;) {
+    bool moved = false;
+    // CTAs in a random order, threads of one in theirs.
+    const int first = (int)(random_bits() % (uint64_t)grid);
+    for (int n = 0; n < grid; n++) {
+      const int c = (first + n) % grid;
+      if (random_bits() % 8 == 0) continue;  // it sleeps for a while
+      for (int i = c * kThreads; i < (c + 1) * kThreads; i++) {
+        Fiber& f = fibers[i];
+        if (f.ended || (f.waits && f.waits->generation == f.blocked_until)) continue;
+        f.waits = nullptr;
+        self = &f;
+        laneformer_switch(&main_stack, f.stack_pointer);
+        moved = true;
+        if (f.ended) running--;
+      }
+    }
+    for (size_t i = 0; i < copies.size();) {
+      if (random_bits() % 2) {
+        i++;
+        continue;
+      }
+      // Copies into one slot arrive in their order; others in any.
+      arrive(copies[i]);
+      copies[i] = copies.back();
+      copies.pop_back();
+      moved = true;
+    }
+    idle = moved ? 0 : idle + 1;
+    if (idle > 1000) {
+      result = 1;
+      break;
+    }
+  }
+  if (result == 0 && !copies.empty()) result = 2;
+  for (Fiber& f : fibers) std::free(f.stack);
+  for (char* s : shared) std::free(s);
+  return result;
+}
+
+extern "C" int64_t laneformer_params_bytes() { return sizeof(laneformer::gpu::Params); }

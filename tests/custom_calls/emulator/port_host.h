@@ -1,0 +1,130 @@
+// The port of custom_calls/gpu/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the host runs them all, in an order
+// that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled at once, so that whoever does not wait reads NaN.
+// x86-64 only.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#define LF_DEVICE inline
+#define LF_KERNEL extern "C"
+#define LF_PARAMS const Params
+#define LF_CONSTANT static const
+#define LF_SHARED(name) char* name = ::emulator::self->shared
+#define LF_UNROLL
+#ifndef LF_BULK
+#define LF_BULK 1
+#endif
+#ifndef LF_WARP_SIZE
+#define LF_WARP_SIZE 32
+#endif
+
+namespace emulator {
+
+struct Fiber {
+  void* stack_pointer;
+  char* stack;
+  char* shared;
+  int thread, cta;
+  bool ended;
+  struct Group *warp, *block;
+  uint64_t blocked_until;  // generation of `waits` that it waits for
+  Group* waits;
+};
+
+struct Group {  // threads that meet
+  int size, arrived;
+  uint64_t generation;
+  uint32_t values[2][64];
+};
+
+extern thread_local Fiber* self;
+void yield();                 // lets others run
+void meet(Group*);            // waits for all of the group
+void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
+
+}  // namespace emulator
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kWarpSize = LF_WARP_SIZE;
+
+LF_DEVICE int thread() { return emulator::self->thread; }
+LF_DEVICE int cta() { return emulator::self->cta; }
+LF_DEVICE void sync_cta() { emulator::meet(emulator::self->block); }
+LF_DEVICE void sync_warp() { emulator::meet(emulator::self->warp); }
+LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
+  emulator::Group* warp = emulator::self->warp;
+  const int lane = emulator::self->thread % kWarpSize, side = (int)(warp->generation & 1);
+  warp->values[side][lane] = v;
+  emulator::meet(warp);
+  return warp->values[side][lane ^ mask];
+}
+
+LF_DEVICE u64 load_word(const u64* p) { return *(const volatile u64*)p; }
+LF_DEVICE Words load_words(const u64* p) {
+  if ((uintptr_t)p % 16) std::fprintf(stderr, "load_words: %p is not aligned\n", (const void*)p), std::abort();
+  return {load_word(p), load_word(p + 1)};
+}
+LF_DEVICE void store_word(u64* p, u64 v) { *(volatile u64*)p = v; }
+LF_DEVICE void fence_device() {}
+LF_DEVICE void fence_system() {}
+template <class T>
+LF_DEVICE T load_between_ctas(const T* p) {
+  return *(const volatile T*)p;
+}
+LF_DEVICE Vec load_vec(const void* p) {
+  if ((uintptr_t)p % 16) std::fprintf(stderr, "load_vec: %p is not aligned\n", p), std::abort();
+  Vec v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
+LF_DEVICE Vec load_vec_between_ctas(const void* p) { return load_vec(p); }
+LF_DEVICE Vec load_stream(const void* p) { return load_vec(p); }
+LF_DEVICE u64 clock_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (u64)t.tv_sec * 1000000000ull + (u64)t.tv_nsec;
+}
+LF_DEVICE void pause() { emulator::yield(); }
+
+LF_DEVICE float bits_to_float(u32 v) {
+  float f;
+  std::memcpy(&f, &v, 4);
+  return f;
+}
+LF_DEVICE u32 float_to_bits(float v) {
+  u32 bits;
+  std::memcpy(&bits, &v, 4);
+  return bits;
+}
+LF_DEVICE float half_to_float(u16 v) {
+  _Float16 half;
+  std::memcpy(&half, &v, 2);
+  return (float)half;
+}
+LF_DEVICE u16 float_to_half(float v) {
+  const _Float16 half = (_Float16)v;
+  u16 bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+LF_DEVICE float fast_exp2(float v) { return std::exp2(v); }
+LF_DEVICE float exp_of(float v) { return std::exp(v); }
+LF_DEVICE float log_of(float v) { return std::log(v); }
+LF_DEVICE float rsqrt_of(float v) { return 1.0f / std::sqrt(v); }
+LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
+
+LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // phases that have ended
+LF_DEVICE void barrier_init_done() {}
+LF_DEVICE u64 stream_policy() { return 0; }
+LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { emulator::bulk_copy(to, from, bytes, barrier); }
+LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) { return (*(volatile u64*)barrier & 1) != parity; }
+
+}  // namespace gpu
+}  // namespace laneformer
