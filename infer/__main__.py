@@ -16,6 +16,7 @@ COMMANDS = {
     "roofline": ("infer.cli_roofline", "project the speed of a model on hardware that need not be there"),
     "serve": ("infer.cli_serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
     "humaneval": ("infer.cli_humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
+    "agent": ("infer.cli_agent", "work on a task until its tests pass, and tell where the time goes"),
 }
 
 

@@ -13,8 +13,9 @@ from custom_calls.trace import spans_needed, write_perfetto
 from infer import bench_record, bench_table
 from infer.bench import Case, Measured, measure
 from infer.bench_source import is_recipe, model_config, open_engine
-from infer.cli_generate import Dtype, show_log
+from infer.cli_generate import show_log
 from infer.engine import Engine
+from infer.options import Compute, Dtype
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
 from laneformer.mesh import use_host_devices
@@ -50,8 +51,7 @@ class Options:
     """Tokens between two looks of the host, 1 for a host time of each; by default the engine's choice."""
     dtype: Dtype = None
     """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
-    compute: Dtype = None
-    """Dtype of what is multiplied, sums are float32; without it the weights' dtype, on a CPU float32."""
+    compute: Compute = None
     threads: Optional = None
     """Workers of backend cpu; by default one per core that may be used."""
     devices: int = 1

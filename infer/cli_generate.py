@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax.numpy as jnp
 import tyro
@@ -15,13 +15,13 @@ import tyro
 from infer.bench import weight_bytes
 from infer.engine import Engine
 from infer.generation import Generation, Result
+from infer.options import Compute, Dtype
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import use_host_devices
 from laneformer.parameters import kv_bytes_per_token
 from laneformer.precision import Precision
 
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -55,8 +55,7 @@ class Options:
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     dtype: Dtype = None
     """Convert the weights; without it they stay as stored."""
-    compute: Dtype = None
-    """Dtype of what is multiplied, sums are float32; without it the weights' dtype, on a CPU float32."""
+    compute: Compute = None
     top_logprobs: int = 0
     """With --json: tell so many of the most likely tokens at each position, up to 20, with their log-probabilities."""
     json: bool = False

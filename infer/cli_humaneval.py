@@ -12,6 +12,7 @@ from infer.chat_template import ChatTemplate
 from infer.cli_generate import show_log
 from infer.engine import Engine
 from infer.humaneval import Report, data_report, generate, generation_settings, score
+from infer.options import Compute, Dtype
 from infer.problems import ProblemSet, load_problems
 from infer.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
 from infer.sampling import Sampling
@@ -19,6 +20,7 @@ from infer.scoring import Judge
 from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import use_host_devices
+from laneformer.precision import Precision
 
 OPTIONAL = {"metavar": "FILE"}
 
@@ -55,8 +57,9 @@ class Options:
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
     lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
+    dtype: Dtype = None
     """Convert the weights; without it they stay as stored."""
+    compute: Compute = None
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
     """How programs are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource limits; only inside a
     virtual machine."""
@@ -121,7 +124,10 @@ def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Pa
     if options.devices > 1:
         use_host_devices(options.devices)
     weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
-    engine = Engine.load(options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes)
+    engine = Engine.load(
+        options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
+        precision=None if options.compute is None else Precision(compute=options.compute),
+    )  # fmt: skip
     chat = ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template) if options.mode == "chat" else None
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}

@@ -1,7 +1,5 @@
 """python -m infer roofline: how fast a model could answer on hardware that need not be there; everything is projected."""
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +7,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from infer import roofline_plot, roofline_report, roofline_sweeps
-from infer.bench_source import model_config
-from infer.roofline import Token, Work, bytes_by_part, token, token_of_bytes, weights_in_memory
-from infer.roofline_agent import AgentTask, agent_table, usual_rates
-from infer.roofline_devices import DEVICES, LAUNCH, make_node
-from infer.roofline_moe import find_moe
-from infer.roofline_references import references
-from infer.roofline_table import MEASURED, PROJECTED, Table
-from laneformer.config import ModelConfig
+from infer.roofline_agent import AgentTask
+from infer.roofline_devices import LAUNCH
+from infer.roofline_hf import ConfigFile, read_config_file
+from infer.roofline_table import MEASURED
 from laneformer.errors import ConfigError
-
-USUAL_CONTEXT = 1536  # the mean of `infer bench`: a prompt of 512 and 2,048 tokens after it
-USUAL_DEVICES = 8
-PLAIN = ("plain tensor parallelism: 2 exchanges a layer", "operations of a layer as in a dense one", "nothing is read during waits")
-SCHEMA = "laneformer.roofline/1"
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -37,10 +25,13 @@ Sweep = Literal["layout", "lanes", "delay", "context", "precision"]
 class Options:
     """Project the speed at batch 1 of one model on one node: bytes per token by part, the ceiling, and what waiting adds."""
 
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG.json")]] = ""
+    """config.json of a published model, or its folder: a mixture of experts (Mixtral, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek V3 and V4,
+    Kimi K2), or a model that this package runs."""
     checkpoint: str = ""
-    """HF folder or its config.json, training run, or a recipe as `python -m train` takes it. No weights are read."""
+    """Or: HF folder or its config.json, training run, or a recipe as `python -m train` takes it. No weights are read."""
     moe: str = ""
-    """A mixture-of-experts model by name, or all: qwen3-coder-next, gpt-oss-120b, deepseek-v4-flash, kimi-k2.6."""
+    """Or a mixture-of-experts model by name, or all: qwen3-coder-next, gpt-oss-120b, deepseek-v4-flash, kimi-k2.6."""
     gigabytes: Number = None
     """Or only the bytes that one token reads, 10^9 bytes."""
     layers: Integer = None
@@ -93,181 +84,51 @@ class Options:
     """Draw the speed against context, lanes and layouts, or of the MoE models; with --agent the split of its time."""
 
 
-@dataclass
-class Report:
-    """What is printed, written and drawn."""
-
-    tables: list[Table]
-    notes: list[str]
-    speeds: dict[str, tuple[float, str]]
-    """Name -> tokens per second and their status, for the agent's task."""
-    panels: list[roofline_plot.Panel]
-    title: str = "An agent's task"
-    assumptions: str = "speeds are examples"
-
-
 def run(options: Options) -> int:
-    check(options)
-    report = Report([], [], {}, [])
-    if options.references:
-        report.tables.append(references())
-    if options.checkpoint:
-        report_laneformer(options, report)
-    elif options.moe:
-        report_moe(options, report)
-    elif options.gigabytes is not None:
-        report_bytes(options, report)
-    if options.agent:
-        rates = usual_rates() | report.speeds
-        report.tables.append(agent_table(options.task, rates))
-        report.panels.append(roofline_plot.agent_panel(options.task, rates))
-    print("\n\n".join(table.text() for table in report.tables))
-    for note in report.notes:
-        print(f"Note: {note}")
-    if options.json:
-        record = {
-            "schema": SCHEMA, "asked": dataclasses.asdict(options), "tables": [table.record() for table in report.tables],
-            "notes": report.notes,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    if options.png:
-        roofline_plot.draw(options.png, report.title, report.panels, report.assumptions)
-    return 0
+    described = read_config_file(options.config) if options.config else None
+    check(options, described)
+    from infer import roofline_run  # needs JAX, which --help and a mistake do not
+
+    return roofline_run.run(options, described)
 
 
-def check(options: Options) -> None:
+def check(options: Options, described: ConfigFile | None) -> None:
     """Raises ConfigError for what cannot be meant together."""
-    given = {"--checkpoint": options.checkpoint, "--moe": options.moe, "--gigabytes": options.gigabytes is not None}
+    is_moe = bool(options.moe) or (described is not None and described.is_moe)
+    is_model = bool(options.checkpoint) or (described is not None and not is_moe)
+    given = {
+        "CONFIG.json": options.config, "--checkpoint": options.checkpoint, "--moe": options.moe,
+        "--gigabytes": options.gigabytes is not None,
+    }  # fmt: skip
     models = [name for name, value in given.items() if value]
     if len(models) > 1:
         raise ConfigError(f"{' and '.join(models)}: give one model")
     if not models and not options.agent and not options.references:
-        raise ConfigError("give --checkpoint, --moe or --gigabytes, or --agent or --references alone")
+        raise ConfigError("give CONFIG.json, --checkpoint, --moe or --gigabytes, or --agent or --references alone")
     if options.gigabytes is not None and not 0 < options.gigabytes < math.inf:
         raise ConfigError(f"--gigabytes {options.gigabytes:g}: it must be above 0")
     if options.rate is not None and not 0 < options.rate < math.inf:
         raise ConfigError(f"--rate {options.rate:g}: it must be above 0")
     if options.rate is not None and (not models or options.moe == "all"):
-        raise ConfigError("--rate belongs to one model: give --checkpoint, --moe NAME or --gigabytes")
-    if options.precision != "bfloat16" and not options.checkpoint:
+        raise ConfigError("--rate belongs to one model: give CONFIG.json, --checkpoint, --moe NAME or --gigabytes")
+    if options.precision != "bfloat16" and not is_model:
         raise ConfigError("--precision is for --checkpoint: MoE models have their own mixture, beside which --sweep precision sets others")
     if options.gigabytes is not None and (options.context is not None or options.kv_precision != "bfloat16"):
         raise ConfigError("--context and --kv-precision need a model: --gigabytes counts all that a token reads")
-    if options.kv_megabytes is not None and (options.moe in ("", "all") or not 0 <= options.kv_megabytes < math.inf):
+    if options.kv_megabytes is not None and (not is_moe or options.moe == "all" or not 0 <= options.kv_megabytes < math.inf):
         raise ConfigError(f"--kv-megabytes {options.kv_megabytes:g}: 0 or above, and only with --moe NAME")
     if options.layers is not None and (options.gigabytes is None or options.layers < 1):
         raise ConfigError(f"--layers {options.layers}: at least 1, and only with --gigabytes; the other models have their own")
     for name in ("lanes", "layout"):
-        if getattr(options, name) and not options.checkpoint:
+        if getattr(options, name) and not is_model:
             raise ConfigError(f"--{name} is for --checkpoint: other models are known by their bytes alone")
-    allowed = ("precision",) if options.moe else () if not options.checkpoint else options.sweep
+    allowed = ("precision",) if is_moe else options.sweep if is_model else ()
     refused = [name for name in options.sweep if name not in allowed]
     if refused:
-        raise ConfigError(f"--sweep {' '.join(refused)} needs a model of --checkpoint" + ("; of --moe: precision" if options.moe else ""))
+        raise ConfigError(f"--sweep {' '.join(refused)} needs a model of --checkpoint" + ("; of --moe: precision" if is_moe else ""))
     if options.png and options.png.suffix != ".png":
         raise ConfigError(f"--png {options.png}: give a name that ends in .png")
-    if options.png and not (options.checkpoint or options.moe or options.agent):
+    if options.png and not (is_moe or is_model or options.agent):
         raise ConfigError("--png draws a model of --checkpoint or --moe, or the task of --agent")
     for file in filter(None, (options.json, options.png)):
         file.parent.mkdir(parents=True, exist_ok=True)
-
-
-def node_options(options: Options, devices: int) -> dict:
-    """Arguments of `make_node`."""
-
-    def scaled(value: float | None, scale: float) -> float | None:
-        return None if value is None else value * scale
-
-    return {
-        "device": options.device, "devices": devices if options.devices is None else options.devices,
-        "bandwidth": scaled(options.bandwidth, 1e9), "share": options.bandwidth_share, "link": scaled(options.link, 1e9),
-        "exchange": scaled(options.exchange_us, 1e-6), "sync": scaled(options.sync_us, 1e-6), "launches": options.launches,
-        "launch": 1e-6 * options.launch_us,
-    }  # fmt: skip
-
-
-def find_config(options: Options) -> ModelConfig:
-    """The model of --checkpoint. Raises ConfigError or CheckpointError."""
-    file = Path(options.checkpoint)
-    if file.is_file() and file.name != "config.json":
-        raise ConfigError(f"--checkpoint {file}: a file must be called config.json, as in an HF folder")
-    config = model_config(str(file.parent) if file.is_file() else options.checkpoint, options.lanes)
-    return config.replace(layout=options.layout) if options.layout else config
-
-
-def report_laneformer(options: Options, report: Report) -> None:
-    """A model that this package runs."""
-    config = find_config(options)
-    context = min(USUAL_CONTEXT, config.max_position_embeddings) if options.context is None else options.context
-    work = Work(options.precision, options.kv_precision, context)
-    limit = DEVICES[options.device].per_node if options.device in DEVICES else config.num_lanes
-    most = max(n for n in range(1, min(limit, config.num_lanes) + 1) if config.num_lanes % n == 0)
-    described = node_options(options, most)
-    node = make_node(**described)
-    found = token(config, node, work)
-    assumed = roofline_report.laneformer_assumptions(work)
-    name = f"{options.checkpoint}, {config.num_lanes} lanes, layout {config.layout}"
-    report.tables += [
-        roofline_report.bytes_table(bytes_by_part(config, work), f"Bytes of one token of {name}", assumed[0]),
-        roofline_report.time_table(found, assumed),
-        roofline_report.speed_table(found, known_rate(options), weights_in_memory(config, work)),
-    ]
-    sweeps = {
-        "layout": lambda: roofline_sweeps.by_layout(config, node, work),
-        "lanes": lambda: roofline_sweeps.by_lanes(config, node, work, described),
-        "delay": lambda: roofline_sweeps.by_delay(config, node, work),
-        "context": lambda: roofline_sweeps.by_context(config, node, work),
-        "precision": lambda: roofline_sweeps.by_precision(config, node, work),
-    }
-    report.tables += [sweeps[wanted]() for wanted in options.sweep]
-    finish(options, report, name, found)
-    report.panels += roofline_plot.laneformer_panels(config, node, work, described)
-
-
-def report_moe(options: Options, report: Report) -> None:
-    """Mixture-of-experts models."""
-    models = find_moe(options.moe)
-    work = Work(options.precision, options.kv_precision, USUAL_CONTEXT if options.context is None else options.context)
-    node = make_node(**node_options(options, USUAL_DEVICES))
-    for model in models:
-        parts = roofline_report.moe_parts(model, work)
-        if options.kv_megabytes is not None:
-            parts = dict([*parts.items()][:-1]) | {"cache and state, given": 1e6 * options.kv_megabytes}
-        found = token_of_bytes(sum(size for size in parts.values() if size is not None), node, model.layers)
-        assumed = roofline_report.moe_assumptions(model)
-        report.tables += [
-            roofline_report.bytes_table(parts, f"Bytes of one token of {model.name}", assumed),
-            roofline_report.time_table(found, PLAIN),
-            roofline_report.speed_table(found, known_rate(options), model.checkpoint),
-        ]
-        if "precision" in options.sweep:
-            report.tables.append(roofline_sweeps.moe_by_precision(model, node))
-        if None in parts.values():
-            report.notes.append(f"{model.name}: what it reads of its cache is not known and not counted: give --kv-megabytes.")
-        finish(options, report, model.name, found)
-    report.tables.append(roofline_report.nominal_table(models, node))
-    report.notes += roofline_report.differences(models)
-    report.panels += roofline_plot.moe_panels(models, node, options.device)
-
-
-def known_rate(options: Options) -> tuple[float, str] | None:
-    """A speed that is known and its status."""
-    return None if options.rate is None else (options.rate, options.rate_status)
-
-
-def report_bytes(options: Options, report: Report) -> None:
-    """A number of bytes."""
-    node = make_node(**node_options(options, USUAL_DEVICES))
-    found = token_of_bytes(1e9 * options.gigabytes, node, options.layers)
-    assumed = PLAIN if options.layers else ("no waits counted: give --layers for them",)
-    report.tables += [roofline_report.time_table(found, assumed), roofline_report.speed_table(found, known_rate(options), None)]
-    finish(options, report, f"{options.gigabytes:g} GB per token", found)
-
-
-def finish(options: Options, report: Report, name: str, found: Token) -> None:
-    """The speeds that the agent's task takes over, and the picture's title."""
-    report.speeds[f"{name}, {found.node.name}"] = found.rate, PROJECTED
-    if options.rate is not None:
-        report.speeds[f"{name}, given"] = options.rate, options.rate_status
-    report.assumptions = "; ".join(found.node.assumptions)
-    report.title = f"{name} on {found.node.name}" if options.moe != "all" else f"Mixture-of-experts models on {found.node.name}"

@@ -8,13 +8,13 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from infer.options import Compute, Dtype
 from laneformer.errors import ConfigError
 
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
 Optional = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 KEY = "LANEFORMER_API_KEY"
@@ -56,8 +56,7 @@ class Options:
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     dtype: Dtype = None
     """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
-    compute: Dtype = None
-    """Dtype of what is multiplied, sums are float32; without it the weights' dtype, on a CPU float32."""
+    compute: Compute = None
     tokens_per_dispatch: Optional = None
     """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's choice."""
 

@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.roofline_devices import Node
+from infer.roofline_precisions import PRECISIONS
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule
 from laneformer.parameters import kv_bytes_per_token, parameter_count, parameter_table
 
-# Bytes of one weight or value, scales included.
-PRECISIONS = {
-    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0,
-    "int4": 4.5 / 8,  # groups of 32 with a 16-bit scale
-    "mxfp4": 4.25 / 8,  # groups of 32 with an 8-bit scale
-}  # fmt: skip
 ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k v, attention, wo; w1 w3, w2
 EDGES = "dependent operations"
 OUTER_EDGES = 2  # head, sampled token

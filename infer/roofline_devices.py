@@ -8,6 +8,7 @@ from laneformer.errors import ConfigError
 SHARE = 0.80  # of the specified bandwidth that long reads reach. An assumption; 4.3 of 4.8 TB/s is what a copy reaches on an H200.
 LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel. Kog, "Laneformer 2B", measured on MI300X.
 CUSTOM = "custom"
+GIB = 2**30
 
 _SYNC_H100 = "0.65 us: a flag from one SM to another, measured by others on an H100"
 _SYNC_MI300X = "0.87 us: waiting for a data flag took 0.80 to 0.93 us, measured by Kog on an MI300X"
@@ -20,6 +21,10 @@ class Device:
     """One accelerator. Bandwidths in bytes/s and one direction, times in seconds."""
 
     name: str
+    kind: str | None = None
+    """`device_kind` of the JAX device; None for what cannot be bought yet, which the planning of training leaves out."""
+    peak_flops: float | None = None
+    """Dense bfloat16 products, FLOP/s."""
     memory: float
     """Bytes."""
     bandwidth: float
@@ -28,28 +33,39 @@ class Device:
     """To the others of the node, all links together."""
     per_node: int
     """Devices that its fast links join."""
+    network: float | None = None
+    """To other nodes; None where the node's builder chooses it."""
     exchange: float
     """Latency of one exchange between devices, without the time of its bytes. Assumed."""
     sync: float
     """From the end of one operation to the start of one that depends on it, inside a kernel. Assumed where not of this very device."""
     source: str
-    """Of memory, bandwidth and link, with the date."""
+    """Of bandwidth and link, with the date."""
     exchange_source: str
     sync_source: str
 
 
-# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it.
+# The one table of accelerators: train/cluster.py, which plans training and finds peaks for MFU, is made of it.
+# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it. NVIDIA gives bfloat16 with 2:4 sparsity,
+# twice the dense peak. Memory of what can be bought is in GiB where makers say GB; NVIDIA's is what the driver reports
+# (target_config/specs of github.com/openxla/xla).
 DEVICES: dict[str, Device] = {
+    # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H100: 8 x 400 Gb/s InfiniBand.
     "h100": Device(
-        name="NVIDIA H100 SXM", memory=80e9, bandwidth=3.35e12, link=450e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
-        source="nvidia.com/en-us/data-center/h100, 2026-11", exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA H100 SXM", kind="NVIDIA H100 80GB HBM3", peak_flops=1979e12 / 2, memory=84_929_347_584, bandwidth=3.35e12, link=450e9,
+        per_node=8, network=50e9, exchange=2.0e-6, sync=0.65e-6, source="nvidia.com/en-us/data-center/h100, 2026-11",
+        exchange_source=_PUSH, sync_source=_SYNC_H100,
     ),
+    # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H200: 8 x 400 Gb/s InfiniBand.
     "h200": Device(
-        name="NVIDIA H200 SXM", memory=141e9, bandwidth=4.8e12, link=450e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
-        source="nvidia.com/en-us/data-center/h200, 2026-11", exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA H200 SXM", kind="NVIDIA H200", peak_flops=1979e12 / 2, memory=151_397_597_184, bandwidth=4.8e12, link=450e9,
+        per_node=8, network=50e9, exchange=2.0e-6, sync=0.65e-6, source="nvidia.com/en-us/data-center/h200, 2026-11",
+        exchange_source=_PUSH, sync_source=_SYNC_H100,
     ),
+    # HGX. NVIDIA Blackwell data sheet (nvdam.widen.net/s/wwnsxrhm2w): 4.5 PFLOPS sparse, NVLink 1.8 TB/s. DGX B200: 8 x 400 Gb/s.
     "b200": Device(
-        name="NVIDIA B200", memory=191_514_411_008, bandwidth=7.67e12, link=900e9, per_node=8, exchange=2.0e-6, sync=0.65e-6,
+        name="NVIDIA B200", kind="NVIDIA B200", peak_flops=2.25e15, memory=191_514_411_008, bandwidth=7.67e12, link=900e9, per_node=8,
+        network=50e9, exchange=2.0e-6, sync=0.65e-6,
         source="target_config/specs of github.com/openxla/xla (as the driver reports), Blackwell data sheet for NVLink, 2026-11",
         exchange_source=_PUSH, sync_source=_SYNC_H100,
     ),
@@ -59,13 +75,18 @@ DEVICES: dict[str, Device] = {
         "NVLink 6: jp.imgtag.co.kr)",
         exchange_source=_PUSH, sync_source=_SYNC_H100,
     ),
+    # 1,307.4 TFLOPS, 192 GB; 128 GB/s both ways to each of the 7 others.
     "mi300x": Device(
-        name="AMD Instinct MI300X", memory=192e9, bandwidth=5.3e12, link=7 * 64e9, per_node=8, exchange=3.0e-6, sync=0.87e-6,
-        source="amd.com/en/products/accelerators/instinct/mi300/mi300x.html, 2026-11", exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+        name="AMD Instinct MI300X", kind="AMD Instinct MI300X", peak_flops=1307.4e12, memory=192 * GIB, bandwidth=5.3e12, link=7 * 64e9,
+        per_node=8, exchange=3.0e-6, sync=0.87e-6, source="amd.com/en/products/accelerators/instinct/mi300/mi300x.html, 2026-11",
+        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
     ),
+    # 256 CUs at 2.4 GHz, each 4,096 FLOPs per clock (8,192 in FP8), 288 GB; 153.6 GB/s both ways to each of the 7 others. Network: 8 x
+    # 400 Gb/s (rocm.docs.amd.com, "SGLang distributed inference with MoRI").
     "mi355x": Device(
-        name="AMD Instinct MI355X", memory=288e9, bandwidth=8e12, link=7 * 76.8e9, per_node=8, exchange=3.0e-6, sync=0.87e-6,
-        source="AMD at Hot Chips 2025 and ISSCC 2026", exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+        name="AMD Instinct MI355X", kind="AMD Instinct MI355X", peak_flops=256 * 4096 * 2.4e9, memory=288 * GIB, bandwidth=8e12,
+        link=7 * 76.8e9, per_node=8, network=50e9, exchange=3.0e-6, sync=0.87e-6, source="AMD at Hot Chips 2025 and ISSCC 2026",
+        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
     ),
     "mi450": Device(
         name="AMD Instinct MI455X, of the MI450 series", memory=432e9, bandwidth=23.3e12, link=1.8e12, per_node=72, exchange=3.0e-6,

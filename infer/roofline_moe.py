@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from infer.roofline import PRECISIONS
+from infer.roofline_precisions import PRECISIONS
 from laneformer.errors import ConfigError
 
 MODELS_READ = "2026-11"  # when the sources below were read
@@ -100,7 +100,10 @@ MOE: dict[str, MoeModel] = {
                     "attention, 64 heads of 512",
                     43 * (4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + 64 * 512 * 1024 + 8 * 1024 * 4096), "fp8",
                 ),
-                Part("compressor and indexer", 0.49e9, "fp8"),
+                Part(  # 21 layers join 4 positions, with an indexer of 64 heads of 128; 20 join 128; the first two join none
+                    "compressor and indexer",
+                    21 * (4 * 4096 * 512 + 1024 * 64 * 128 + 4096 * 64 + 4 * 4096 * 128) + 20 * 2 * 4096 * 512, "fp8",
+                ),
                 Part("router", 43 * 256 * 4096, "bfloat16"),
                 Part("head", 129_280 * 4096, "bfloat16"),
             ),

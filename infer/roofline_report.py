@@ -73,7 +73,8 @@ def moe_parts(model: MoeModel, work: Work) -> dict[str, float | None]:
 
 def moe_assumptions(model: MoeModel) -> str:
     """Sources of the bytes."""
-    return f"dimensions from {model.source}; {model.precision_source}; read {MODELS_READ}; experts cut evenly over the devices"
+    read = f"read {MODELS_READ}; " if model.nominal else ""  # else it was read just now
+    return f"dimensions from {model.source}; {model.precision_source}; {read}experts cut evenly over the devices"
 
 
 def public_nodes() -> dict[str, Node]:

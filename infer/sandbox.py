@@ -107,15 +107,15 @@ class Sandbox:
             "python": f"{interpreter()} {'.'.join(map(str, sys.version_info[:3]))}",
         }
 
-    def run(self, solution: str, test: str, limits: Limits) -> Outcome:
-        """Runs `solution`, then `test`, in one module; passed if neither raises or ends the program.
+    def run(self, solution: str, test: str, limits: Limits, *, longest_error: int = 500) -> Outcome:
+        """Runs `solution`, then `test`, in one module; passed if neither raises or ends the program. longest_error: in characters.
 
         Raises HarnessError where the program could not be started, and after `close`.
         """
         if self._closed:
             raise HarnessError("the sandbox was closed")
         nonce = secrets.token_hex(16)
-        spec = {"solution": solution, "test": test, "path": [self.level.site(self._stage)]}
+        spec = {"solution": solution, "test": test, "path": [self.level.site(self._stage)], "longest_error": longest_error}
         spec["limits"] = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),

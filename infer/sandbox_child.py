@@ -35,7 +35,7 @@ def main(size):
     sys.path[:0] = spec["path"]
     module = sys.modules["solution"] = types.ModuleType("solution")
     write, read, leave, me, clock = os.write, os.pread, os._exit, os.getpid(), time.process_time  # the solution may replace the originals
-    getpid, dumps = os.getpid, json.dumps
+    getpid, dumps, longest = os.getpid, json.dumps, spec["longest_error"]
 
     def say(verdict, error="", **more):
         if getpid() == me:  # not a child that the solution forked and let run on
@@ -44,7 +44,7 @@ def main(size):
 
     def describe(error):
         try:
-            return f"{type(error).__name__}: {error}"[:500]
+            return f"{type(error).__name__}: {error}"[:longest]
         except BaseException:  # the text of an exception is the solution's code too
             return "an exception without a text"
 

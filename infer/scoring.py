@@ -64,6 +64,10 @@ class Judge:
                 f"file is at fault: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
             )
 
+    def run(self, solution: str, test: str, seconds: float, longest_error: int) -> Outcome:
+        """One program that belongs to no problem. seconds: of CPU time on a machine of nominal speed. As Sandbox.run."""
+        return self.sandbox.run(solution, test, _limits(seconds * self.slowness), longest_error=longest_error)
+
     def limits(self, problem: Problem) -> Limits:
         """What a program for it gets."""
         return _limits(max(problem.seconds * self.slowness, REFERENCE_FACTOR * self._references[problem]))

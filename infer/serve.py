@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from infer.serve_engine import EngineProcess, Job, Update
 from infer.serve_guard import Guard, error_response
 from infer.serve_metrics import Metrics
+from infer.serve_pages import FOLDER, INDEX, Pages, is_page
 from infer.serve_protocol import ApiError, read_call, read_json
 from infer.serve_responses import Answer
 
@@ -32,12 +33,14 @@ class Api:
     def __init__(self, engine: EngineProcess, metrics: Metrics, model: str, stream_interval: float):
         """model: what it is called. stream_interval: seconds between two events of a stream at least."""
         self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
+        self._pages = Pages()
 
     def app(self, key: str | None, hosts: Collection[str]) -> Starlette:
         """key, hosts: as for Guard."""
         return Starlette(
             routes=[
                 Route("/", self.index),
+                Route(FOLDER + "{name}", self.page),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
                 Route("/v1/models", self.models),
@@ -59,10 +62,16 @@ class Api:
             self._engine.close()
 
     async def index(self, request: Request) -> Response:
-        """Where to go from here."""
+        """For a browser the playground, for others where to go from here."""
+        if is_page("/", request.headers):
+            return self._pages.response(INDEX, request.headers)
         return JSONResponse({"server": "laneformer", "model": self._model, "models": "/v1/models", "health": "/health",
                              "metrics": "/metrics", "completions": "/v1/completions", "chat": "/v1/chat/completions",
-                             "documentation": "docs/serving.md"})  # fmt: skip
+                             "documentation": "docs/serving.md"}, headers={"Vary": "Accept"})  # fmt: skip
+
+    async def page(self, request: Request) -> Response:
+        """A file of the playground."""
+        return self._pages.response(request.path_params["name"], request.headers)
 
     async def health(self, request: Request) -> Response:
         """200 if a request would be answered now; no key is needed, so it tells no more than that."""

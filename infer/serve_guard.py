@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from infer.serve_pages import is_page
 from infer.serve_protocol import ApiError
 
 OPEN = ("/health",)  # for whatever watches over the process
@@ -26,7 +27,10 @@ class Guard:
     """An ASGI middleware."""
 
     def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]):
-        """key: without which only OPEN routes answer; None for no key. hosts: names besides localhost and IP addresses."""
+        """key: without which only OPEN routes and the playground answer, whose page asks for it; None for no key.
+
+        hosts: names besides localhost and IP addresses.
+        """
         self._app, self._hosts = app, {"localhost", *(host.lower() for host in hosts)}
         self._key = None if key is None else _digest(key)
 
@@ -45,7 +49,7 @@ class Guard:
             # A page on the web can make its own name lead to this machine, and would then read our answers; an address cannot be made so.
             raise ApiError(403, f"the request is for host {name!r}, which this server does not go by: start it with --allowed-host",
                            code="host_not_allowed")  # fmt: skip
-        if self._key is None or path in OPEN:
+        if self._key is None or path in OPEN or is_page(path, headers):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):

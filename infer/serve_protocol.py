@@ -55,6 +55,8 @@ class Call:
     logprobs: int | None
     """How many of the most likely tokens to tell at each position; None for no log-probabilities at all."""
     return_token_ids: bool
+    return_timeline: bool
+    """Whether to tell each token's text and time."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -95,7 +97,8 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
         stop=_stop(left), stop_token_ids=_stop_token_ids(left), ignore_eos=_take(left, "ignore_eos", bool, False),
         logprobs=_chat_logprobs(left) if chat else _count(left, "logprobs", None, 0, MOST_TOP_LOGPROBS),
-        return_token_ids=_take(left, "return_token_ids", bool, False), stream=stream, include_usage=usage, continuous_usage=continuous,
+        return_token_ids=_take(left, "return_token_ids", bool, False), return_timeline=_take(left, "return_timeline", bool, False),
+        stream=stream, include_usage=usage, continuous_usage=continuous,
     )  # fmt: skip
     for name in LABELS:
         _take(left, name, str)

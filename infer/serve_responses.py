@@ -65,6 +65,8 @@ class Answer:
         prompt = {}
         if self._call.return_token_ids:
             choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": self._job.ids}
+        if self._call.return_timeline:
+            choice["timeline"] = _timeline(tokens)
         self._tokens = end.tokens
         return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
 
@@ -72,7 +74,7 @@ class Answer:
         self._tokens += len(tokens)
         text = "".join(token.text for token in tokens)
         call = self._call
-        if call.logprobs is None and not call.return_token_ids:
+        if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
             if not text:
                 return b""  # it is held back: a part of a character, or what may become a stop string
             body = f'"delta": {{"content": {json.dumps(text)}}}' if call.chat else f'"text": {json.dumps(text)}'
@@ -80,6 +82,8 @@ class Answer:
         choice = self._choice(text, {}, logprobs=self._logprobs(tokens))
         if call.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
+        if call.return_timeline:
+            choice["timeline"] = _timeline(tokens)
         return self._event(choice)
 
     def _ending(self, end: End) -> Iterator[bytes]:
@@ -149,6 +153,11 @@ class Answer:
                 "tokens_per_second": rate,
             },
         }
+
+
+def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:
+    """What became printable with each token, and when it was on the host: milliseconds since the engine took the request."""
+    return [[token.text, round(1000 * token.time, 3)] for token in tokens]
 
 
 def _ms(seconds: float | None) -> float | None:

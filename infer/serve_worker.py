@@ -104,6 +104,7 @@ class End(NamedTuple):
 
 def main(connection: Connection, options: EngineOptions) -> None:
     """The process. It ends when the other end of the pipe is closed."""
+    from infer.bench_machine import on_host
     from infer.bench_source import is_recipe, open_engine
     from infer.chat_template import ChatTemplate
     from infer.cli_generate import show_log
@@ -133,7 +134,7 @@ def main(connection: Connection, options: EngineOptions) -> None:
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
         return
-    conditions = {**engine.conditions, "random_weights": folder is None}
+    conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
     facts = {
         "name": engine.name,
         "conditions": conditions,

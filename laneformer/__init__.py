@@ -1,34 +1,60 @@
 """Laneformer: a decoder cut into lanes, every parallelism layout as a schedule table, on any mesh that divides the lanes."""
 
-from laneformer.cache import Cache
-from laneformer.checkpoint import load
-from laneformer.config import ModelConfig, RopeScaling
-from laneformer.errors import CheckpointError, ConfigError, InputError, LaneformerError
-from laneformer.hf import save_hf
-from laneformer.layout import LAYOUTS, Schedule
-from laneformer.mesh import make_mesh, use_host_devices
-from laneformer.model import Laneformer
-from laneformer.parameters import kv_bytes_per_token, parameter_count, parameters_per_token, weight_bytes_per_token
-from laneformer.precision import Precision
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LAYOUTS",
-    "Cache",
-    "CheckpointError",
-    "ConfigError",
-    "InputError",
-    "Laneformer",
-    "LaneformerError",
-    "ModelConfig",
-    "Precision",
-    "RopeScaling",
-    "Schedule",
-    "kv_bytes_per_token",
-    "load",
-    "make_mesh",
-    "parameter_count",
-    "parameters_per_token",
-    "save_hf",
-    "use_host_devices",
-    "weight_bytes_per_token",
-]
+if TYPE_CHECKING:
+    from laneformer.cache import Cache as Cache
+    from laneformer.checkpoint import load as load
+    from laneformer.config import ModelConfig as ModelConfig
+    from laneformer.config import RopeScaling as RopeScaling
+    from laneformer.errors import CheckpointError as CheckpointError
+    from laneformer.errors import ConfigError as ConfigError
+    from laneformer.errors import InputError as InputError
+    from laneformer.errors import LaneformerError as LaneformerError
+    from laneformer.hf import save_hf as save_hf
+    from laneformer.layout import LAYOUTS as LAYOUTS
+    from laneformer.layout import Schedule as Schedule
+    from laneformer.mesh import make_mesh as make_mesh
+    from laneformer.mesh import use_host_devices as use_host_devices
+    from laneformer.model import Laneformer as Laneformer
+    from laneformer.parameters import kv_bytes_per_token as kv_bytes_per_token
+    from laneformer.parameters import parameter_count as parameter_count
+    from laneformer.parameters import parameters_per_token as parameters_per_token
+    from laneformer.parameters import weight_bytes_per_token as weight_bytes_per_token
+    from laneformer.precision import Precision as Precision
+
+# Name -> module, imported when the name is first asked for: errors and configs are used where JAX need not be.
+_HOMES = {
+    "LAYOUTS": "layout",
+    "Cache": "cache",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "InputError": "errors",
+    "Laneformer": "model",
+    "LaneformerError": "errors",
+    "ModelConfig": "config",
+    "Precision": "precision",
+    "RopeScaling": "config",
+    "Schedule": "layout",
+    "kv_bytes_per_token": "parameters",
+    "load": "checkpoint",
+    "make_mesh": "mesh",
+    "parameter_count": "parameters",
+    "parameters_per_token": "parameters",
+    "save_hf": "hf",
+    "use_host_devices": "mesh",
+    "weight_bytes_per_token": "parameters",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

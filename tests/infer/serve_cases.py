@@ -40,9 +40,9 @@ def save_checkpoint(folder):
 class Server:
     """`python -m infer serve` on a free port."""
 
-    def __init__(self, checkpoint, *args, key=None):
+    def __init__(self, checkpoint, *args, key=None, program=("-m", "infer")):
         env = {**os.environ, **({"LANEFORMER_API_KEY": key} if key else {})}
-        command = [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", str(checkpoint), "--port", "0", *map(str, args)]
+        command = [sys.executable, "-W", "error", *program, "serve", "--checkpoint", str(checkpoint), "--port", "0", *map(str, args)]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8")
         first = self.process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+): loading", first)

@@ -130,6 +130,11 @@ def test_chat_mode_and_generation_alone(folder, capsys):
     assert "chat.samples.jsonl: 1 samples" in capsys.readouterr().out and not (folder / "chat.json").exists()
     settings = json.loads((folder / "chat.samples.settings.json").read_text())
     assert settings["mode"] == "chat" and len(settings["template_sha256"]) == 64
+    assert settings["conditions"]["compute_dtype"] == "float32"
+    bfloat16 = ("--checkpoint", folder / "model", "--data", folder / "mbpp.jsonl", "--max-new-tokens", 5, "--compute", "bfloat16")
+    assert main(humaneval(*bfloat16, "--samples", folder / "low.jsonl", "--generate-only")) == 0
+    assert json.loads((folder / "low.settings.json").read_text())["conditions"]["compute_dtype"] == "bfloat16"
+    capsys.readouterr()
     assert main(humaneval(*args[2:4], "--samples", folder / "chat.samples.jsonl", "--json", folder / "chat.json")) == 0
     assert json.loads((folder / "chat.json").read_text())["generation"]["mode"] == "chat"
 

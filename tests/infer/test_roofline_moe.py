@@ -22,7 +22,7 @@ def test_bytes_by_hand(name):
     model = MOE[name]
     assert [part.weights / 1e9 for part in model.parts] == pytest.approx([weights for weights, _ in HAND[name]], abs=0.0055)
     assert model.weight_bytes / 1e9 == pytest.approx(sum(weights * size for weights, size in HAND[name]), rel=2e-3)
-    assert model.weight_bytes / 1e9 == pytest.approx(GIGABYTES[name], rel=3e-3)
+    assert model.weight_bytes / 1e9 == pytest.approx(GIGABYTES[name], rel=4e-3)
 
 
 def test_nominal_figures_stand_for_the_bytes_of_their_rules():

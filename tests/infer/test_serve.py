@@ -246,7 +246,8 @@ def test_what_is_served(server):
     assert server.get("/health")[:2] == (200, {"status": "ok"})
     [model] = server.get("/v1/models")[1]["data"]
     assert (model["id"], model["max_model_len"], model["chat"]) == ("small", CONTEXT, True)
-    assert model["conditions"]["backend"] == BACKEND and model["conditions"]["random_weights"] is False
+    conditions = model["conditions"]
+    assert (conditions["backend"], conditions["random_weights"], conditions["on_cpu"]) == (BACKEND, False, True)
     assert server.get("/v1/models/small")[1] == model
     assert server.get("/")[1]["models"] == "/v1/models"
 

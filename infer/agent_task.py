@@ -1,0 +1,119 @@
+"""An agent's task: a folder with a text, files to start from and tests; and the program that runs those tests in the sandbox."""
+
+import base64
+import hashlib
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from laneformer.errors import InputError
+
+TEXTS = ("task.md", "README.md")
+TEST = "test*.py"  # as `python -m unittest` looks for them
+COMMAND = re.compile(r"^Test command: `([^`\n]+)`[ \t]*$", re.MULTILINE)
+MOST_BYTES = 4 << 20  # of all files: they travel to the sandbox's memory before every run
+MOST_OUTPUT = 4000  # characters of the tests' output that are kept: a model reads all of them again
+FAILURE = "TestsFailed"
+
+# Writes the files, with the sandbox's own folder as the current one. What runs the tests is imported before, lest a file has its name.
+_SETUP = """
+import base64, io, os, subprocess, sys, unittest
+for name, content in {files!r}.items():
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    with open(name, "wb") as file:
+        file.write(base64.b64decode(content))
+sys.modules.pop("solution")  # this program's own name, which may be that of a file
+sys.path.insert(0, os.getcwd())
+
+class {failure}(Exception):
+    pass
+
+def fail(text):
+    most = {most}
+    raise {failure}(text if len(text) <= most else text[: most // 3] + "\\n...\\n" + text[-(2 * most // 3 - 5) :])
+"""
+# In the same process, so that only tests that came to their end have passed. A skipped one was not passed.
+_UNITTEST = """
+out = io.StringIO()
+result = unittest.TextTestRunner(out, buffer=True).run(unittest.defaultTestLoader.discover("."))
+if not result.wasSuccessful() or result.skipped or not result.testsRun:
+    fail(out.getvalue())
+"""
+_COMMAND = """
+command = {command!r}
+command[0] = sys.executable if command[0] in ("python", "python3") else command[0]
+done = subprocess.run(command, env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)), stdin=subprocess.DEVNULL,
+                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+if done.returncode:
+    fail(done.stdout.decode(errors="replace") + "\\nexit status %d" % done.returncode)
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task folder holds."""
+
+    name: str
+    text: str
+    files: Mapping[str, bytes]
+    """Name relative to the folder -> content; all but the text."""
+    tests: tuple[str, ...]
+    """Names of the files that a model must leave as they are."""
+    command: tuple[str, ...] | None
+    """That runs the tests; None for Python's unittest."""
+
+    @property
+    def editable(self) -> tuple[str, ...]:
+        """Names of the files to start from."""
+        return tuple(name for name in self.files if name not in self.tests)
+
+    @property
+    def sha256(self) -> str:
+        """Of the text, the names and the contents."""
+        digest = hashlib.sha256(self.text.encode())
+        for name, content in self.files.items():
+            digest.update(b"\0" + name.encode() + b"\0" + hashlib.sha256(content).digest())
+        return digest.hexdigest()
+
+
+def load_task(folder: Path) -> Task:
+    """Reads a task folder. Raises InputError, saying what it lacks."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: give one with {TEXTS[0]}, files to start from and tests ({TEST})")
+    found = sorted(path for path in folder.rglob("*") if _belongs(path.relative_to(folder)) and (path.is_symlink() or not path.is_dir()))
+    for path in found:
+        if path.is_symlink() or not path.is_file():
+            raise InputError(f"{path} is no plain file: put a copy there")
+    if (total := sum(path.stat().st_size for path in found)) > MOST_BYTES:
+        raise InputError(f"{folder} holds {total:,} bytes: a task has at most {MOST_BYTES:,}")
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    name = next((name for name in TEXTS if name in files), None)
+    if name is None:
+        raise InputError(f"{folder} says nowhere what is to be done: write it into {TEXTS[0]} there")
+    try:
+        text = files.pop(name).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{folder / name} is not UTF-8 text: convert it") from None
+    command = COMMAND.search(text)
+    try:
+        words = tuple(shlex.split(command[1])) if command else ()
+    except ValueError as error:
+        raise InputError(f"{folder / name}: the test command `{command[1]}` cannot be read ({error})") from None
+    tests = tuple(name for name in files if PurePosixPath(name).match(TEST) or name in words)
+    if not tests:
+        raise InputError(f"{folder} has no tests: put some there ({TEST}, run with unittest), or name a file that runs them in {name}, "
+                         "as in the line: Test command: `python check.py`")  # fmt: skip
+    return Task(folder.resolve().name, text.strip(), files, tests, words or None)
+
+
+def _belongs(path: Path) -> bool:
+    return not any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> tuple[str, str]:
+    """A program that writes the files and one that tests them: arguments of `Sandbox.run`. A failure is raised, with the tests' output."""
+    packed = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    setup = _SETUP.format(files=packed, failure=FAILURE, most=MOST_OUTPUT)
+    return setup, _UNITTEST if command is None else _COMMAND.format(command=list(command))

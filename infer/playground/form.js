@@ -1,0 +1,35 @@
+// What the form asks for, as a request and as a command.
+
+const form = document.getElementById("request");
+const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
+
+export const isChat = () => form.elements.mode.value === "chat";
+
+/** The request in the form: fields that are empty are left to the server. */
+export function readRequest(model) {
+  const prompt = form.elements.prompt.value;
+  const asked = isChat() ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  const body = { model: model.id, ...asked };
+  for (const name of NUMBERS) {
+    const value = form.elements[name].valueAsNumber;
+    if (!Number.isNaN(value)) body[name] = value;
+  }
+  return { path: isChat() ? "v1/chat/completions" : "v1/completions", body: { ...body, stream: true, return_timeline: true } };
+}
+
+/** The request as a command for a POSIX shell. The key is in a variable: it is not shown anywhere. */
+export function asCurl({ path, body }, seed, withKey) {
+  const { return_timeline, ...plain } = body;
+  const data = JSON.stringify(seed === undefined ? plain : { ...plain, seed }).replaceAll("'", "'\\''");
+  const key = withKey ? ' \\\n  -H "Authorization: Bearer $LANEFORMER_API_KEY"' : "";
+  return `curl -N ${new URL(path, document.baseURI)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${data}'`;
+}
+
+/** The sampling settings of a request in words. */
+export function samplingInWords(body, seed) {
+  const { temperature = 1, top_p, top_k, min_p, repetition_penalty } = body;
+  const given = Object.entries({ top_p, top_k, min_p, repetition_penalty }).filter(([, value]) => value !== undefined);
+  const rest = given.map(([name, value]) => `${name} ${value}`);
+  if (temperature === 0) return ["greedy", ...rest.filter((words) => words.startsWith("repetition"))].join(", ");
+  return [`temperature ${temperature}`, ...rest, ...(seed === undefined ? [] : [`seed ${seed}`])].join(", ");
+}

@@ -1,0 +1,82 @@
+// Every figure on the page, and the conditions that it holds under.
+
+import { samplingInWords } from "./form.js";
+import { draw, figures, milliseconds } from "./histogram.js";
+import { percentile } from "./recording.js";
+
+const byId = (id) => document.getElementById(id);
+const NONE = "–";
+
+function put(id, text) {
+  const element = byId(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** What the speed of a recording depends on; of the model alone where there is none yet. */
+export function showConditions(model, recording) {
+  const facts = model.conditions ?? {};
+  const seed = recording?.final?.seed ?? recording?.request.body.seed;
+  const words = [
+    facts.model ?? model.id,
+    facts.parameters && `${millions(facts.parameters)} parameters`,
+    facts.weights_dtype && `weights ${facts.weights_dtype}, compute ${facts.compute_dtype}`,
+    facts.device && `${facts.devices} × ${facts.device}`,
+    facts.backend && `backend ${facts.backend}${facts.threads ? `, ${facts.threads} threads` : ""}`,
+    `batch ${facts.batch_size ?? 1}`,
+    recording?.final && `prompt ${recording.final.timings.prompt_n} tokens`,
+    recording && samplingInWords(recording.request.body, seed),
+  ];
+  put("conditions", words.filter(Boolean).join(" · "));
+  const marks = { CPU: facts.on_cpu, "random weights": facts.random_weights, simulated: facts.simulated };
+  byId("marks").replaceChildren(
+    ...Object.keys(marks).filter((mark) => marks[mark]).map((mark) => {
+      const made = document.createElement("mark");
+      made.textContent = mark;
+      return made;
+    }),
+  );
+}
+
+/** The figures that move while tokens come. elapsed: ms since Run. */
+export function showProgress(recording, elapsed) {
+  const { rate, clientRate } = recording;
+  put("rate", rate === null ? NONE : figures(rate));
+  byId("rate").classList.toggle("none", rate === null);
+  put("client-rate", clientRate === null ? NONE : `${figures(clientRate)} tok/s`);
+  put("count", recording.tokens.toLocaleString("en"));
+  put("elapsed", `${(elapsed / 1000).toFixed(2)} s`);
+  const first = recording.final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
+  put("first", milliseconds(first));
+  const note = recording.final ? "sustained, measured by the server" : "so far, by the engine's clock";
+  put("rate-note", recording.elapsed !== null && !recording.final ? "until it ended early, by the engine's clock" : note);
+}
+
+/** Prefill, decode and the distribution of times between tokens. */
+export function showDetails(recording) {
+  const { timings, metrics } = recording.final ?? {};
+  put("prompt-n", timings ? tokens(timings.prompt_n) : NONE);
+  put("prompt-ms", milliseconds(timings?.prompt_ms));
+  put("prompt-rate", timings?.prompt_per_second ? `${figures(timings.prompt_per_second)} tok/s` : NONE);
+  put("queue-ms", milliseconds(metrics?.queue_time_ms));
+  put("decode-n", timings ? tokens(timings.predicted_n) : NONE);
+  put("decode-ms", milliseconds(timings?.predicted_ms));
+  put("mean-ms", milliseconds(metrics?.mean_itl_ms));
+  put("finish", { length: "length limit", stop: "the model" }[recording.finish] ?? NONE);
+  const gaps = recording.gaps;
+  const marks = gaps.length ? { p50: percentile(gaps, 50), p95: percentile(gaps, 95), p99: percentile(gaps, 99) } : {};
+  for (const name of ["p50", "p95", "p99"]) put(name, milliseconds(marks[name]));
+  const each = gaps.length ? (recording.tokens - 1) / gaps.length : 1;
+  put("gaps-title", each > 1.005 ? "Time between arrivals" : "Time between tokens");
+  const beside = each > 1.005 ? `, ${figures(each)} tokens each` : "";
+  put("gaps-note", gaps.length ? `${gaps.length.toLocaleString("en")} at the engine's host${beside}` : "");
+  const words = Object.entries(marks).map(([name, value]) => `${name} ${milliseconds(value)}`);
+  draw(byId("histogram"), gaps, marks, `Histogram of ${gaps.length} times: ${words.join(", ")}`);
+}
+
+function tokens(count) {
+  return count.toLocaleString("en");
+}
+
+function millions(count) {
+  return count >= 1e9 ? `${figures(count / 1e9)}B` : count >= 1e6 ? `${figures(count / 1e6)}M` : count.toLocaleString("en");
+}

@@ -1,0 +1,148 @@
+// One answer as it came: its text, where each token ends in it, and when each came by the engine's clock and by this page's.
+
+/** Numbers, appended one by one. */
+class Series {
+  #data = new Float64Array(4096);
+  length = 0;
+
+  push(value) {
+    if (this.length === this.#data.length) {
+      const larger = new Float64Array(2 * this.length);
+      larger.set(this.#data);
+      this.#data = larger;
+    }
+    this.#data[this.length++] = value;
+  }
+
+  get values() {
+    return this.#data.subarray(0, this.length);
+  }
+
+  get last() {
+    return this.#data[this.length - 1];
+  }
+}
+
+export class Recording {
+  /** model: as /v1/models tells it. request: path and body. Times are milliseconds. */
+  constructor(model, request) {
+    this.model = model;
+    this.request = request;
+    this.date = new Date();
+    this.text = "";
+    this.ends = new Series(); // of each token, in the text
+    this.times = new Series(); // of each token, since the engine took the request, by its clock
+    this.arrivals = new Series(); // of what came together, since the request was sent, by this page's clock
+    this.counts = new Series(); // of tokens that were here then
+    this.final = null; // the event with the timings
+    this.finish = null;
+    this.elapsed = null;
+  }
+
+  get tokens() {
+    return this.times.length;
+  }
+
+  /** Takes events that came together `time` ms after the request was sent. */
+  add(events, time) {
+    for (const event of events) {
+      const choice = event.choices?.[0];
+      if (!choice) continue;
+      const text = choice.text ?? choice.delta.content ?? "";
+      let end = this.text.length;
+      for (const [piece, ms] of choice.timeline ?? []) {
+        end += piece.length;
+        this.ends.push(end);
+        this.times.push(ms);
+      }
+      this.text += text;
+      this.finish = choice.finish_reason ?? this.finish;
+      if (event.timings) this.final = event;
+    }
+    if (this.tokens > (this.counts.last ?? 0)) {
+      this.arrivals.push(time);
+      this.counts.push(this.tokens);
+    }
+  }
+
+  /** Tokens per second after the first by the engine's clock: the server's own figure once it is there. Null with fewer than two. */
+  get rate() {
+    if (this.final) return this.final.timings.predicted_per_second;
+    const later = this.tokens - this.tokensAt(0); // what came together with the first token took no time of its own
+    return later ? (1000 * later) / (this.times.last - this.times.values[0]) : null;
+  }
+
+  /** The same by this page's clock, over what came after the first arrival. */
+  get clientRate() {
+    const counts = this.counts.values;
+    return counts.length > 1 ? (1000 * (this.counts.last - counts[0])) / (this.arrivals.last - this.arrivals.values[0]) : null;
+  }
+
+  /** How many tokens had come `ms` after the first one, by the engine's clock. */
+  tokensAt(ms) {
+    const times = this.times.values;
+    let low = 0;
+    let high = times.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (times[middle] - times[0] <= ms) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  /** The text up to a number of tokens. What was held back at the end comes with the last. */
+  upTo(tokens) {
+    return tokens >= this.tokens ? this.text : this.text.slice(0, tokens ? this.ends.values[tokens - 1] : 0);
+  }
+
+  /** Times between arrivals at the engine's host, sorted. Tokens of one dispatch arrive together and count as one arrival. */
+  get gaps() {
+    const times = this.times.values;
+    const gaps = new Float64Array(Math.max(0, times.length - 1));
+    let n = 0;
+    for (let i = 1; i < times.length; i++) if (times[i] > times[i - 1]) gaps[n++] = times[i] - times[i - 1];
+    return gaps.subarray(0, n).sort();
+  }
+
+  /** Everything, for a file. */
+  toJSON() {
+    const gaps = this.gaps;
+    const list = (series) => Array.from(series.values);
+    return {
+      schema: "laneformer.playground/1",
+      status: this.model.conditions.simulated ? "simulated" : "measured",
+      date_utc: this.date.toISOString(),
+      model: this.model.id,
+      conditions: this.model.conditions,
+      request: this.request,
+      seed: this.final?.seed ?? this.request.body.seed ?? null,
+      finish_reason: this.finish,
+      complete: this.final !== null,
+      text: this.text,
+      timings: this.final?.timings ?? null,
+      metrics: this.final?.metrics ?? null,
+      tokens: { point: "engine_host", time_ms: list(this.times), end: list(this.ends) },
+      between_arrivals_ms: gaps.length
+        ? { point: "engine_host", n: gaps.length, p50: percentile(gaps, 50), p95: percentile(gaps, 95), p99: percentile(gaps, 99), max: gaps.at(-1) }
+        : null,
+      client: {
+        point: "browser",
+        user_agent: navigator.userAgent,
+        arrival_ms: list(this.arrivals),
+        tokens: list(this.counts),
+        tokens_per_second: this.clientRate,
+        elapsed_ms: this.elapsed,
+      },
+      notes: ["one request, watched in a browser: `python -m infer bench` measures figures to publish"],
+    };
+  }
+}
+
+/** Of sorted values, linear between neighbours as numpy does it. */
+export function percentile(sorted, percent) {
+  const place = ((sorted.length - 1) * percent) / 100;
+  const below = Math.floor(place);
+  const above = Math.min(below + 1, sorted.length - 1);
+  return sorted[below] + (place - below) * (sorted[above] - sorted[below]);
+}

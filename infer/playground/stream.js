@@ -1,0 +1,85 @@
+// Requests to the server, its streams, and what went wrong in plain words.
+
+/** An answer that is an error; status 0 where none came. */
+export class Problem extends Error {
+  constructor(status, error = {}, retryAfter = null) {
+    super(error.message ?? `HTTP status ${status}`);
+    this.status = status;
+    this.code = error.code;
+    this.param = error.param;
+    this.retryAfter = retryAfter;
+  }
+}
+
+/** fetch() from the server that this page came from, under whatever path it lies; raises Problem. */
+export async function ask(path, key, options = {}) {
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  let response;
+  try {
+    response = await fetch(new URL(path, document.baseURI), { cache: "no-store", ...options, headers });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Problem(0);
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw new Problem(response.status, body.error, response.headers.get("Retry-After"));
+}
+
+/** The events of a stream, those that came together in one array: texts after "data: ", and comments as they are. */
+export async function* batches(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Problem(0, { message: "the connection was lost" });
+    });
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    if (events.length) yield events.map((event) => (event.startsWith("data: ") ? event.slice(6) : event));
+  }
+}
+
+/** Sends a request for a stream. onEvents gets the events that came together, read; onQueued how many requests are before this one. */
+export async function stream(request, key, signal, onEvents, onQueued) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await ask(request.path, key, { method: "POST", headers, body: JSON.stringify(request.body), signal });
+  let complete = false;
+  for await (const batch of batches(response)) {
+    const events = [];
+    for (const text of batch) {
+      const queued = /^: queued (\d+)/.exec(text);
+      if (queued) onQueued(Number(queued[1]));
+      else if (text === "[DONE]") complete = true;
+      else if (!text.startsWith(":")) events.push(JSON.parse(text));
+    }
+    if (events.length) onEvents(events);
+    const failed = events.find((event) => event.error);
+    if (failed) throw new Problem(500, failed.error);
+  }
+  if (!complete) throw new Problem(0, { message: "the connection was lost" });
+}
+
+/** What happened, and what to do about it. */
+export function explain(problem) {
+  const { status, code, message } = problem;
+  if (!(problem instanceof Problem)) return ["This page failed.", `Reload it and try again. (${problem})`];
+  if (status === 0) return ["The server cannot be reached.", "See in its terminal whether it still runs, start it again if not, then press Run."];
+  if (status === 401) return ["The server did not take the key.", "Enter the one that it was started with."];
+  if (status === 403) return ["The server does not go by this name.", sentence(message)];
+  if (code === "model_not_found") return ["The server has another model now.", "Reload this page."];
+  if (status === 413) return ["The prompt is too long for one request.", "Shorten it."];
+  if (status === 429) {
+    return ["The queue is full.", `${sentence(message)} The engine answers one request at a time: run again in ${problem.retryAfter ?? "a few"} s or more.`];
+  }
+  if (code === "timeout") return ["The answer took too long.", `${sentence(message)} Ask for fewer tokens, or start the server with a larger --timeout.`];
+  if (code === "context_length_exceeded") return ["The prompt does not fit.", sentence(message)];
+  if (message.includes("shutting down")) return ["The server was stopped.", "Start it again, then press Run."];
+  if (status === 503) return ["The engine is not ready.", sentence(message)];
+  if (status >= 500) return ["The engine failed.", `${sentence(message)} Press Run to try once more; the server's terminal may say how it came.`];
+  return ["The server refused the request.", `${sentence(message)} Change that, then press Run.`];
+}
+
+function sentence(message) {
+  return `${message[0].toUpperCase()}${message.slice(1)}${/[.!?]$/.test(message) ? "" : "."}`;
+}

@@ -1,0 +1,43 @@
+"""The names of the two packages: there without their modules, and JAX, being imported before they are used."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("name", ["laneformer", "infer"])
+def test_every_name_is_there_and_editors_see_the_same(name):
+    package = importlib.import_module(name)
+    assert {*package.__all__} <= {*dir(package)}
+    seen = {}
+    for node in ast.parse(Path(package.__file__).read_text()).body:
+        if isinstance(node, ast.If):  # TYPE_CHECKING
+            seen |= {each.asname: line.module for line in node.body for each in line.names}
+    assert {*seen} == {*package.__all__}
+    for each, module in seen.items():
+        assert getattr(package, each) is getattr(importlib.import_module(module), each)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        _ = package.nothing
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec(f"from {name} import nothing", {})
+
+
+@pytest.mark.parametrize("code", [
+    "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
+    "import infer.__main__, infer.cli_serve",
+    "import infer.cli_roofline, infer.roofline_hf, infer.roofline_moe",
+    "import train.cluster",
+])  # fmt: skip
+def test_what_needs_no_jax_does_not_import_it(code):
+    subprocess.run([sys.executable, "-c", f"import sys\n{code}\nassert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60)
+
+
+def test_all_names_at_once():
+    code = "from laneformer import *\nfrom infer import *\nassert Engine.load and make_mesh and isinstance(LAYOUTS, dict)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
