@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax.numpy as jnp
+import numpy as np
 
 from custom_calls.library import ring_slots
 from custom_calls.schedule import Table
@@ -17,7 +18,7 @@ from custom_calls.session import DTYPES, HEADS, Shapes
 
 SLOT_LINES = 8  # lines of a slot of the stream's ring: 4 KiB, so that one thread may order it in time
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
-MAX_VECTORS = 6  # that a thread keeps of a product's vector; registers bound it
+MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
 C_DTYPES = {"float32": "kFloat32", "bfloat16": "kBfloat16", "float16": "kFloat16"}
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -246,7 +247,8 @@ class Layout:
     def _boards(self) -> Iterator[tuple[str, int]]:
         """Memory between the CTAs of a lane, in words."""
         s = self.shapes
-        yield "StreamBoard", 2 * s.hidden
+        yield "StreamBoard", s.hidden
+        yield "OtherStreamBoard", s.hidden
         yield "QkvBoard", self.products["qkv"].all_rows
         yield "PartsBoard", s.heads * self.max_splits * (s.head_dim + 2 + s.head_dim % 2)
         yield "HiddenBoard", s.ff
@@ -345,4 +347,4 @@ class Layout:
 
 
 def _float(value: float) -> str:
-    return f"{float(value).hex()}f"
+    return f"{float(np.float32(value)).hex()}f"

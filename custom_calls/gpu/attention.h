@@ -49,22 +49,35 @@ struct Attention {
   int lane_here, layer, position;
   u32 tag;
 
-  // The thread's elements of a key or value.
-  LF_DEVICE void load(const void* data, i64 key, int head, float (&out)[kOwn]) const {
+  // The thread's elements of a key or value, as memory holds them.
+  struct Pieces {
+    Vec vec[kKvVectors ? kOwnPieces : 1];
+    float element[kKvVectors ? 1 : kOwnPieces];
+  };
+
+  LF_DEVICE static void load(const void* data, i64 key, int head, Pieces& out) {
     const i64 base = (key * kKvHeads + head) * kHeadDim;
-    const int own = warp_lane() % kKeyThreads;
     LF_UNROLL for (int i = 0; i < kOwnPieces; i++) {
-      const int piece = i * kKeyThreads + own;
+      const int piece = i * kKeyThreads + warp_lane() % kKeyThreads;
+      const bool real = kKvPieces % kKeyThreads == 0 || piece < kKvPieces;
       if constexpr (kKvVectors) {
-        Vec vec = {};
-        if (piece < kKvPieces) vec = load_vec_between_ctas((const char*)data + (base + piece * kPerKv) * kKvBytes);
-        float values[kPerVec<kCache>];
-        unpack<kCache>(vec, values);
-        LF_UNROLL for (int k = 0; k < kPerKv; k++) out[i * kPerKv + k] = values[k];
+        out.vec[i] = real ? load_vec_between_ctas((const char*)data + (base + piece * kPerKv) * kKvBytes) : Vec{};
       } else if constexpr (kCache == kFloat32) {
-        out[i] = piece < kKvPieces ? load_between_ctas((const float*)data + base + piece) : 0.0f;
+        out.element[i] = real ? load_between_ctas((const float*)data + base + piece) : 0.0f;
       } else {
-        out[i] = piece < kKvPieces ? widen<kCache>(load_between_ctas((const u16*)data + base + piece)) : 0.0f;
+        out.element[i] = real ? widen<kCache>(load_between_ctas((const u16*)data + base + piece)) : 0.0f;
+      }
+    }
+  }
+
+  LF_DEVICE static void unpack_pieces(const Pieces& pieces, float (&out)[kOwn]) {
+    LF_UNROLL for (int i = 0; i < kOwnPieces; i++) {
+      if constexpr (kKvVectors) {
+        float values[kPerVec<kCache>];
+        unpack<kCache>(pieces.vec[i], values);
+        LF_UNROLL for (int k = 0; k < kPerKv; k++) out[i * kPerKv + k] = values[k];
+      } else {
+        out[i] = pieces.element[i];
       }
     }
   }
@@ -123,7 +136,7 @@ struct Attention {
     // The first keys are on their way before the queries have come.
     const int lane_key = warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads;
     int key = first + lane_key;
-    float k[kOwn], v[kOwn];
+    Pieces k, v;
     if (key < old) load(keys, key, kv_head, k), load(values, key, kv_head, v);
 
     gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
@@ -161,20 +174,24 @@ struct Attention {
       }
       // All threads of a warp make the same number of turns: they shuffle.
       for (int turn = first; turn < old; turn += kKeysAtOnce) {
-        float next_k[kOwn], next_v[kOwn];
+        Pieces next_k, next_v;
         const int next = key + kKeysAtOnce;
         if (next < old) load(keys, next, kv_head, next_k), load(values, next, kv_head, next_v);
-        add_key(heads, h0, key < old, k, v, largest, weight, sum);
+        float own_k[kOwn], own_v[kOwn];
+        unpack_pieces(k, own_k);
+        unpack_pieces(v, own_v);
+        add_key(heads, h0, key < old, own_k, own_v, largest, weight, sum);
         key = next;
-        LF_UNROLL for (int i = 0; i < kOwn; i++) k[i] = next_k[i], v[i] = next_v[i];
+        k = next_k, v = next_v;
       }
       if (newest && warp() == 0) {
+        float own_k[kOwn], own_v[kOwn];
         LF_UNROLL for (int i = 0; i < kOwn; i++) {
           const int element = own_element(i);
-          k[i] = element < kHeadDim ? heads[kGroupHeads * kHeadDim + element] : 0.0f;
-          v[i] = element < kHeadDim ? new_value[element] : 0.0f;
+          own_k[i] = element < kHeadDim ? heads[kGroupHeads * kHeadDim + element] : 0.0f;
+          own_v[i] = element < kHeadDim ? new_value[element] : 0.0f;
         }
-        add_key(heads, h0, warp_lane() < kKeyThreads, k, v, largest, weight, sum);
+        add_key(heads, h0, warp_lane() < kKeyThreads, own_k, own_v, largest, weight, sum);
       }
       merge_warp(largest, weight, sum);
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {

@@ -32,7 +32,7 @@ struct Shared {
   LF_DEVICE Shared(float* at) {
     const auto take = [&](int n) {
       float* taken = at;
-      at += even(n);
+      at += n + n % 2;
       return taken;
     };
     scratch = take(kScratchFloats);  // first, for it holds 8-byte numbers
@@ -110,7 +110,7 @@ class Decoder {
   LF_DEVICE static int rows_of(int first, int rows, int all) { return larger(0, smaller(rows, all - first)); }
 
  private:
-  LF_DEVICE u64* stream_board(int time) const { return boards_ + kStreamBoard + (time % 2) * kHidden; }
+  LF_DEVICE u64* stream_board(int time) const { return boards_ + (time % 2 == 0 ? kStreamBoard : kOtherStreamBoard); }
 
   // Partial sums of one op are read while those of the next one are written.
   LF_DEVICE float* next_partial() {
@@ -188,7 +188,7 @@ class Decoder {
     if (!kNormOfSum) {
       float sum = 0;
       float* squares = shared_.squares[turn_ ^ 1];
-      constexpr int each = (kHidden / 2 + kThreads - 1) / kThreads;
+      constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[each][2];
       read_words(stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_, kAtVector);
       LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
@@ -283,14 +283,13 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   for (int pass = 0;; pass++, tag += kPassTags, sequence += kNumSums + 1) {
     const int position = start + pass;
     decoder.layers(token, position, tag, sequence);
-    const Decoder::Clock clock(decoder, kOpSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
+    if (pass + 1 >= prompt) decoder.head(tag, sequence, rows);
+    const Decoder::Clock clock(decoder, kOpSample, kLayers);
     if (pass + 1 < prompt) {
       if (sampler.absorb(tag, parity)) end = kCancelled;
       token = p.prompt[pass + 1];
     } else {
-      decoder.head(tag, sequence, rows);
-      sync_cta();
       const Sampled sampled = sampler.sample(tag, parity, position + 1, drawn);
       token = sampled.token;
       if (sampled.cancelled) {

@@ -27,6 +27,7 @@ struct Words {
 #elif defined(__HIP__)
 
 #define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define LF_SELDOM __attribute__((device)) __attribute__((noinline))
 #define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
 #define LF_CONSTANT static __attribute__((constant)) const
 #define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
@@ -93,6 +94,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) { __hip_atomic_fetch_add(p, v, __ATOMIC
 #else  // CUDA
 
 #define LF_DEVICE __device__ __forceinline__
+#define LF_SELDOM __device__ __noinline__
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]

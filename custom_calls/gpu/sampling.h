@@ -114,7 +114,7 @@ struct Sampler {
       best = better(best, {value, first + r});
     }
     sync_cta();
-    sum = sum_over_cta(broken ? sum / 0.0f * 0.0f : sum, warps());
+    sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
     publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
 
@@ -241,12 +241,12 @@ struct Sampler {
     return value_of(v);
   }
 
-  LF_DEVICE void copy_logits(u32 tag, int parity, float* out) const {
+  LF_SELDOM void copy_logits(u32 tag, int parity, float* out) const {
     for (int token = thread(); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
   }
 
   // The p.top most likely tokens, lowest id first among equals.
-  LF_DEVICE void rank(u32 tag, int parity, float lse, int drawn) const {
+  LF_SELDOM void rank(u32 tag, int parity, float lse, int drawn) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
@@ -264,7 +264,7 @@ struct Sampler {
   }
 
   // Of the filters: the least z that is kept. Every CTA computes it, from the same words.
-  LF_DEVICE float threshold(u32 tag, int parity) const {
+  LF_SELDOM float threshold(u32 tag, int parity) const {
     const i64 base = kZAt + (i64)parity * kVocab;
     float best = kLowest;
     for (int token = thread(); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));

@@ -1,7 +1,11 @@
-"""GPUs emulated on this CPU (emulator/): sessions of small models, whose kernel is compiled for the host."""
+"""Sessions of small models on GPUs that this CPU emulates (emulator/), their kernel compiled for the host.
+
+With LANEFORMER_TEST_GPU=cuda (or hip) in the environment they are on the machine's own GPU instead.
+"""
 
 import ctypes
 import hashlib
+import os
 import platform
 import subprocess
 import types
@@ -19,9 +23,11 @@ from laneformer.rotary import rotary_frequencies
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)
-needs_emulator = pytest.mark.skipif(
-    platform.machine() != "x86_64" or build.compiler() is None, reason="emulated GPUs need a C++ compiler on x86-64"
+REAL = os.environ.get("LANEFORMER_TEST_GPU")
+needs_gpu = pytest.mark.skipif(
+    not REAL and (platform.machine() != "x86_64" or build.compiler() is None), reason="emulated GPUs need a C++ compiler on x86-64"
 )
+only_emulated = pytest.mark.skipif(REAL is not None, reason="of the emulated GPUs")
 
 
 def _compiled(target: Path, command: list[str]) -> Path:
@@ -71,10 +77,13 @@ def make_session(config: ModelConfig, weights, *, compute: str = "float32", mach
     """As small.make_session, on emulated GPUs."""
     stored = weights["tok_embeddings"].dtype.name
     source = types.SimpleNamespace(config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored)
+    if REAL:
+        options["platform"] = REAL
+    else:
+        options |= {"machine": machine, "compile_with": compile_with(machine, *flags), "driver": driver()}
     session = GpuSession(
-        kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows, mesh=mesh,
-        machine=machine, compile_with=compile_with(machine, *flags), driver=driver(), **options,
-    )  # fmt: skip
+        kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows, mesh=mesh, **options
+    )
     for path, weight in weights.items():
         session.pack(path, weight)
     return session

@@ -54,7 +54,10 @@ uint64_t random_bits() {
 void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
 
 void body() {
-  laneformer_decode(*parameters);
+#ifdef EMULATOR_LOST_CTA
+  if (self->cta != EMULATOR_LOST_CTA)
+#endif
+    laneformer_decode(*parameters);
   self->ended = true;
   leave();
 }

@@ -1,0 +1,352 @@
+"""The GPU kernel under jax.jit, on emulated GPUs (or real ones, see emulated.py): the logits of every layout, head and size, its sampling,
+its exchange under delays, its errors.
+
+What the emulator shows: the order of waits and what they wait for, that no copy is read before it has come, every number. What it
+cannot show: the memory model of a GPU, and speed.
+"""
+
+import threading
+import time
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from test_decode import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
+
+import custom_calls
+from custom_calls import ENDS, NativeError
+from custom_calls.gpu_layout import Machine
+from infer.sampling import sample
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+
+FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2), ("kraken", 5), ("desync(2)", 1)}
+FAST_CONFIGS = {"not early", "lane head", "norms of lanes", "norm of the sum", "large heads", "one channel more than vectors", "smallest"}
+AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=False)
+
+
+def some(cases, fast):
+    """Compiling a kernel for each takes its time: a few of the cases always, the others among the slow tests."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=str(case), marks=() if case in fast else pytest.mark.slow) for case in cases]  # fmt: skip
+
+
+def jitted(session, mesh=None, **sizes):
+    """decode(inputs, state) with the state donated."""
+    function = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
+    return lambda inputs, state: function(inputs, state, session.operands)
+
+
+def same(a, b) -> bool:
+    """Whether two results are equal in every bit that is defined: rows of tokens that were drawn."""
+    count = int(a.status[0])
+    cut = [[x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)]
+    return small.same(*cut)
+
+
+def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):
+    session = emulated.make_session(config, weights, compute=compute, mesh=mesh, **options)
+    outputs, state = jitted(session, mesh, room=limit, top=3, logits=True)(
+        start or small.make_inputs(prompt, limit), small.make_state(config, capacity, compute, mesh)
+    )
+    outputs = jax.block_until_ready(outputs)
+    assert session.failure is None
+    return outputs, state
+
+
+def check(expected_logits, config, weights, *, prompt=19, limit=3, tolerance=1e-4, **options):
+    ids = small.prompt_of(config, prompt)
+    outputs, _ = run(config, weights, ids, limit, **options)
+    assert outputs.status.tolist() == [limit, ENDS.index("length"), prompt + limit]
+    ids += outputs.tokens.tolist()
+    expected = expected_logits(config, weights, ids[:-1])[prompt - 1 :]
+    assert np.abs(expected).max() > 1
+    assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max()
+    np.testing.assert_array_equal(outputs.tokens, np.argmax(outputs.logits, -1))
+    return outputs
+
+
+@pytest.mark.parametrize(("layout", "lanes"), some(LAYOUTS, FAST_LAYOUTS))
+def test_layouts(layout, lanes):
+    config = small.make_config(layout=layout, lanes=lanes)
+    check(small.reference_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("name", some(CONFIGS, FAST_CONFIGS))
+def test_configs(name):
+    config = small.make_config(**CONFIGS[name])
+    check(small.reference_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("name", some(MODELS, {"biases and head norms"}))
+def test_what_the_reference_does_not_know(name):
+    config = small.make_config(**MODELS[name])
+    check(small.model_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_weights_of_two_bytes_lose_nothing(dtype):
+    config = small.make_config(hidden_size=48, ff=24, head_dim=8, lanes=3, layout="dtp(1)")
+    check(small.reference_logits, config, small.make_weights(config, dtype))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
+def test_caches_of_two_bytes(dtype):
+    config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
+    tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
+    check(small.model_logits, config, small.make_weights(config, dtype), compute=dtype, tolerance=tolerance)
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("changes", [{}, {"lm_head_type": "lane", "lanes": 3}])
+def test_as_on_amd(changes):
+    """Warps of 64 threads, weights through registers."""
+    config = small.make_config(layout="dtp(1)", hidden_size=40, **changes)
+    check(small.reference_logits, config, small.make_weights(config), machine=AMD)
+
+
+@emulated.only_emulated
+def test_long_vectors_in_several_segments():
+    machine = Machine(warp_size=32, ctas=2, warps=1, shared_bytes=232_448, bulk_copies=True)
+    config = small.make_config(layout="tp", hidden_size=1200, ff=700, num_hidden_layers=1)
+    check(small.reference_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_devices_give_the_bits_of_one(devices):
+    config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
+    weights, ids = small.make_weights(config), small.prompt_of(config, 5)
+    mesh = jax.make_mesh((1, devices), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices])
+    machine = Machine(warp_size=32, ctas=8 // devices, warps=2, shared_bytes=232_448, bulk_copies=True)
+    one, _ = run(config, weights, ids, 6)
+    several, state = run(config, weights, ids, 6, mesh=mesh, machine=machine, chaos_us=20)
+    assert same(one, several)
+    assert state.seen.sum() > 0
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = small.make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
+    return config, small.make_weights(config)
+
+
+ROOM = 160
+
+
+@pytest.fixture(scope="module")
+def session(model):
+    return emulated.make_session(*model, timeout_ms=2000)
+
+
+@pytest.fixture(scope="module")
+def call(session):
+    return jitted(session, room=ROOM, top=3, logits=True)
+
+
+def test_every_position_of_a_long_answer(model, call):
+    """Also from where keys are attended to in several splits, and beyond the window."""
+    config, weights = model
+    outputs, _ = call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))
+    expected = small.reference_logits(config, weights, [3, *outputs.tokens[:149].tolist()])
+    assert np.abs(expected - outputs.logits[:150]).max() < 1e-4 * np.abs(expected).max()
+    assert not outputs.tokens[150:].any() and not outputs.logprobs[150:].any()
+
+
+def test_going_on_from_a_cache(model, call):
+    config, _ = model
+    ids = small.prompt_of(config, 30)
+    whole, _ = call(small.make_inputs(ids, 6, room=ROOM), small.make_state(config, 160))
+    _, state = call(small.make_inputs(ids[:20], 1, room=ROOM), small.make_state(config, 160))
+    rest, _ = call(small.make_inputs(ids[20:], 6, start=20, room=ROOM), state)
+    assert rest.tokens.tolist() == whole.tokens.tolist() and rest.status.tolist() == whole.status.tolist()
+
+
+def test_log_probabilities_and_the_most_likely_tokens(model, call):
+    config, _ = model
+    outputs, _ = call(small.make_inputs([3], 40, room=ROOM, temperature=2.0), small.make_state(config, 160))
+    logprobs = np.asarray(jax.nn.log_softmax(np.asarray(outputs.logits[:40], np.float64)))
+    np.testing.assert_allclose(outputs.logprobs[:40], logprobs[np.arange(40), outputs.tokens[:40]], atol=2e-6)
+    order = np.argsort(-outputs.logits[:40], axis=-1, stable=True)[:, :3]
+    np.testing.assert_array_equal(outputs.top_tokens[:40], order)
+    np.testing.assert_allclose(outputs.top_logprobs[:40], np.take_along_axis(logprobs, order, -1), atol=2e-6)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_tokens_are_those_of_the_definition(sampling, model, call):
+    """infer/sampling.py on the kernel's own logits."""
+    config, _ = model
+    values, ids = sampling.parameters(), [3, 4, 5]
+    inputs = small.make_inputs(
+        ids, 30, room=ROOM, seed=values.key, top_k=int(values.top_k), temperature=values.temperature, top_p=values.top_p,
+        min_p=values.min_p, penalty=values.repetition_penalty,
+    )  # fmt: skip
+    state = small.make_state(config, 160)
+    state = state._replace(seen=state.seen.at[np.array(ids)].set(1))
+    outputs, after = call(inputs, state)
+    define = jax.jit(sample)
+    seen = np.zeros(config.vocab_size, bool)
+    seen[ids] = True
+    for i in range(30):
+        token, logprob = define(outputs.logits[i], jnp.asarray(seen), jnp.int32(len(ids) + i), values)
+        assert (int(outputs.tokens[i]), float(outputs.logprobs[i])) == (int(token), pytest.approx(float(logprob), abs=2e-6)), i
+        seen[int(token)] = True
+    np.testing.assert_array_equal(after.seen, seen)
+
+
+def test_stop_tokens(model, call):
+    config, _ = model
+    plain, _ = call(small.make_inputs([3], 20, room=ROOM), small.make_state(config, 160))
+    tokens = plain.tokens[:20].tolist()
+    stop = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    outputs, _ = call(small.make_inputs([3], 20, room=ROOM, stops=(tokens[stop],)), small.make_state(config, 160))
+    assert outputs.status.tolist() == [stop + 1, ENDS.index("stop"), stop + 2]
+    assert outputs.tokens[: stop + 1].tolist() == tokens[: stop + 1]
+
+
+def test_tokens_come_while_the_call_runs_and_it_can_be_cancelled(model, session, call):
+    config, _ = model
+    expected = call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))[0]
+    session.begin()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))))
+    thread.start()
+    while session.wait(4) < 5:
+        assert time.monotonic() and thread.is_alive()
+    drawn = session.drawn(0, 5, 3)
+    session.cancel()
+    thread.join()
+    outputs, _ = results[0]
+    count = int(outputs.status[0])
+    assert session.finished and 5 <= count < 150 and outputs.status[1] == ENDS.index("cancelled")
+    assert drawn.tokens.tolist() == expected.tokens[:5].tolist() == outputs.tokens[:5].tolist()
+    np.testing.assert_array_equal(drawn.top_tokens, expected.top_tokens[:5])
+    np.testing.assert_array_equal(drawn.logprobs, outputs.logprobs[:5])
+    assert (np.diff(drawn.times) > 0).all() and abs(drawn.times[-1] - time.monotonic()) < 60
+    assert same(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))[0], expected), "the next call is right"
+
+
+REFUSED = {
+    "more prompt than there is": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)),
+    "a token beyond the vocabulary": small.make_inputs([1, 40], 4),
+    "a negative token": small.make_inputs([-1], 4),
+    "no token to draw": small.make_inputs([1], 0),
+    "more tokens than the cache has": small.make_inputs([1] * 50, 150),
+    "a negative position": small.make_inputs([1], 1, start=-1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_the_device_can_see_is_refused_there(name, model, session, call):
+    config, _ = model
+    before = call(small.make_inputs([3], 4), small.make_state(config, 160))[0]
+    outputs, _ = call(REFUSED[name], small.make_state(config, 160))
+    assert outputs.status.tolist()[:2] == [0, len(ENDS)] and "do not fit the cache" in session.failure
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has failed"):
+        jax.block_until_ready(call(small.make_inputs([3], 4), small.make_state(config, 160)))
+    session.begin()
+    assert session.failure is None
+    assert same(call(small.make_inputs([3], 4), small.make_state(config, 160))[0], before)
+
+
+@emulated.only_emulated
+def test_a_lane_that_does_not_come_is_an_error_in_time(model):
+    """Its CTAs wait for nobody and say nothing."""
+    config, weights = model
+    session = emulated.make_session(config, weights, timeout_ms=300, flags=("-DEMULATOR_LOST_CTA=5",))
+    call, began = jitted(session, room=8), time.monotonic()
+    outputs, _ = call(small.make_inputs([3], 4), small.make_state(config, 160))
+    assert time.monotonic() - began < 60 and outputs.status[1] == len(ENDS)
+    assert "check-in of lane 2 did not come within 300 ms" in session.failure
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("chaos_us", [5, 200])
+def test_delays_change_no_bit(chaos_us, model, call):
+    config, weights = model
+    expected = call(small.make_inputs([3], 30, room=ROOM, temperature=1.0), small.make_state(config, 160))[0]
+    session = emulated.make_session(config, weights, chaos_us=chaos_us)
+    outputs = jitted(session, room=ROOM, top=3, logits=True)(
+        small.make_inputs([3], 30, room=ROOM, temperature=1.0), small.make_state(config, 160)
+    )[0]
+    assert same(outputs, expected)
+
+
+@pytest.mark.slow
+def test_ten_thousand_tokens_under_delays():
+    config = small.make_config(lanes=3, layout="dtp(2)", max_position_embeddings=512, num_hidden_layers=2)
+    weights = small.make_weights(config)
+    plain, delayed = (jitted(emulated.make_session(config, weights, chaos_us=us), room=500) for us in (0, 2))
+    for seed in range(20):
+        inputs = small.make_inputs([seed], 500, temperature=1.0, seed=(seed, 0))
+        assert same(*(call(inputs, small.make_state(config, 512))[0] for call in (plain, delayed)))
+
+
+def test_two_hundred_calls_with_cancellations_leave_nothing_behind(model, session, call):
+    config, _ = model
+    inputs = small.make_inputs([3], 3)
+    expected = call(inputs, small.make_state(config, 160))[0]
+    for i in range(200):
+        session.begin()
+        if i % 3 == 0:
+            session.cancel()
+        outputs, _ = call(inputs, small.make_state(config, 160))
+        assert outputs.status[1] == ENDS.index("cancelled" if i % 3 == 0 else "length")
+    session.begin()
+    assert same(call(inputs, small.make_state(config, 160))[0], expected)
+
+
+def test_spans(model, session, call):
+    config, _ = model
+    session.trace(1000)
+    call(small.make_inputs([3, 4], 3), small.make_state(config, 160))
+    spans = dict(session.spans())
+    session.trace(0)
+    assert len(spans) == config.num_lanes * session.layout.ctas
+    per_pass = 1 + 6 * config.num_hidden_layers
+    for own in spans.values():
+        assert len(own) == 4 * per_pass + 3 * 2 + 4
+        assert (own["end_ns"] >= own["begin_ns"]).all() and (own["begin_ns"][1:] >= own["end_ns"][:-1]).all()
+
+
+def test_weights_are_counted(model):
+    config, weights = model
+    session = emulated.make_session(config, {path: weight for path, weight in weights.items() if path != "layers.1.ffn_norm"})
+    with pytest.raises(NativeError, match="1 weights have not been packed, among them ffn_norm of layer 1"):
+        _ = session.operands
+    with pytest.raises(NativeError, match="no weight called layers.7.ffn_norm"):
+        session.pack("layers.7.ffn_norm", weights["norm"])
+
+
+@emulated.only_emulated
+def test_closing_gives_the_memory_back(model):
+    before = emulated.allocations()
+    session = emulated.make_session(*model)
+    assert emulated.allocations() > before
+    session.close()
+    assert emulated.allocations() == before
+    with pytest.raises(NativeError, match="was closed"):
+        session.begin()
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [("EMULATOR_MULTIPROCESSORS", "4", "holds 4 of the .* CTAs that must run together"),
+     ("EMULATOR_PEERS", "0", "cannot write to each other's memory")],
+)  # fmt: skip
+def test_what_a_machine_cannot_do(variable, value, message, model, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    mesh = jax.make_mesh((1, 3), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:3])
+    with pytest.raises(NativeError, match=message):
+        emulated.make_session(*model, mesh=mesh)
+
+
+@emulated.only_emulated
+def test_no_driver(model, monkeypatch):
+    monkeypatch.setattr(emulated, "driver", lambda: "/nowhere/libcuda.so.1")
+    with pytest.raises(NativeError, match="driver cannot be loaded"):
+        emulated.make_session(*model)
