@@ -14,7 +14,7 @@ from custom_calls.build import HERE, BuildError, cache
 
 SOURCES = HERE / "gpu"
 KERNEL = "decode.cu"
-NVIDIA_FLAGS = ("-std=c++17", "-default-device", "--diag-suppress=186")
+NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
 HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--cuda-device-only", "--no-gpu-bundle-output", "-O3", "-std=c++17", "-ffp-contract=fast")
 
 
@@ -111,7 +111,7 @@ def _nvrtc(folder: Path, out: Path, architecture: str) -> None:
         raise BuildError(f"compiling the kernel failed ({status}):\n{text.value.decode(errors='replace')}")
 
     check(lib.nvrtcCreateProgram(ctypes.byref(program), (folder / KERNEL).read_bytes(), KERNEL.encode(), 0, None, None))
-    options = [flag.encode() for flag in (*NVIDIA_FLAGS, f"--gpu-architecture={architecture}", f"-I{folder}")]
+    options = [flag.encode() for flag in (*NVIDIA_FLAGS, "-default-device", f"--gpu-architecture={architecture}", f"-I{folder}")]
     try:
         check(lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
         size = ctypes.c_size_t()

@@ -32,6 +32,8 @@ class GpuSession(Running):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`."""
 
     _prefix = "gpu_"
+    ops = ("embed", "qkv", "attend", "merge", "out", "gate_up", "down", "final", "head", "sample")  # gpu/decode.cu
+    worker = "CTA"
 
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
@@ -109,7 +111,7 @@ class GpuSession(Running):
         left = {(layer, name) for layer in range(s.layers) for name in names} | {(0, "tok_embeddings"), (0, "norm")}
         return left if s.tied_head else left | {(0, "lm_head")}
 
-    def pack(self, path: str, weight: np.ndarray) -> None:
+    def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
         """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
         layer, name = 0, path
         if path.startswith("layers."):
@@ -132,18 +134,18 @@ class GpuSession(Running):
             self._floats["biases"][:, layer, first : first + flat.shape[1]] = flat
         elif name in ("tok_embeddings", "lm_head"):
             if name == "tok_embeddings":
-                self._embedding = jax.device_put(np.array(weight).astype(s.weight_dtype), self._sharding(False))
+                self._embedding = jax.device_put(_kept(weight).astype(s.weight_dtype), self._sharding(False))
             if name == "lm_head" or s.tied_head:
-                self._pack_matrix("head", 0, (np.array(weight),), lanes=s.head_type != "replicate")
+                self._pack_matrix("head", 0, (_kept(weight),), lanes=s.head_type != "replicate")
         else:
             op = next(op for op, parts in PARTS.items() if name in parts)
             parts = self._waiting.setdefault((op, layer), {})
-            parts[name] = np.array(weight)
+            parts[name] = _kept(weight)
             if len(parts) == len(PARTS[op]):
                 self._pack_matrix(op, layer, tuple(parts[part] for part in PARTS[op]), lanes=True)
                 del self._waiting[op, layer]
 
-    def _pack_matrix(self, op: str, layer: int, parts: tuple[np.ndarray, ...], lanes: bool) -> None:
+    def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
         split = lanes and not (op == "head" and self.shapes.head_type == "lane")
         arrays = [jax.device_put(part.astype(self.shapes.weight_dtype), self._sharding(split)) for part in parts]
@@ -182,6 +184,15 @@ class GpuSession(Running):
         text = ctypes.create_string_buffer(1000)
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
+    def read_pass(self) -> float:
+        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound of decoding."""
+        shards = sorted(self.operands[0].addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        addresses = (ctypes.c_void_p * len(shards))(*(shard.data.unsafe_buffer_pointer() for shard in shards))
+        seconds = self._lib.laneformer_gpu_read_pass(self.id, ctypes.addressof(addresses))
+        if seconds < 0:
+            raise NativeError("the device could not read its weights: the driver says why")
+        return seconds
+
     def trace(self, spans_per_cta: int) -> None:
         """Writes down when each CTA did what, from now on; 0 ends it."""
         call("gpu_trace", self.id, spans_per_cta)
@@ -193,6 +204,11 @@ class GpuSession(Running):
             spans = (Span * count)()
             call("gpu_spans", self.id, cta, spans, count)
             yield cta, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+
+
+def _kept(weight):
+    """An array that stays as it is: one of numpy may be valid only until the next one comes."""
+    return weight if isinstance(weight, jax.Array) else np.array(weight)
 
 
 def _matrix(op: str, layout: Layout, parts: list[jax.Array]) -> jax.Array:

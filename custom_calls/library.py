@@ -95,6 +95,7 @@ _FUNCTIONS = {
     "gpu_cancel": (None, _ID),
     "gpu_drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
     "gpu_failure": (_INT, _ID, *_ERROR),
+    "gpu_read_pass": (ctypes.c_double, _ID, _POINTER),
     "gpu_trace": (_ID, _ID, ctypes.c_int64, *_ERROR),
     "gpu_spans": (_ID, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64, *_ERROR),
     "ring_slots": (_INT, _POINTER, _INT),

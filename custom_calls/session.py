@@ -86,10 +86,17 @@ class Running:
             raise NativeError("this decode session was closed: make another one")
         return self._id
 
+    ops: tuple[str, ...]
+    """Names of the ops in a trace, by their number in a span."""
+    worker: str
+    """What does them."""
     operands: tuple = ()
     """Arrays that the custom call reads beside those of the call."""
     of_lanes: tuple[bool, ...] = ()
     """For each operand whether its first axis is that of the lanes."""
+
+    failure: str | None = None
+    """What went wrong in the last call beyond what XLA could report; None if nothing did."""
 
     def begin(self) -> None:
         """Forgets the last call's tokens and a cancellation: before a call that `wait` is to follow."""
@@ -120,6 +127,7 @@ class Session(Running):
     """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a time."""
 
     _prefix, target = "", TARGET
+    ops, worker = ("qkv", "out", "gate_up", "down", "head", "embed", "attend", "exchange", "sample"), "worker"  # cpu/decoder.h, worker.h
 
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], threads: int | None = None,

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from custom_calls.session import Session
+from custom_calls.session import Running
 
-# By the number of an op in a span (cpu/decoder.h, cpu/worker.h).
-OPS = ("qkv", "out", "gate_up", "down", "head", "embed", "attend", "exchange", "sample")
-WITHOUT_LAYER = ("head", "embed", "sample")
+WITHOUT_LAYER = ("head", "embed", "sample", "final")
+MOST_OPS = 10  # of a session's
 PROCESS = 1
 
 
 def spans_needed(layers: int, prompt_tokens: int, output_tokens: int) -> int:
     """Spans per worker that are enough for a call; `Session.trace` takes it."""
-    return (prompt_tokens + output_tokens) * (len(OPS) + 1) * (layers + 1)
+    return (prompt_tokens + output_tokens) * (MOST_OPS + 1) * (layers + 1)
 
 
-def write_perfetto(path: str | Path, session: Session, name: str = "laneformer decode") -> int:
+def write_perfetto(path: str | Path, session: Running, name: str = "laneformer decode") -> int:
     """Writes the spans that the session holds in Chrome's JSON trace format, compressed if `path` ends in .gz; returns how many.
 
     One row per worker; times in microseconds from the first span. name: of the process in the picture.
@@ -28,25 +27,25 @@ def write_perfetto(path: str | Path, session: Session, name: str = "laneformer d
     path, workers = Path(path), list(session.spans())
     with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-        file.write(",\n".join(map(json.dumps, _names(name, [worker for worker, _ in workers]))))
-        for event in _events(workers):
+        file.write(",\n".join(map(json.dumps, _names(name, session.worker, [worker for worker, _ in workers]))))
+        for event in _events(session.ops, workers):
             file.write(",\n" + json.dumps(event))
         file.write("\n]}\n")
     return sum(len(spans) for _, spans in workers)
 
 
-def _names(process: str, workers: Iterable[int]) -> Iterator[dict]:
+def _names(process: str, kind: str, workers: Iterable[int]) -> Iterator[dict]:
     yield {"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": process}}
     for worker in workers:
-        yield {"name": "thread_name", "ph": "M", "pid": PROCESS, "tid": worker, "args": {"name": f"worker {worker}"}}
+        yield {"name": "thread_name", "ph": "M", "pid": PROCESS, "tid": worker, "args": {"name": f"{kind} {worker}"}}
         yield {"name": "thread_sort_index", "ph": "M", "pid": PROCESS, "tid": worker, "args": {"sort_index": worker}}
 
 
-def _events(workers: list[tuple[int, np.ndarray]]) -> Iterator[dict]:
+def _events(ops: tuple[str, ...], workers: list[tuple[int, np.ndarray]]) -> Iterator[dict]:
     origin = min((int(spans["begin_ns"].min()) for _, spans in workers if len(spans)), default=0)
     for worker, spans in workers:
         for op, layer, begin, end in spans.tolist():
             event = {
-                "name": OPS[op], "ph": "X", "ts": (begin - origin) / 1000, "dur": (end - begin) / 1000, "pid": PROCESS, "tid": worker,
+                "name": ops[op], "ph": "X", "ts": (begin - origin) / 1000, "dur": (end - begin) / 1000, "pid": PROCESS, "tid": worker,
             }  # fmt: skip
-            yield event if OPS[op] in WITHOUT_LAYER else event | {"args": {"layer": layer}}
+            yield event if ops[op] in WITHOUT_LAYER else event | {"args": {"layer": layer}}

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls import Session
+from custom_calls.session import Running
 from infer.backend import Backend, CheckpointSource, ModelSource, Request, Source
 from infer.cpu_engine import CpuBackend
 from infer.generation import Generation
+from infer.gpu_engine import CudaBackend, HipBackend
 from infer.sampling import Sampling
 from infer.tokenizer import Tokenizer
 from infer.xla_engine import XlaBackend
@@ -28,7 +29,7 @@ from laneformer.precision import Precision
 log = logging.getLogger("infer")
 
 ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (CpuBackend, XlaBackend)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend)}
 MOST_TOP_LOGPROBS = 20
 
 
@@ -86,8 +87,8 @@ class Engine:
         return self._backend.model
 
     @property
-    def session(self) -> Session | None:
-        """What backend cpu keeps in the native library, for measurements: when it drew each token, how fast it reads. None on others."""
+    def session(self) -> Running | None:
+        """What the native backends keep in their library, for measurements: when each token was drawn. None on backend xla."""
         return getattr(self._backend, "session", None)
 
     @property

@@ -309,5 +309,20 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   stream.drain();
 }
 
+// Reads the weights of p.room tokens and does nothing else: the bound of decoding.
+LF_KERNEL void laneformer_read(LF_PARAMS p) {
+  LF_SHARED(memory);
+  Stream stream((const char*)p.weights + (i64)cta() * kWarps * (kLayerLines + kHeadLines) * kLineBytes, memory, (u64*)(memory + kRingBytes), 0);
+  u32 mixed = 0;
+  for (int pass = 0; pass < p.room; pass++)
+    for (int line = 0; line < kLayerLines + kHeadLines; line += 4) {
+      Vec lines[4];
+      stream.take(lines);
+      LF_UNROLL for (int i = 0; i < 4; i++) mixed ^= lines[i].word[0] ^ lines[i].word[1] ^ lines[i].word[2] ^ lines[i].word[3];
+    }
+  stream.drain();
+  if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that it is not left out
+}
+
 }  // namespace gpu
 }  // namespace laneformer

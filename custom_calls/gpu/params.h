@@ -24,6 +24,7 @@ struct Host {
   int done;       // the call has ended
   int failed;     // a value of Waits
   int lane, layer, waited_for;
+  unsigned read;
 };
 
 struct Span {

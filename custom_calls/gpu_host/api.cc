@@ -202,6 +202,13 @@ int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
   text[size - 1] = 0;
   return !failure.empty();
 }
+double laneformer_gpu_read_pass(int64_t id, const void* const* weights) {
+  try {
+    return find(id)->read_pass(weights);
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
 int64_t laneformer_gpu_trace(int64_t id, int64_t spans, char* error, int64_t size) {
   return guarded(error, size, [&] {
     find(id)->trace(spans);

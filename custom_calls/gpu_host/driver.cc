@@ -47,6 +47,7 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(share_, "cuCtxEnablePeerAccess", nullptr);
   find(share_device_, nullptr, "hipDeviceEnablePeerAccess");
   find(launch_, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel");
+  find(synchronize_, "cuCtxSynchronize", "hipDeviceSynchronize");
   check(init_(0), "start the driver");
   if (hip_) return;
   for (int device = 0; device < devices() && device < 64; device++) check(retain_(&contexts_[device], device), "use the device");
@@ -135,6 +136,8 @@ void Driver::share(int device, int peer) const {
   const int status = hip_ ? share_device_(peer, 0) : share_(contexts_[peer], 0);
   if (status != kAlready) check(status, "let devices write to each other's memory");
 }
+
+void Driver::synchronize() const { check(synchronize_(), "finish its work"); }
 
 void Driver::launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const {
   check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments), "launch the kernel");

@@ -34,6 +34,8 @@ class Driver {
   void release_host(void*) const;
   void share(int device, int peer) const;  // lets `device`, which is in use, write to memory of `peer`
 
+  void synchronize() const;  // with the device in use
+
   // All CTAs run at the same time, or none does.
   void launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const;
 
@@ -64,6 +66,7 @@ class Driver {
   int (*share_)(void*, unsigned) = nullptr;
   int (*share_device_)(int, unsigned) = nullptr;
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**) = nullptr;
+  int (*synchronize_)() = nullptr;
   void* contexts_[64] = {};
 };
 

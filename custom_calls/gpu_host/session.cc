@@ -27,6 +27,7 @@ Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model
       device.ordinal = ordinal;
       device.module = driver_.load(model.image, (size_t)model.image_bytes);
       device.function = driver_.function(device.module, "laneformer_decode", model.shared_bytes);
+      device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
       const int grid = model.lanes_here * model.ctas;
       const int room = driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
       if (room < grid)
@@ -146,6 +147,31 @@ std::string Session::failure() const {
     return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the vocabulary";
   return "lane " + std::to_string(host_->lane) + (host_->layer < 0 ? "" : ", layer " + std::to_string(host_->layer)) + ": " + what[failed] + " " +
          std::to_string(host_->waited_for) + " did not come within " + std::to_string(model_.timeout_ms) + " ms";
+}
+
+double Session::read_pass(const void* const* weights) {
+  const std::lock_guard<std::mutex> lock(launching_);
+  double longest = 0;
+  for (size_t d = 0; d < devices_.size(); d++) {
+    const Device& device = devices_[d];
+    driver_.use(device.ordinal);
+    Params params{};
+    params.weights = weights[d];
+    params.host = host_;
+    void* arguments[] = {&params};
+    const auto seconds = [&](int passes) {
+      params.room = passes;
+      driver_.synchronize();
+      const int64_t began = now_ns();
+      driver_.launch(device.read, model_.lanes_here * model_.ctas, model_.threads, model_.shared_bytes, nullptr, arguments);
+      driver_.synchronize();
+      return 1e-9 * (double)(now_ns() - began);
+    };
+    constexpr int kFew = 1, kMore = 5;  // the difference has no launch in it
+    const double few = seconds(kFew), more = seconds(kMore);
+    longest = std::max(longest, (more - few) / (kMore - kFew));
+  }
+  return longest;
 }
 
 void Session::trace(int64_t spans) {

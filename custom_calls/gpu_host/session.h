@@ -50,13 +50,16 @@ class Session {
              float* top_logprobs) const;
   std::string failure() const;  // what went wrong on the devices, empty if nothing
 
+  // Seconds in which each device reads the weights of one token and does nothing else: the longest. weights: by device.
+  double read_pass(const void* const* weights);
+
   void trace(int64_t spans);
   int64_t spans(int cta, Span* to, int64_t room) const;
 
  private:
   struct Device {
     int ordinal;
-    void *module = nullptr, *function = nullptr;
+    void *module = nullptr, *function = nullptr, *read = nullptr;
     Address boards = 0, shared = 0, spans = 0, num_spans = 0;
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory has come
   };

@@ -17,7 +17,7 @@ import pytest
 from custom_calls import build, gpu_build
 from custom_calls.gpu_layout import Machine
 from custom_calls.gpu_session import GpuSession
-from infer.cpu_engine import kernel_shapes
+from infer.native_engine import kernel_shapes
 from laneformer import ModelConfig, Precision
 from laneformer.rotary import rotary_frequencies
 

@@ -13,7 +13,7 @@ import reference
 
 import custom_calls
 from custom_calls import Inputs, Session, State
-from infer.cpu_engine import kernel_shapes
+from infer.native_engine import kernel_shapes
 from laneformer import Laneformer, ModelConfig, Precision
 from laneformer.cache import make_cache
 from laneformer.layout import parse_layout

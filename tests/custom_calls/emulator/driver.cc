@@ -48,8 +48,8 @@ int cuModuleLoadData(void** module, const void* image) {
   return *module == nullptr;
 }
 int cuModuleUnload(void*) { return 0; }
-int cuModuleGetFunction(void** function, void* module, const char*) {
-  *function = dlsym(module, "laneformer_emulate");
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  *function = dlsym(module, std::strcmp(name, "laneformer_read") == 0 ? "laneformer_emulate_read" : "laneformer_emulate");
   return *function == nullptr;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
@@ -85,6 +85,7 @@ int cuMemFreeHost(void* memory) {
   std::free(memory);
   return 0;
 }
+int cuCtxSynchronize() { return 0; }
 int cuDeviceCanAccessPeer(int* can, int, int) {
   *can = number("EMULATOR_PEERS", 1);
   return 0;

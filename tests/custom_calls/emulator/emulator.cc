@@ -44,6 +44,7 @@ constexpr size_t kStackBytes = 64 << 10;
 thread_local void* main_stack = nullptr;
 thread_local std::vector<Copy> copies;
 thread_local const laneformer::gpu::Params* parameters = nullptr;
+thread_local bool reading = false;  // which kernel
 thread_local uint64_t random_state = 1;
 
 uint64_t random_bits() {
@@ -55,9 +56,13 @@ void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
 
 void body() {
 #ifdef EMULATOR_LOST_CTA
-  if (self->cta != EMULATOR_LOST_CTA)
+  if (self->cta == EMULATOR_LOST_CTA) self->ended = true, leave();
 #endif
+  if (reading) {
+    laneformer_read(*parameters);
+  } else {
     laneformer_decode(*parameters);
+  }
   self->ended = true;
   leave();
 }
@@ -160,4 +165,9 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   return result;
 }
 
-extern "C" int64_t laneformer_params_bytes() { return sizeof(laneformer::gpu::Params); }
+extern "C" int laneformer_emulate_read(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes, uint64_t seed) {
+  emulator::reading = true;
+  const int result = laneformer_emulate(params, grid, shared_bytes, seed);
+  emulator::reading = false;
+  return result;
+}
