@@ -20,7 +20,9 @@ def sources(tmp_path, monkeypatch):
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "small.cc").write_text('extern "C" int laneformer_answer() { return 42; }\n')
-    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "SOURCES", (folder,))
+    (tmp_path / "shared.h").write_text("")
+    monkeypatch.setattr(build, "SHARED", tmp_path / "shared.h")
     monkeypatch.setattr(build, "INSTALLED", tmp_path / "installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder

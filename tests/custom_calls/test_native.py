@@ -34,7 +34,7 @@ def objects(tmp_path_factory):
 def run(program: str, sanitizer: str | None, link: list[str], work: Path, *arguments: str) -> None:
     checked = [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
     command = [
-        *build.compiler(), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES}",
+        *build.compiler(), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES[0]}",
         str(HERE / f"{program}.cc"), *link, "-pthread", "-o", str(work / program),
     ]  # fmt: skip
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -191,7 +191,7 @@ def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     kind = np.dtype([("op", "i4"), ("layer", "i4"), ("begin_ns", "i8"), ("end_ns", "i8")])
     first = np.array([(5, 0, 10_000, 10_500), (0, 2, 10_500, 12_750)], kind)
     second = np.array([(7, 1, 9_000, 9_250), (8, 3, 20_000, 21_000)], kind)
-    session = SimpleNamespace(spans=lambda: iter([(0, first), (1, second), (2, first[:0])]))
+    session = SimpleNamespace(ops=custom_calls.Session.ops, worker="worker", spans=lambda: iter([(0, first), (1, second), (2, first[:0])]))
     assert write_perfetto(tmp_path / name, session, "a model") == 4
     read = gzip.decompress if name.endswith(".gz") else bytes
     events = json.loads(read((tmp_path / name).read_bytes()))["traceEvents"]

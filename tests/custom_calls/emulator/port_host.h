@@ -59,6 +59,8 @@ LF_DEVICE int thread() { return emulator::self->thread; }
 LF_DEVICE int cta() { return emulator::self->cta; }
 LF_DEVICE void sync_cta() { emulator::meet(emulator::self->block); }
 LF_DEVICE void sync_warp() { emulator::meet(emulator::self->warp); }
+LF_DEVICE int afresh(int v) { return v; }
+LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
   emulator::Group* warp = emulator::self->warp;
   const int lane = emulator::self->thread % kWarpSize, side = (int)(warp->generation & 1);
