@@ -60,6 +60,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         "prompts": f"random token ids, seed {case.sampling.seed}", "sampling": asdict(case.sampling), "ignore_eos": True,
         "parallelism": {
             "kind": config.layout, "devices": said["devices"], "delay": config.broadcast_delay if config.layout == "laneformer" else None,
+            "exchanges": config.schedule.num_reductions, "exposed": len(config.schedule.exposed),
         },
         "engine": said,
         "tokens_per_dispatch": {"asked": case.tokens_per_dispatch, "median": float(np.median(groups)), "max": int(groups.max())},

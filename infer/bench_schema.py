@@ -31,7 +31,7 @@ FIELDS = {
         "batch_size": int, "concurrency": int, "speculative": bool, "quantized": bool, "pruned": bool,
         "prompt_tokens": int, "output_tokens": int, "context_mean": NUMBER, "sliding_window": Null(int), "prompts": str,
         "sampling": dict, "ignore_eos": bool,
-        "parallelism": {"kind": str, "devices": int, "delay": Null(int)},
+        "parallelism": {"kind": str, "devices": int, "delay": Null(int), "exchanges": int, "exposed": int},
         "engine": dict,
         "tokens_per_dispatch": {"asked": Null(int), "median": NUMBER, "max": int},
         "measurement_point": str,

@@ -81,9 +81,9 @@ def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
 
 def open_engine(
     checkpoint: str, backend: str, *, dtype: str | None = None, compute: str | None = None, devices: int = 1, lanes: int | None = None,
-    threads: int | None = None,
+    threads: int | None = None, layout: str | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores.
+    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores. layout: for a recipe's weights.
 
     Raises ConfigError or CheckpointError.
     """
@@ -92,6 +92,7 @@ def open_engine(
     if not is_recipe(checkpoint):
         return Engine.load(checkpoint, backend, dtype=dtype, devices=devices, num_lanes=lanes, precision=precision, **options)
     config = model_config(checkpoint, lanes)
+    config = config if layout is None else config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=devices) if devices != 1 else None
     source = RandomSource(config, dtype or "bfloat16", mesh=mesh, precision=precision)
     return Engine(source, backend, name=checkpoint.rsplit(":", 1)[-1], **options)

@@ -33,6 +33,33 @@ def terminal(records: Sequence[dict]) -> str:
     return "\n".join([*lines, *legend(records)])
 
 
+def layouts(records: Sequence[dict]) -> list[str]:
+    """What the exchanges of each layout cost: lines of a Markdown table, for records of one shape under several layouts, in one run."""
+    heads = ("layout, backend", "prompt", "tokens/s median", "us per token", "minus layout none", "exchanges per token", "of them exposed")
+    rows = [heads, ("---",) * len(heads)]
+
+    def place(record: dict) -> tuple:
+        return record["conditions"]["engine"]["backend"], record["conditions"]["prompt_tokens"]
+
+    def microseconds(record: dict) -> float:
+        return 1e6 / record["metrics"]["decode_tps"]["sustained_median"]
+
+    floors = {place(r): microseconds(r) for r in records if r["conditions"]["parallelism"]["kind"] == "none"}
+    for record in records:
+        kind, (backend, prompt) = record["conditions"]["parallelism"], place(record)
+        floor = floors.get((backend, prompt))
+        rows.append((
+            f"{kind['kind']}, {backend}", str(prompt), f"{record['metrics']['decode_tps']['sustained_median']:,.1f}",
+            f"{microseconds(record):,.1f}", "" if floor is None else f"{microseconds(record) - floor:+,.1f}", str(kind["exchanges"]),
+            str(kind["exposed"]),
+        ))  # fmt: skip
+    return [
+        *("| " + " | ".join(row) + " |" for row in rows), "",
+        "Exchanges: sums over the lanes. Exposed: those that every lane waits for at once; beside them the head's, where it has one, and the "
+        "choice of the token. Minus layout none: what is waited for and added in all, in the same run.",
+    ]  # fmt: skip
+
+
 def cells(record: dict) -> tuple[str, ...]:
     """One row; each cell with a figure carries the marks that `legend` explains."""
     c, m = record["conditions"], record["metrics"]

@@ -37,6 +37,9 @@ class Options:
     """cuda, hip, cpu or xla; auto takes the first of them that is available."""
     compare: str = ""
     """Several backends instead, as in cpu,xla: a run of each in turn, in one process, with the same prompts."""
+    layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()
+    """A recipe's shape under each of these layouts instead of its own, as in tp 'dtp(2)' laneformer none, with the same weights: runs take
+    turns, and a table says what their exchanges cost."""
     context: str = "512"
     """Prompt lengths in tokens, as in 128,512,4096: a record for each."""
     output_tokens: Optional = None
@@ -63,7 +66,7 @@ class Options:
     json: File = None
     """Write the records to this file, and the times of every token beside it as .npz."""
     trace: File = None
-    """Write one more run of backend cpu, op by op, for ui.perfetto.dev; compressed if it ends in .gz."""
+    """Write one more run of a native backend, op by op, for ui.perfetto.dev; compressed if it ends in .gz."""
     table: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
     """Measure nothing: print the records of these files as a Markdown table; incomplete ones are refused."""
 
@@ -88,6 +91,8 @@ def run(options: Options) -> int:
         if options.json:  # after each case: a later one may be interrupted
             bench_record.write(options.json, records, measured)
     print(bench_table.terminal(records))
+    if options.layouts:
+        print("", *bench_table.layouts(records), sep="\n")
     for note in dict.fromkeys(note for record in records for note in record["notes"]):
         print(f"Note: {note}.")
     if options.trace:
@@ -106,10 +111,17 @@ def check(options: Options) -> None:
     names = backends(options)
     if len(set(names)) < len(names):
         raise ConfigError(f"--compare {options.compare}: name each backend once")
+    if options.layouts:
+        if not is_recipe(options.checkpoint):
+            raise ConfigError("--layouts is for recipes, whose weights are random: a trained model is right under its own layout only")
+        if len(set(options.layouts)) < len(options.layouts):
+            raise ConfigError(f"--layouts {' '.join(options.layouts)}: name each layout once")
+        for layout in options.layouts:
+            model_config(options.checkpoint).replace(layout=layout)
     if options.threads is not None and options.compare and "cpu" not in names:
         raise ConfigError(f"--threads {options.threads}: only backend cpu has threads to set")
-    if options.trace and not {"auto", "cpu"} & set(names):
-        raise ConfigError(f"--trace: backend {names[0]} writes no spans, backend cpu does")
+    if options.trace and set(names) == {"xla"}:
+        raise ConfigError("--trace: backend xla writes no spans, the others do")
     if options.json and options.json.suffix != ".json":
         raise ConfigError(f"--json {options.json}: give a name that ends in .json; the raw times get the same with .npz")
     for file in filter(None, (options.json, options.trace)):
@@ -136,36 +148,40 @@ def cases(options: Options, context: int) -> list[Case]:
 
 
 def open_engines(options: Options) -> list[Engine]:
-    """One for each backend. Raises ConfigError if one of them cannot be had, or --trace has nothing to trace."""
+    """One for each layout and backend. Raises ConfigError if one of them cannot be had, or --trace has nothing to trace."""
     made = []
-    for name in backends(options):
+    for layout, name in itertools.product(options.layouts or (None,), backends(options)):
         threads = options.threads if not options.compare or name == "cpu" else None
         made.append(open_engine(
             options.checkpoint, name, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
-            threads=threads,
+            threads=threads, layout=layout,
         ))  # fmt: skip
     if options.trace and not any(engine.session for engine in made):
-        raise ConfigError(f"--trace: backend {made[0].backend} writes no spans, backend cpu does")
+        raise ConfigError(f"--trace: backend {made[0].backend} writes no spans, the others do")
     return made
 
 
 def make_records(options: Options, measured: list[Measured]) -> list[dict]:
-    """The records of one case; where several engines ran, with their ratios."""
-    medians = {one.engine.backend: statistics.median(run.rate for run in one.runs) for one in measured}
-    notes = [
-        f"prompt of {measured[0].case.prompt_tokens}: ratio of the medians of tokens/s, {a} / {b} = {medians[a] / medians[b]:.3f}; "
-        "their runs took turns in one process"
-        for a, b in itertools.combinations(medians, 2)
-    ]
-    reference = next((one for one in measured if one.engine.backend == "xla"), measured[0])
+    """The records of one case; where several backends ran, with their ratios."""
+    notes = []
+    for layout in dict.fromkeys(one.engine.config.layout for one in measured):
+        same = [one for one in measured if one.engine.config.layout == layout]
+        medians = {one.engine.backend: statistics.median(run.rate for run in one.runs) for one in same}
+        notes += [
+            f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the medians of tokens/s, "
+            f"{a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"
+            for a, b in itertools.combinations(medians, 2)
+        ]
     spec = None if options.bandwidth_spec is None else 1e9 * options.bandwidth_spec
-    return [
-        bench_record.make_record(
+    records = []
+    for one in measured:
+        same = [other for other in measured if other.engine.config.layout == one.engine.config.layout]
+        reference = next((other for other in same if other.engine.backend == "xla"), same[0])
+        records.append(bench_record.make_record(
             one, random_weights=is_recipe(options.checkpoint), bandwidth_spec=spec, notes=notes,
             beside=None if one is reference else reference,
-        )
-        for one in measured
-    ]  # fmt: skip
+        ))  # fmt: skip
+    return records
 
 
 def trace(path: Path, engine: Engine, case: Case) -> None:

@@ -163,9 +163,11 @@ def test_one_token_per_dispatch_gives_each_token_a_host_time(recipe, capsys, tmp
         (("--backend", "xla", "--compare", "cpu,xla"), "give --backend, or several with --compare, not both"),
         (("--compare", "xla,xla"), "name each backend once"),
         (("--backend", "xla", "--threads", "2", "--context", "4"), "threads = 2: backend xla has no such option"),
-        (("--backend", "xla", "--trace", "t.json"), "backend xla writes no spans"),
+        (("--backend", "xla", "--trace", "t.json"), "backend xla writes no spans, the others do"),
         (("--json", "out.txt"), "give a name that ends in .json"),
         (("--bandwidth-spec", "0"), "--bandwidth-spec 0.0"),
+        (("--layouts", "tp", "tp"), "name each layout once"),
+        (("--layouts", "magic"), "magic"),
         (("--lanes", "2"), "--lanes is for dense checkpoints"),
         (("--devices", "0"), "--devices 0: give at least 1"),
         (("--table", "a.json"), "give either --checkpoint, to measure, or --table"),
@@ -193,13 +195,29 @@ def test_what_is_not_there_is_named(capsys, args, message):
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
+def test_layouts_of_one_shape_side_by_side(recipe, capsys, tmp_path):
+    layouts = ("tp", "dtp(1)", "none")
+    assert main(["bench", "--checkpoint", recipe, "--backend", "cpu" if NATIVE else "xla", "--layouts", *layouts, "--context", "5",
+                 "--output-tokens", "9", "--runs", "2", "--warmup-runs", "0", "--json", str(tmp_path / "out.json")]) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert [r["conditions"]["model"]["layout"] for r in records] == list(layouts)
+    assert [(r["conditions"]["parallelism"]["exchanges"], r["conditions"]["parallelism"]["exposed"]) for r in records] == [(4, 4), (3, 0), (0, 0)]
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(tuple(f"| {layout}," for layout in layouts))]
+    microseconds = [1e6 / r["metrics"]["decode_tps"]["sustained_median"] for r in records]
+    for row, time, record in zip(rows, microseconds, records, strict=True):
+        assert float(row[3].replace(",", "")) == pytest.approx(time, abs=0.06)
+        assert float(row[4].replace(",", "")) == pytest.approx(time - microseconds[2], abs=0.06)
+        assert row[5] == str(record["conditions"]["parallelism"]["exchanges"])
+
+
 def test_help_shows_the_options(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and "bench" in shown
-    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--context STR", "--output-tokens INT", "--runs INT",
+    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--layouts LAYOUT", "--context STR", "--output-tokens INT", "--runs INT",
                    "--warmup-runs INT", "--temperature FLOAT", "--tokens-per-dispatch INT", "--dtype", "--compute", "--threads INT",
                    "--devices INT", "--bandwidth-spec GB/S", "--json FILE", "--trace FILE", "--table FILE"):  # fmt: skip
         assert option in shown
