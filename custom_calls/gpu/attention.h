@@ -133,11 +133,11 @@ struct Attention {
     float* new_value = heads + (kGroupHeads + 1) * kHeadDim;
     float* sums = new_value + kHeadDim;
 
-    // The first keys are on their way before the queries have come.
-    const int lane_key = warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads;
+    // The first keys are on their way before the queries have come. Those that a thread has none of are read and not used.
+    const int lane_key = afresh(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k, v;
-    if (key < old) load(keys, key, kv_head, k), load(values, key, kv_head, v);
+    load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
 
     gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
     if (newest) {
@@ -151,7 +151,7 @@ struct Attention {
       // Into the cache, and read here as it will be read from there.
       const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
       const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
-      for (int i = thread(); i < kHeadDim; i += kThreads) {
+      for (int i = afresh(thread()); i < kHeadDim; i += kThreads) {
         float* new_key = heads + kGroupHeads * kHeadDim;
         new_key[i] = rounded(new_key[i]);
         new_value[i] = rounded(kQkvBias ? new_value[i] + bias[i] : new_value[i]);
@@ -170,13 +170,13 @@ struct Attention {
       }
       if (h0 > 0) {
         key = first + lane_key;
-        if (key < old) load(keys, key, kv_head, k), load(values, key, kv_head, v);
+        load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
       }
       // All threads of a warp make the same number of turns: they shuffle.
       for (int turn = first; turn < old; turn += kKeysAtOnce) {
         Pieces next_k, next_v;
         const int next = key + kKeysAtOnce;
-        if (next < old) load(keys, next, kv_head, next_k), load(values, next, kv_head, next_v);
+        load(keys, smaller(next, last - 1), kv_head, next_k), load(values, smaller(next, last - 1), kv_head, next_v);
         float own_k[kOwn], own_v[kOwn];
         unpack_pieces(k, own_k);
         unpack_pieces(v, own_v);
@@ -254,7 +254,7 @@ struct Attention {
   // Over the warps, in their order.
   LF_DEVICE void publish(int head, int count, int split, const float* sums) const {
     watch.delay();
-    for (int at = thread(); at < count * kHeadDim; at += kThreads) {
+    for (int at = afresh(thread()); at < count * kHeadDim; at += kThreads) {
       const int h = at / kHeadDim, element = at % kHeadDim;
       float top = kNever, weight = 0, sum = 0;
       LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
@@ -277,13 +277,13 @@ struct Attention {
   // The attention's output [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it visible.
   LF_DEVICE void merge(const Splits& splits, float* out) const {
     float* factors = scratch + kAttentionFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
-    for (int at = thread(); at < kHeads * splits.count * 2; at += kThreads) {
+    for (int at = afresh(thread()); at < kHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;
       const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;
       factors[at] = wait_for(word, watch, kAtAttention, split);
     }
     sync_cta();
-    for (int at = thread(); at < kHeads * kHeadDim; at += kThreads) {
+    for (int at = afresh(thread()); at < kHeads * kHeadDim; at += kThreads) {
       const int head = at / kHeadDim, element = at % kHeadDim;
       const float* own = factors + head * splits.count * 2;
       const u64* board = parts + head * kMaxSplits * kPartWords + element;

@@ -81,7 +81,7 @@ class Decoder {
     const Clock clock(*this, kOpHead, kLayers);
     float* partial = next_partial();
     const FromBoard<Head> board = {vector, vector_tag, watch_};
-    float* squares = shared_.squares[turn_];
+    float* squares = this->squares(turn_);
     if (normed) {
       if constexpr (Head::kColumns == kHidden) product<Head>(stream_, partial, NormedFromBoard<Head>{board, gains, squares});
     } else {
@@ -90,7 +90,7 @@ class Decoder {
     stream_.skip_padding(kHeadPadding);
     sync_cta();
     const float factor = normed ? norm_factor(squares) : 1.0f;
-    for (int r = thread(); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
+    for (int r = afresh(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
     clock.end();
   }
 
@@ -115,19 +115,20 @@ class Decoder {
   // Partial sums of one op are read while those of the next one are written.
   LF_DEVICE float* next_partial() {
     turn_ ^= 1;
-    return shared_.partial[turn_];
+    return shared_.partial[0] + turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would lie in memory
   }
+  LF_DEVICE float* squares(int turn) const { return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]); }
 
   LF_DEVICE void attend(int layer, int position, u32 tag, u32 sequence) {
     const Clock qkv_clock(*this, kOpQkv, layer);
     float* partial = next_partial();
     const FromBoard<Qkv> board = {stream_board(2 * layer), tag + 2 * layer, watch_};
-    product<Qkv>(stream_, partial, NormedFromBoard<Qkv>{board, norm(p_.attention_norms, layer), shared_.squares[turn_]});
+    product<Qkv>(stream_, partial, NormedFromBoard<Qkv>{board, norm(p_.attention_norms, layer), squares(turn_)});
     sync_cta();
     watch_.delay();
-    const float factor = norm_factor(shared_.squares[turn_]);
+    const float factor = norm_factor(squares(turn_));
     const int first = c_ * Qkv::kRows, rows = rows_of(first, Qkv::kRows, Qkv::kAllRows);
-    for (int r = thread(); r < rows; r += kThreads)
+    for (int r = afresh(thread()); r < rows; r += kThreads)
       store_word(boards_ + kQkvBoard + first + r, word_of(row_sum<Qkv>(partial, r) * factor, tag + layer));
     qkv_clock.end();
 
@@ -155,13 +156,13 @@ class Decoder {
     const int time = 2 * layer + 1;
     float* partial = next_partial();
     const FromBoard<GateUp> board = {stream_board(time), tag + time, watch_};
-    product<GateUp>(stream_, partial, NormedFromBoard<GateUp>{board, norm(p_.ffn_norms, layer), shared_.squares[turn_]});
+    product<GateUp>(stream_, partial, NormedFromBoard<GateUp>{board, norm(p_.ffn_norms, layer), squares(turn_)});
     sync_cta();
     watch_.delay();
-    const float factor = norm_factor(shared_.squares[turn_]);
+    const float factor = norm_factor(squares(turn_));
     constexpr int pairs = GateUp::kRows / 2;
     const int first = c_ * pairs, count = rows_of(first, pairs, kFf);
-    for (int r = thread(); r < count; r += kThreads) {
+    for (int r = afresh(thread()); r < count; r += kThreads) {
       const float gate = row_sum<GateUp>(partial, 2 * r) * factor, up = row_sum<GateUp>(partial, 2 * r + 1) * factor;
       const float bounded = larger(gate, -87.0f);  // exp(87) is finite
       store_word(boards_ + kHiddenBoard + first + r, word_of(gate / (1.0f + exp_of(-bounded)) * up, tag + layer));
@@ -187,10 +188,10 @@ class Decoder {
     float factor = 1;
     if (!kNormOfSum) {
       float sum = 0;
-      float* squares = shared_.squares[turn_ ^ 1];
+      float* squares = this->squares(turn_ ^ 1);
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[each][2];
-      read_words(stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_, kAtVector);
+      read_words<kHidden % (2 * kThreads) == 0>(stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_, kAtVector);
       LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
       sum = sum_over_warp(sum);
       if (warp_lane() == 0) squares[warp()] = sum;
@@ -230,7 +231,7 @@ class Decoder {
 LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
-  for (int from = thread(); from < kPackets; from += kThreads)
+  for (int from = afresh(thread()); from < kPackets; from += kThreads)
     for (int spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
       if (!watch.go_on(spins, kAtCheckIn, from / kCtas)) break;
   sync_cta();

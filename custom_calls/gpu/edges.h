@@ -73,13 +73,13 @@ class Watch {
   u64 began_ = 0;
 };
 
-// What each thread reads at n places of a board, `per` words from each (the last ones beyond `end` are 0). One word is looked at alone until
-// it has come: many CTAs that look at everything all the time would take the memory's bandwidth from the weights.
-template <int n, int per, class Place>
+// What each thread reads at n places of a board, `per` words from each (those beyond `end` are 0; whole: there are none). One word is looked
+// at alone until it has come: many CTAs that look at everything all the time would take the memory's bandwidth from the weights.
+template <bool whole, int n, int per, class Place>
 LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   int spins = 0;
-  if (place(0) < end)
+  if (whole || place(0) < end)
     while (!has_come(load_word(board + place(0)), tag))
       if (!watch.go_on(spins, where, place(0))) break;
   for (;;) {
@@ -88,9 +88,9 @@ LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float
     LF_UNROLL for (int v = 0; v < n; v++) {
       const int at = place(v);
       LF_UNROLL for (int i = 0; i < per; i += 2) {
-        if (at + i < end) {  // boards have an even number of words
+        if (whole || at + i < end) {  // boards have an even number of words
           const Words words = load_words(board + at + i);
-          const bool both = at + i + 1 < end;
+          const bool both = whole || at + i + 1 < end;
           out[v][i] = value_of(words.a);
           out[v][i + 1] = both ? value_of(words.b) : 0.0f;
           if (!has_come(words.a, tag) || (both && !has_come(words.b, tag))) all = false, missing = at + i;

@@ -27,7 +27,7 @@ struct Words {
 #elif defined(__HIP__)
 
 #define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
-#define LF_SELDOM __attribute__((device)) __attribute__((noinline))
+#define LF_SELDOM LF_DEVICE  // a call would put all that it is given references to into memory, the parameters too
 #define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
 #define LF_CONSTANT static __attribute__((constant)) const
 #define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
@@ -50,21 +50,35 @@ LF_DEVICE void sync_cta() {
 LF_DEVICE void sync_warp() { __builtin_amdgcn_wave_barrier(); }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v); }
 
+// A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of all passes, it would
+// take registers from the weights.
+LF_DEVICE int afresh(int v) {
+  asm volatile("" : "+v"(v));
+  return v;
+}
+LF_DEVICE int same_in_warp(int v) { return __builtin_amdgcn_readfirstlane(v); }  // then it needs no vector register
+
+// Memory of a device: other pointers may lead into shared memory too, which takes slower instructions.
+template <class T>
+LF_DEVICE __attribute__((address_space(1))) T* in_global(T* p) {
+  return (__attribute__((address_space(1))) T*)p;
+}
+
 // Exchanged words are relaxed and of system scope: they reach the memory that all dies and all GPUs see, and write back no cache.
-LF_DEVICE u64 load_word(const u64* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+LF_DEVICE u64 load_word(const u64* p) { return __hip_atomic_load(in_global(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 LF_DEVICE Words load_words(const u64* p) { return {load_word(p), load_word(p + 1)}; }
-LF_DEVICE void store_word(u64* p, u64 v) { __hip_atomic_store(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+LF_DEVICE void store_word(u64* p, u64 v) { __hip_atomic_store(in_global(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 LF_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"); }
 LF_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 
 typedef u32 NativeVec __attribute__((ext_vector_type(4)));
 template <class T>
 LF_DEVICE T load_between_ctas(const T* p) {  // what other workgroups wrote in earlier passes; fences order it
-  return *(const volatile T*)p;
+  return *in_global((const volatile T*)p);
 }
 LF_DEVICE Vec load_vec_between_ctas(const void* p) {
-  const u64 a = __hip_atomic_load((const u64*)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-  const u64 b = __hip_atomic_load((const u64*)p + 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  const u64 a = __hip_atomic_load(in_global((const u64*)p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  const u64 b = __hip_atomic_load(in_global((const u64*)p + 1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
   return {{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)}};
 }
 LF_DEVICE Vec load_vec(const void* p) {
@@ -72,7 +86,7 @@ LF_DEVICE Vec load_vec(const void* p) {
   return {{v[0], v[1], v[2], v[3]}};
 }
 LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
-  const NativeVec v = __builtin_nontemporal_load((const NativeVec*)p);
+  const NativeVec v = __builtin_nontemporal_load(in_global((const NativeVec*)p));
   return {{v[0], v[1], v[2], v[3]}};
 }
 LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // 100 MHz
@@ -111,6 +125,11 @@ LF_DEVICE int thread() { return threadIdx.x; }
 LF_DEVICE int cta() { return blockIdx.x; }
 LF_DEVICE void sync_cta() { __syncthreads(); }
 LF_DEVICE void sync_warp() { __syncwarp(); }
+LF_DEVICE int afresh(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
 LF_DEVICE u64 load_word(const u64* p) {
@@ -203,7 +222,7 @@ namespace gpu {
 constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
 constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
-LF_DEVICE int warp() { return thread() / kWarpSize; }
+LF_DEVICE int warp() { return same_in_warp(thread() / kWarpSize); }
 LF_DEVICE int warp_lane() { return thread() % kWarpSize; }
 LF_DEVICE float shuffle(float v, int mask) { return bits_to_float(shuffle_bits(float_to_bits(v), mask)); }
 LF_DEVICE float larger(float a, float b) { return a > b ? a : b; }

@@ -25,18 +25,25 @@ constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 template <class Shape>
 constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
-// The first column of the thread's vector v of a segment.
+// No thread's part of the vector lies beyond its end.
 template <class Shape>
-LF_DEVICE int column(int segment, int v) {
-  return (((warp() * Shape::kSegments + segment) * Shape::kVectors + v) * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer;
+constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer == Shape::kColumns;
+
+// The first column of the thread's first vector of a segment, and the distance to the next one.
+template <class Shape>
+LF_DEVICE int column(int segment) {
+  return afresh(((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer);
 }
+
+template <class Shape>
+constexpr int kNextColumn = Shape::kGroup * kPer;
 
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the vector, while the first
 // weights are on their way.
 template <class Shape, class Load>
 LF_DEVICE void product(Stream& stream, float* partial, Load load) {
   constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>;
-  float* out = partial + warp() * kPaddedRows<Shape>;
+  float* out = partial + afresh(warp() * kPaddedRows<Shape>);
   for (int segment = 0; segment < Shape::kSegments; segment++) {
     Vec lines[together * vectors];
 #if !LF_BULK
@@ -44,13 +51,7 @@ LF_DEVICE void product(Stream& stream, float* partial, Load load) {
 #endif
     float x[vectors][kPer];
     load(segment, x);
-    for (int step = 0; step < Shape::kSteps; step += together) {
-#if LF_BULK
-      stream.take(lines);
-#else
-      Vec next[together * vectors];
-      if (step + together < Shape::kSteps) stream.take(next);
-#endif
+    const auto multiply = [&](int step) {
       float sums[together];
       LF_UNROLL for (int t = 0; t < together; t++) {
         float sum = 0;
@@ -70,10 +71,21 @@ LF_DEVICE void product(Stream& stream, float* partial, Load load) {
           sum = segment == 0 ? sums[t] : sum + sums[t];
         }
       }
-#if !LF_BULK
-      LF_UNROLL for (int i = 0; i < together * vectors; i++) lines[i] = next[i];
-#endif
+    };
+#if LF_BULK
+    for (int step = 0; step < Shape::kSteps; step += together) {
+      stream.take(lines);
+      multiply(step);
     }
+#else
+    for (int step = together; step < Shape::kSteps; step += together) {
+      Vec next[together * vectors];
+      stream.take(next);
+      multiply(step - together);
+      LF_UNROLL for (int i = 0; i < together * vectors; i++) lines[i] = next[i];
+    }
+    multiply(Shape::kSteps - together);
+#endif
   }
 }
 
@@ -92,7 +104,8 @@ struct FromBoard {
   Watch& watch;
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
-    read_words(board, Shape::kColumns, tag, [&](int v) { return column<Shape>(segment, v); }, x, watch, kAtVector);
+    const int first = column<Shape>(segment);
+    read_words<kWhole<Shape>>(board, Shape::kColumns, tag, [&](int v) { return first + v * kNextColumn<Shape>; }, x, watch, kAtVector);
   }
 };
 
@@ -106,16 +119,17 @@ struct NormedFromBoard {
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
     float gain[Shape::kVectors][kPer];
+    const int first = column<Shape>(segment);
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      const int at = column<Shape>(segment, v);
+      const int at = first + v * kNextColumn<Shape>;
       if constexpr (Shape::kColumns % 4 == 0) {
         LF_UNROLL for (int i = 0; i < kPer; i += 4) {
           Vec four = {};
-          if (at + i < Shape::kColumns) four = load_vec(gains + at + i);
+          if (kWhole<Shape> || at + i < Shape::kColumns) four = load_vec(gains + at + i);
           LF_UNROLL for (int k = 0; k < 4; k++) gain[v][i + k] = bits_to_float(four.word[k]);
         }
       } else {
-        LF_UNROLL for (int i = 0; i < kPer; i++) gain[v][i] = at + i < Shape::kColumns ? gains[at + i] : 0.0f;
+        LF_UNROLL for (int i = 0; i < kPer; i++) gain[v][i] = kWhole<Shape> || at + i < Shape::kColumns ? gains[at + i] : 0.0f;
       }
     }
     board(segment, x);
@@ -143,9 +157,10 @@ struct FromShared {
   const float* data;
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+    const int first = column<Shape>(segment);
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      const int at = column<Shape>(segment, v);
-      LF_UNROLL for (int i = 0; i < kPer; i++) x[v][i] = at + i < Shape::kColumns ? data[at + i] : 0.0f;
+      const int at = first + v * kNextColumn<Shape>;
+      LF_UNROLL for (int i = 0; i < kPer; i++) x[v][i] = kWhole<Shape> || at + i < Shape::kColumns ? data[at + i] : 0.0f;
     }
   }
 };

@@ -22,7 +22,12 @@ struct Residual {
   // Threads' own rows.
   template <class Body>
   LF_DEVICE void each(Body body) const {
-    for (int r = thread(); r < count; r += kThreads) body(r);
+    if constexpr (Out::kRows <= kThreads) {
+      const int r = afresh(thread());
+      if (r < count) body(r);
+    } else {
+      for (int r = afresh(thread()); r < count; r += kThreads) body(r);
+    }
   }
 
   LF_DEVICE void begin(int token) {

@@ -13,11 +13,9 @@ struct Best {
   int token;  // -1: none
 };
 
-LF_DEVICE Best better(const Best& a, const Best& b) {
-  if (a.token < 0) return b;
-  if (b.token < 0) return a;
-  if (a.value != b.value) return a.value > b.value ? a : b;
-  return a.token < b.token ? a : b;
+LF_DEVICE Best better(Best a, Best b) {
+  const bool first = b.token < 0 || (a.token >= 0 && (a.value > b.value || (a.value == b.value && a.token < b.token)));
+  return {first ? a.value : b.value, first ? a.token : b.token};
 }
 
 // Threefry-2x32 and Gumbel noise, as infer/noise.py defines them.
@@ -89,7 +87,7 @@ struct Sampler {
     const bool filtered = temperature > 0 && (top_k > 0 || top_p < 1 || min_p > 0), told = p.top > 0 || p.logits != nullptr;
     float largest = kLowest, largest_z = kLowest;
     bool broken = false;
-    for (int r = thread(); r < count; r += kThreads) {
+    for (int r = afresh(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
       float value = raw;
       if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
@@ -107,7 +105,7 @@ struct Sampler {
     const float least = filtered ? threshold(tag, parity) : kLowest;
     float sum = 0;
     Best best = {kLowest, -1};
-    for (int r = thread(); r < count; r += kThreads) {
+    for (int r = afresh(thread()); r < count; r += kThreads) {
       sum += exp_of(logits[r] - largest);
       if (!(z[r] >= least)) continue;
       const float value = temperature > 0 ? z[r] + gumbel(key, (u32)position, (u32)(first + r)) : z[r];
@@ -188,9 +186,9 @@ struct Sampler {
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
-      const int from = i * kThreads + thread();
+      const int from = i * kThreads + afresh(thread());
       float one[1][kPacketWords];
-      read_words(memory, kPackets * kPacketWords, tag, [&](int) { return from < kPackets ? from * kPacketWords : kPackets * kPacketWords; },
+      read_words<kPackets % kThreads == 0>(memory, kPackets * kPacketWords, tag, [&](int) { return from < kPackets ? from * kPacketWords : kPackets * kPacketWords; },
                  one, watch, kAtSample);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
@@ -242,7 +240,7 @@ struct Sampler {
   }
 
   LF_SELDOM void copy_logits(u32 tag, int parity, float* out) const {
-    for (int token = thread(); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
+    for (int token = afresh(thread()); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
   }
 
   // The p.top most likely tokens, lowest id first among equals.
@@ -250,7 +248,7 @@ struct Sampler {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
-      for (int token = thread(); token < kVocab; token += kThreads) {
+      for (int token = afresh(thread()); token < kVocab; token += kThreads) {
         const float value = published(kLogitsAt + (i64)parity * kVocab, tag, token) + 0.0f;
         const bool behind = i == 0 || value < last.value || (value == last.value && token > last.token);
         if (behind) best = better(best, {value, token});
@@ -267,7 +265,7 @@ struct Sampler {
   LF_SELDOM float threshold(u32 tag, int parity) const {
     const i64 base = kZAt + (i64)parity * kVocab;
     float best = kLowest;
-    for (int token = thread(); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));
+    for (int token = afresh(thread()); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));
     best = max_over_cta(best, warps());
     float least = kLowest;
     if (top_k > 0) least = largest_reaching(base, tag, (double)top_k, [](float) { return (u64)1; });
@@ -296,9 +294,9 @@ struct Sampler {
       const int upper = shift;
       shift -= bits[pass];
       sync_cta();
-      for (int i = thread(); i < kBuckets; i += kThreads) sums[i] = 0;
+      for (int i = afresh(thread()); i < kBuckets; i += kThreads) sums[i] = 0;
       sync_cta();
-      for (int token = thread(); token < kVocab; token += kThreads) {
+      for (int token = afresh(thread()); token < kVocab; token += kThreads) {
         const float value = published(base, tag, token);
         const u32 order = order_of(value);
         if (upper < 32 && order >> upper != prefix) continue;
@@ -306,7 +304,7 @@ struct Sampler {
         if (own) add_shared(sums + (order >> shift & ((1u << bits[pass]) - 1)), own);
       }
       sync_cta();
-      for (int g = thread(); g < kBucketGroups; g += kThreads) {
+      for (int g = afresh(thread()); g < kBucketGroups; g += kThreads) {
         u64 sum = 0;
         for (int i = 0; i < kBuckets / kBucketGroups; i++) sum += sums[g * (kBuckets / kBucketGroups) + i];
         groups[g] = sum;

@@ -30,8 +30,8 @@ AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=Fa
 
 
 def some(cases, fast):
-    """Compiling a kernel for each takes its time: a few of the cases always, the others among the slow tests."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=str(case), marks=() if case in fast else pytest.mark.slow) for case in cases]  # fmt: skip
+    """Compiling a kernel for each takes its time: a few of the cases always, the others among the exhaustive tests."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=str(case), marks=() if case in fast else pytest.mark.exhaustive) for case in cases]  # fmt: skip
 
 
 def jitted(session, mesh=None, **sizes):
@@ -87,13 +87,13 @@ def test_what_the_reference_does_not_know(name):
     check(small.model_logits, config, small.make_weights(config))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_weights_of_two_bytes_lose_nothing(dtype):
     config = small.make_config(hidden_size=48, ff=24, head_dim=8, lanes=3, layout="dtp(1)")
     check(small.reference_logits, config, small.make_weights(config, dtype))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "float16"])
 def test_caches_of_two_bytes(dtype):
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
     tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
@@ -116,7 +116,7 @@ def test_long_vectors_in_several_segments():
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_several_devices_give_the_bits_of_one(devices):
     config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
     weights, ids = small.make_weights(config), small.prompt_of(config, 5)

@@ -1,0 +1,548 @@
+// What the decode kernel stands on, measured with its own headers: the weight stream, edges, the lane exchange, launches. NVIDIA only.
+//
+//   micro [--quick] [NAME ...]     names: ring plain copy burst sync edge lanes launch; by default all
+//
+// One JSON object per line. Times come from the devices' global timer inside a kernel (from the first CTA's begin to the last one's end) or, where
+// "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a failed measurement ends the program with status 1.
+// The build chooses the ring: -DLF_WARPS, -DLF_SLOT_LINES (512 bytes each), -DLF_SLOTS.
+#include <cooperative_groups.h>
+#include <cuda_runtime.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "exchange.h"
+#include "stream.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kSharedBytes = kRingBytes + 8 * kWarps * kSlots;
+constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of a CTA
+constexpr int kTake = 4;                                         // lines that a warp takes at once
+constexpr int kWidest = 3072, kRows = 24;                        // words of an edge, rows of a CTA in the exchange
+using Mail = Exchange<2, 8, kWidest>;
+
+struct Stamp {
+  u64 begin, end;
+};
+
+// What a launch of any kernel here gets besides Params: p.spans is not used, times go here.
+struct Job {
+  char* weights;
+  Stamp* stamps;  // [rounds of stamps][CTAs]
+  u64* done;      // words of the device
+  u32 first_tag;
+  int rounds, lines, group, words;
+  bool edges, flags, ping;
+  i64 bytes, buffer;
+};
+
+LF_DEVICE void begin(const Job& job, int n) {
+  sync_cta();
+  if (thread() == 0) job.stamps[(i64)n * gridDim.x + cta()].begin = clock_ns();
+}
+
+LF_DEVICE void end(const Job& job, int n) {
+  sync_cta();
+  if (thread() == 0) job.stamps[(i64)n * gridDim.x + cta()].end = clock_ns();
+}
+
+LF_DEVICE void keep(const Job& job, u32 value) {  // so that what made it is not left out
+  if (value == 0x9e3779b9u) job.done[1] = value;
+}
+
+LF_DEVICE u32 mix(const Vec& v) { return v.word[0] ^ v.word[1] ^ v.word[2] ^ v.word[3]; }
+
+template <int n>
+LF_DEVICE u32 take(Stream& stream, int lines) {
+  u32 mixed = 0;
+  for (int line = 0; line < lines; line += n) {
+    Vec vecs[n];
+    stream.take(vecs);
+    LF_UNROLL for (int i = 0; i < n; i++) mixed ^= mix(vecs[i]);
+  }
+  return mixed;
+}
+
+LF_KERNEL void fill(LF_PARAMS, const Job job) {
+  for (i64 at = (i64)cta() * kThreads + thread(); at < job.buffer / 4; at += (i64)gridDim.x * kThreads) {
+    u32 v = (u32)at * 0x9e3779b9u;
+    v = (v ^ v >> 16) * 0x85ebca6bu;
+    ((u32*)job.weights)[at] = v ^ v >> 13;
+  }
+}
+
+LF_KERNEL void empty(LF_PARAMS, const Job) {}
+
+// How finely the global timer ticks, and the clock of the multiprocessor.
+LF_KERNEL void clocks(LF_PARAMS, const Job job) {
+  if (cta() || thread()) return;
+  u64 finest = ~0ull, last = clock_ns();
+  const u64 from = last;
+  const long long cycles = clock64();
+  while (last - from < 2000000) {
+    const u64 now = clock_ns();
+    if (now != last && now - last < finest) finest = now - last;
+    last = now;
+  }
+  job.done[2] = finest;
+  job.done[3] = (u64)(clock64() - cycles) * 1000 / (last - from);  // MHz
+}
+
+LF_KERNEL void ring(LF_PARAMS, const Job job) {
+  LF_SHARED(memory);
+  begin(job, 0);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  keep(job, take<kTake>(stream, job.lines));
+  end(job, 0);
+  stream.drain();
+}
+
+LF_KERNEL void plain(LF_PARAMS, const Job job) {
+  constexpr int each = 8;
+  begin(job, 0);
+  u32 mixed = 0;
+  const i64 step = (i64)gridDim.x * kThreads * 16;
+  for (i64 at = ((i64)cta() * kThreads + thread()) * 16; at + (each - 1) * step < job.bytes; at += each * step) {
+    Vec vecs[each];
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      const uint4 v = __ldcs((const uint4*)(job.weights + at + i * step));
+      vecs[i] = {{v.x, v.y, v.z, v.w}};
+    }
+    LF_UNROLL for (int i = 0; i < each; i++) mixed ^= mix(vecs[i]);
+  }
+  keep(job, mixed);
+  end(job, 0);
+}
+
+// Bursts of a number of bytes from memory that no cache has, all CTAs together, the memory idle before: bulk copies of 4 KiB from every warp.
+LF_KERNEL void burst(LF_PARAMS, const Job job) {
+  constexpr int bytes = 4096, slots = kRingBytes / kWarps / bytes;
+  LF_SHARED(memory);
+  __shared__ u64 barriers[kWarps][slots];
+  char* own = memory + warp() * slots * bytes;
+  const u64 policy = stream_policy();
+  if (warp_lane() == 0) {
+    for (int s = 0; s < slots; s++) barrier_init(&barriers[warp()][s]);
+    barrier_init_done();
+  }
+  sync_cta();
+  const int copies = (int)(job.bytes / bytes), warps = gridDim.x * kWarps, first = cta() * kWarps + warp();
+  u32 mixed = 0, taken = 0;
+  for (int round = 0; round < job.rounds; round++) {
+    const char* from = job.weights + round % (job.buffer / job.bytes) * job.bytes;
+    cooperative_groups::this_grid().sync();
+    const u64 idle = clock_ns();
+    while (clock_ns() - idle < 20000) pause();
+    cooperative_groups::this_grid().sync();
+    begin(job, round);
+    const int count = first < copies ? (copies - first + warps - 1) / warps : 0;
+    const auto issue = [&](int n) {
+      if (warp_lane() == 0)
+        bulk_copy(own + (taken + n) % slots * bytes, from + (i64)(first + n * warps) * bytes, bytes, &barriers[warp()][(taken + n) % slots], policy);
+    };
+    for (int n = 0; n < smaller(count, slots); n++) issue(n);
+    for (int n = 0; n < count; n++) {
+      const u32 at = taken + n;
+      while (!barrier_passed(&barriers[warp()][at % slots], at / slots & 1)) pause();
+      for (int i = warp_lane() * 16; i < bytes; i += kLineBytes) mixed ^= mix(load_vec(own + at % slots * bytes + i));
+      sync_warp();
+      if (n + slots < count) issue(n + slots);
+    }
+    taken += count;
+    end(job, round);
+  }
+  keep(job, mixed);
+}
+
+LF_KERNEL void grid_sync(LF_PARAMS, const Job job) {
+  begin(job, 0);
+  for (int round = 0; round < job.rounds; round++) cooperative_groups::this_grid().sync();
+  end(job, 0);
+}
+
+// Every CTA publishes its part of the words and all CTAs of the group read all of them, again and again; between, a warp takes some lines.
+LF_KERNEL void edge(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
+  Watch watch(p, p.shared[0], cta() / job.group);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  const int c = cta() % job.group, rows = job.words / job.group;
+  u64* boards = p.boards + (i64)(cta() / job.group) * 2 * kWidest;
+  u64* flags = p.boards + (i64)gridDim.x * 2 * kWidest + (i64)(cta() / job.group) * job.group * 16;
+  float total = 0;
+  u32 mixed = 0;
+  cooperative_groups::this_grid().sync();
+  begin(job, 0);
+  for (int round = 0; round < job.rounds; round++) {
+    const u32 tag = job.first_tag + round;
+    mixed ^= take<2>(stream, job.lines);
+    if (!job.edges) continue;
+    u64* board = boards + round % 2 * kWidest;
+    if (job.flags) {
+      float* data = (float*)board;
+      for (int r = thread(); r < rows; r += kThreads) data[c * rows + r] = total + r;
+      sync_cta();
+      if (thread() == 0) {
+        fence_device();
+        store_word(flags + c * 16, tag);
+      }
+      if (thread() < job.group) {
+        for (int spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
+          if (!watch.go_on(spins, kAtVector, thread())) break;
+        fence_device();
+      }
+      sync_cta();
+      for (int at = thread() * 4; at < job.words; at += kThreads * 4) total += bits_to_float(load_vec_between_ctas(data + at).word[0]) * 1e-9f;
+    } else {
+      for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
+      float x[each][8];
+      read_words<false>(board, job.words, tag, [](int v) { return (v * kThreads + thread()) * 8; }, x, watch, kAtVector);
+      LF_UNROLL for (int v = 0; v < each; v++) total += x[v][0] * 1e-9f;
+    }
+    sync_cta();
+  }
+  end(job, 0);
+  stream.drain();
+  keep(job, mixed ^ float_to_bits(total));
+}
+
+// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The others load the memory meanwhile, if there are any.
+LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  if (cta() >= 2 * job.group) {
+    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+    u32 mixed = 0;
+    begin(job, 0);
+    while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0)) mixed ^= take<kTake>(stream, 64);
+    end(job, 0);
+    stream.drain();
+    keep(job, mixed);
+    return;
+  }
+  const int lane = cta() / job.group, c = cta() % job.group, row = c * kRows + thread();
+  Watch watch(p, p.shared[0], lane);
+  const u64 from = clock_ns();
+  while (clock_ns() - from < 50000) pause();  // until the others' streams run
+  begin(job, 0);
+  float total = 0;
+  if (thread() < kRows) {
+    for (int round = 0; round < job.rounds; round++) {
+      const u32 sequence = job.first_tag + round;
+      if (job.ping && lane == 1)
+        for (int spins = 0; !has_come(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
+          if (!watch.go_on(spins, kAtLanding, 0)) break;
+      Mail::push(p, 16, sequence, lane, row, total);
+      float values[2];
+      Mail::pull(p.shared[0] + 16, sequence, row, values, watch, kAtLanding);
+      total += values[0] - values[1] + 1;
+    }
+  }
+  end(job, 0);
+  if (cta() == 0 && thread() == 0) store_word(job.done, job.first_tag);
+  keep(job, float_to_bits(total));
+}
+
+}  // namespace gpu
+}  // namespace laneformer
+
+using namespace laneformer::gpu;
+
+namespace {
+
+[[noreturn]] void give_up(const char* what, const char* why) {
+  std::printf("{\"test\": \"error\", \"at\": \"%s\", \"why\": \"%s\"}\n", what, why);
+  std::fflush(stdout);
+  _exit(1);
+}
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) give_up(what, cudaGetErrorString(status));
+}
+
+void too_late(int) { give_up("the whole program", "it took longer than its limit"); }
+
+struct Numbers {
+  double median, least, p95;
+};
+
+Numbers summary(std::vector<double> samples) {
+  std::sort(samples.begin(), samples.end());
+  const size_t n = samples.size();
+  return {(samples[(n - 1) / 2] + samples[n / 2]) / 2, samples[0], samples[std::min(n - 1, (size_t)(0.95 * (double)n))]};
+}
+
+using Kernel = void (*)(Params, Job);
+
+struct Bench {
+  Params params = {};
+  Job job = {};
+  int sms = 0, repetitions = 20;
+  std::vector<Stamp> stamps;
+  cudaEvent_t before, after;
+  u32 next_tag = 1;
+
+  static constexpr int kMost = 1024, kRounds = 24, kBoards = 256;  // CTAs with time stamps, stamps of each, CTAs with boards
+
+  Bench() {
+    check(cudaSetDevice(0), "cudaSetDevice");
+    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "multiprocessors");
+    job.buffer = (sms + 1) * kShare;
+    check(cudaMalloc(&job.weights, job.buffer), "the buffer");
+    check(cudaMalloc(&job.stamps, sizeof(Stamp) * kMost * kRounds), "time stamps");
+    check(cudaMalloc(&job.done, 128), "words");
+    check(cudaMemset(job.done, 0, 128), "words");
+    const size_t boards = 8 * ((size_t)2 * kWidest * kBoards + 16 * kBoards), shared = 8 * (16 + (size_t)Mail::kWords);
+    check(cudaMalloc(&params.boards, boards), "boards");
+    check(cudaMemset(params.boards, 0, boards), "boards");
+    check(cudaMalloc(&params.shared[0], shared), "mail");
+    check(cudaMemset(params.shared[0], 0, shared), "mail");
+    check(cudaHostAlloc(&params.host, sizeof(Host), cudaHostAllocPortable), "memory of the host");
+    std::memset(params.host, 0, sizeof(Host));
+    params.devices = 1;
+    params.timeout_ns = 1000000000;
+    check(cudaEventCreate(&before), "event");
+    check(cudaEventCreate(&after), "event");
+    launch(fill, 4 * sms, false);
+  }
+
+  // Milliseconds by events.
+  double launch(Kernel kernel, int grid, bool cooperative = true, const char* what = "launch") {
+    const int bytes = kernel == fill || kernel == empty || kernel == clocks || kernel == plain || kernel == grid_sync ? 0 : kSharedBytes;
+    check(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what);
+    job.first_tag = next_tag;
+    next_tag += (u32)job.rounds + 16;
+    void* arguments[] = {&params, &job};
+    check(cudaEventRecord(before), what);
+    check(cooperative ? cudaLaunchCooperativeKernel((const void*)kernel, grid, kThreads, arguments, bytes, 0)
+                      : cudaLaunchKernel((const void*)kernel, grid, kThreads, arguments, bytes, 0),
+          what);
+    check(cudaEventRecord(after), what);
+    check(cudaDeviceSynchronize(), what);
+    if (params.host->failed) give_up(what, "the watchdog of a wait ended it");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, before, after), what);
+    return ms;
+  }
+
+  // Microseconds from the first CTA's begin to the last one's end.
+  double span(int n, int first, int last, int grid) {
+    stamps.resize((size_t)grid);
+    check(cudaMemcpy(stamps.data(), job.stamps + (i64)n * grid, sizeof(Stamp) * (size_t)grid, cudaMemcpyDeviceToHost), "time stamps");
+    u64 begin = ~0ull, end = 0;
+    for (int c = first; c < last; c++) begin = std::min(begin, stamps[c].begin), end = std::max(end, stamps[c].end);
+    return (double)(end - begin) / 1000;
+  }
+
+  Numbers repeat(const std::function<double()>& once) {
+    once();  // warm
+    std::vector<double> samples;
+    for (int i = 0; i < repetitions; i++) samples.push_back(once());
+    return summary(samples);
+  }
+
+  static void print(const std::string& conditions, const Numbers& us, const std::string& more = "") {
+    std::printf("{%s, \"median\": %.4f, \"min\": %.4f, \"p95\": %.4f%s}\n", conditions.c_str(), us.median, us.least, us.p95, more.c_str());
+    std::fflush(stdout);
+  }
+
+  std::string conditions(const char* test, const char* unit, int ctas, const std::string& more) const {
+    return "\"test\": \"" + std::string(test) + "\", \"unit\": \"" + unit + "\", \"ctas\": " + std::to_string(ctas) + ", \"threads\": " +
+           std::to_string(kThreads) + ", \"repetitions\": " + std::to_string(repetitions) + (more.empty() ? "" : ", " + more);
+  }
+
+  static std::string rate(i64 bytes, const Numbers& us) {
+    char text[160];
+    std::snprintf(text, sizeof text, ", \"bytes\": %lld, \"gb_per_s\": %.1f", bytes, (double)bytes / us.median / 1000);
+    return text;
+  }
+
+  static std::string field(const char* name, i64 value) { return "\"" + std::string(name) + "\": " + std::to_string(value); }
+
+  std::vector<int> counts(std::vector<int> wanted) const {
+    wanted.push_back(sms);
+    wanted.erase(std::remove_if(wanted.begin(), wanted.end(), [&](int n) { return n > sms; }), wanted.end());
+    std::sort(wanted.begin(), wanted.end());
+    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+    return wanted;
+  }
+
+  void machine() {
+    cudaDeviceProp prop;
+    check(cudaGetDeviceProperties(&prop, 0), "properties");
+    int driver = 0, runtime = 0, clock = 0, memory = 0;
+    cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+    cudaDeviceGetAttribute(&clock, cudaDevAttrClockRate, 0), cudaDeviceGetAttribute(&memory, cudaDevAttrMemoryClockRate, 0);
+    launch(clocks, 1, false, "clocks");
+    u64 seen[4];
+    check(cudaMemcpy(seen, job.done, sizeof seen, cudaMemcpyDeviceToHost), "clocks");
+    std::printf("{\"test\": \"machine\", \"device\": \"%s\", \"multiprocessors\": %d, \"l2_bytes\": %d, \"memory_bytes\": %zu, \"sm_mhz_most\": %d, "
+                "\"memory_mhz_most\": %d, \"sm_mhz_seen\": %llu, \"timer_step_ns\": %llu, \"driver\": %d, \"runtime\": %d, \"buffer_bytes\": %lld, "
+                "\"warps\": %d, \"slot_bytes\": %d, \"slots\": %d}\n",
+                prop.name, sms, prop.l2CacheSize, prop.totalGlobalMem, clock / 1000, memory / 1000, seen[3], seen[2], driver, runtime, job.buffer,
+                kWarps, kSlotBytes, kSlots);
+    std::fflush(stdout);
+  }
+
+  std::string ring_fields() const {
+    return field("slot_bytes", kSlotBytes) + ", " + field("slots", kSlots) + ", " + field("in_flight_bytes", kRingBytes);
+  }
+
+  void read_ring() {
+    for (const int ctas : counts({64, 96, 112, 128})) {
+      job.lines = 4 * kLayerLines;
+      const Numbers us = repeat([&] {
+        launch(ring, ctas, true, "ring");
+        return span(0, 0, ctas, ctas);
+      });
+      print(conditions("ring", "us", ctas, ring_fields()), us, rate(4 * kShare * ctas, us));
+    }
+  }
+
+  void read_plain() {
+    for (const int per : {1, 2, 4}) {
+      const int ctas = per * sms;
+      if (ctas > kMost) continue;
+      job.bytes = job.buffer / ((i64)ctas * kThreads * 128) * ((i64)ctas * kThreads * 128);
+      const Numbers us = repeat([&] {
+        launch(plain, ctas, false, "plain");
+        return span(0, 0, ctas, ctas);
+      });
+      print(conditions("plain", "us", ctas, field("loads_in_flight", 8)), us, rate(job.bytes, us));
+    }
+  }
+
+  void copy() {
+    const i64 half = job.buffer / 2 / 256 * 256;
+    const Numbers us = repeat([&] {
+      float ms = 0;
+      check(cudaEventRecord(before), "copy");
+      check(cudaMemcpyAsync(job.weights + half, job.weights, half, cudaMemcpyDeviceToDevice, 0), "copy");
+      check(cudaEventRecord(after), "copy");
+      check(cudaDeviceSynchronize(), "copy");
+      check(cudaEventElapsedTime(&ms, before, after), "copy");
+      return 1000.0 * ms;
+    });
+    print(conditions("copy", "us", 0, "\"clock\": \"events\", \"counted\": \"bytes read and written\""), us, rate(2 * half, us));
+  }
+
+  void bursts() {
+    for (const i64 megabytes : {17, 34, 68, 268}) {
+      job.bytes = megabytes * 1000000 / 4096 * 4096;
+      job.rounds = kRounds;
+      launch(burst, sms, true, "burst");
+      launch(burst, sms, true, "burst");
+      std::vector<double> samples;
+      for (int n = 4; n < job.rounds; n++) samples.push_back(span(n, 0, sms, sms));
+      const Numbers us = summary(samples);
+      print("\"test\": \"burst\", \"unit\": \"us\", \"ctas\": " + std::to_string(sms) + ", " + field("threads", kThreads) + ", " +
+                field("repetitions", (i64)samples.size()) + ", \"idle_before_us\": 20",
+            us, rate(job.bytes, us));
+    }
+  }
+
+  void syncs() {
+    for (const int ctas : counts({16, 64, 128})) {
+      job.rounds = 1000;
+      const Numbers us = repeat([&] {
+        launch(grid_sync, ctas, true, "sync");
+        return span(0, 0, ctas, ctas) / job.rounds;
+      });
+      print(conditions("grid_sync", "us", ctas, field("rounds", job.rounds)), us);
+    }
+  }
+
+  void edges() {
+    if (sms < 128 || 2 * sms > kMost) give_up("edge", "the device has a number of multiprocessors that this was not made for");
+    job.rounds = 1000, job.group = 128, job.words = 384;
+    const auto measured = [&](bool with_edges, int lines) {
+      job.edges = with_edges, job.lines = lines;
+      return repeat([&] {
+        launch(edge, 128, true, "edge");
+        return span(0, 0, 128, 128) / job.rounds;
+      });
+    };
+    constexpr int lines = 112 / kWarps / 2 * 2;  // 56 KB for a CTA: a fifth of a layer of the 2B on 8 GPUs
+    const Numbers stream = measured(false, lines);
+    print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"none\", " + field("lines_between", lines)), stream,
+          rate((i64)128 * kWarps * lines * kLineBytes, stream));
+    for (const int words : {384, 1536, kWidest})
+      for (const int group : {16, 32, 64, 128})
+        for (const bool flags : {false, true})
+          for (const int between : {0, lines}) {
+            job.words = words, job.group = group, job.flags = flags;
+            const Numbers us = measured(true, between);
+            char more[80] = "";
+            if (between) std::snprintf(more, sizeof more, ", \"above_stream_us\": %.4f", us.median - stream.median);
+            print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"" + (flags ? "flags" : "tags") + "\", " +
+                                                       field("words", words) + ", " + field("group", group) + ", " + field("lines_between", between)),
+                  us, more);
+          }
+  }
+
+  void exchange() {
+    job.rounds = 2000;
+    for (const int group : {16, 64})
+      for (const bool ping : {true, false})
+        for (const int loading : {0, sms - 2 * group}) {
+          if (loading < 0) continue;
+          job.group = group, job.ping = ping;
+          const Numbers us = repeat([&] {
+            launch(lanes, 2 * group + loading, true, "lanes");
+            return span(0, 0, 2 * group, 2 * group + loading) / job.rounds / (ping ? 2 : 1);
+          });
+          print(conditions("lanes", "us", 2 * group, std::string("\"form\": \"") + (ping ? "half of a round trip" : "both at once") + "\", " +
+                           field("rows_of_a_cta", kRows) + ", " + field("rounds", job.rounds) + ", " + field("ctas_that_load_memory", loading)),
+                us);
+        }
+  }
+
+  void launches() {
+    const Numbers one = repeat([&] {
+      const auto from = std::chrono::steady_clock::now();
+      launch(empty, sms, true, "launch");
+      return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - from).count();
+    });
+    print(conditions("launch", "us", sms, "\"clock\": \"host\", \"what\": \"empty cooperative launch until synchronized, with two events\""), one);
+    void* arguments[] = {&params, &job};
+    const Numbers many = repeat([&] {
+      float ms = 0;
+      check(cudaEventRecord(before), "launch");
+      for (int i = 0; i < 200; i++) check(cudaLaunchCooperativeKernel((const void*)empty, sms, kThreads, arguments, 0, 0), "launch");
+      check(cudaEventRecord(after), "launch");
+      check(cudaDeviceSynchronize(), "launch");
+      check(cudaEventElapsedTime(&ms, before, after), "launch");
+      return 1000.0 * ms / 200;
+    });
+    print(conditions("launch", "us", sms, "\"clock\": \"events\", \"what\": \"empty cooperative launches one after the other\""), many);
+  }
+};
+
+}  // namespace
+
+int main(int count, char** words) {
+  std::signal(SIGALRM, too_late);
+  alarm(150);
+  std::vector<std::string> wanted(words + 1, words + count);
+  Bench bench;
+  if (!wanted.empty() && wanted[0] == "--quick") bench.repetitions = 3, wanted.erase(wanted.begin());
+  const std::vector<std::pair<std::string, void (Bench::*)()>> all = {
+      {"ring", &Bench::read_ring}, {"plain", &Bench::read_plain}, {"copy", &Bench::copy},      {"burst", &Bench::bursts},
+      {"sync", &Bench::syncs},     {"edge", &Bench::edges},       {"lanes", &Bench::exchange}, {"launch", &Bench::launches}};
+  for (const std::string& name : wanted)
+    if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; })) give_up(name.c_str(), "there is no such measurement");
+  bench.machine();
+  for (const auto& [name, measure] : all)
+    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end()) (bench.*measure)();
+  return 0;
+}

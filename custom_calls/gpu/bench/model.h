@@ -1,0 +1,23 @@
+// Stands in for the file that custom_calls/gpu_layout.py makes: what stream.h needs to know, chosen by the build of micro.cu.
+#pragma once
+
+#include "numbers.h"
+
+#ifndef LF_WARPS
+#define LF_WARPS 8
+#endif
+#ifndef LF_SLOT_LINES
+#define LF_SLOT_LINES 8
+#endif
+#ifndef LF_SLOTS
+#define LF_SLOTS 6
+#endif
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kWarps = LF_WARPS, kSlotLines = LF_SLOT_LINES, kSlots = LF_SLOTS;
+constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA, whatever its warps
+
+}  // namespace gpu
+}  // namespace laneformer
