@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -19,10 +20,11 @@ from laneformer.errors import ConfigError
 from train.config import TrainConfig
 
 HOUSE = "configs"  # the package whose RECIPES table names our own
+T = TypeVar("T")
 
 
-def find_recipe(name: str) -> TrainConfig:
-    """The config of a recipe: NAME of the configs package, MODULE:FUNCTION, or FILE.py:FUNCTION of your own."""
+def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T:
+    """What a recipe returns: NAME of the package `house`, MODULE:FUNCTION, or FILE.py:FUNCTION of your own. ConfigError unless a `kind`."""
     if ":" in name:
         place, function = name.rsplit(":", 1)
         try:
@@ -31,10 +33,10 @@ def find_recipe(name: str) -> TrainConfig:
         except (ImportError, AttributeError, OSError) as error:
             raise ConfigError(f"recipe {name!r}: {error}; write it as MODULE:FUNCTION or FILE.py:FUNCTION") from None
         config = recipe() if callable(recipe) else recipe
-        if not isinstance(config, TrainConfig):
-            raise ConfigError(f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a TrainConfig")
+        if not isinstance(config, kind):
+            raise ConfigError(f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a {kind.__name__}")
         return config
-    recipes = importlib.import_module(HOUSE).RECIPES
+    recipes = importlib.import_module(house).RECIPES
     if name not in recipes:
         raise ConfigError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION")
     return recipes[name]()
@@ -49,9 +51,9 @@ def _module_from_file(file: Path):
     return module
 
 
-def list_recipes() -> str:
+def list_recipes(house: str = HOUSE) -> str:
     """One line per recipe: its name and what it is for."""
-    recipes = importlib.import_module(HOUSE).RECIPES
+    recipes = importlib.import_module(house).RECIPES
     return "\n".join(f"  {name:<16}{(make.__doc__ or '').strip().splitlines()[0]}" for name, make in recipes.items())
 
 
@@ -66,21 +68,21 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")
-    default = find_recipe(arguments[0])
+    return read_options(find_recipe(arguments[0]), f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff)
+
+
+def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
+    """`default` with the fields that the arguments change; markers: of tyro.conf. Raises ConfigError for what cannot be read."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), _SPELLINGS:
             return tyro.cli(
-                TrainConfig,
-                prog=f"{program} {arguments[0]}",
-                args=list(arguments[1:]),
-                default=default,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+                type(default), prog=program, args=list(arguments), default=default, config=(*markers, tyro.conf.AvoidSubcommands)
             )
     except SystemExit as stop:
         if not stop.code:
             raise  # help
-        raise ConfigError(f"{_unboxed(said.getvalue())}; {program} {arguments[0]} --help shows all options") from None
+        raise ConfigError(f"{_unboxed(said.getvalue())}; {program} --help shows all options") from None
 
 
 _SPELLINGS = ConstructorRegistry()

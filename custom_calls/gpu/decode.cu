@@ -283,6 +283,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;
   for (int pass = 0;; pass++, tag += kPassTags, sequence += kNumSums + 1) {
     const int position = start + pass;
+    sampler.look();
     decoder.layers(token, position, tag, sequence);
     const int parity = (int)(tag / kPassTags & 1);
     if (pass + 1 >= prompt) decoder.head(tag, sequence, rows);

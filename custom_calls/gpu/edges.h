@@ -106,7 +106,7 @@ LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float
 // All of the CTA's threads bring n words into shared memory; a sync_cta makes them visible.
 template <int threads>
 LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where) {
-  constexpr int each = 8;
+  constexpr int each = 4;
   for (int first = 0; first < n; first += threads * each) {
     float values[each];
     bool all;

@@ -43,7 +43,7 @@ LF_DEVICE u32 order_of(float z) {
 }
 LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
 
-constexpr int kPacketWords = 6, kPackets = kLanes * kCtas;
+constexpr int kPacketWords = 6, kCancelWord = 5, kPackets = kLanes * kCtas;
 constexpr int kBuckets = 1 << 11, kBucketGroups = 64;
 constexpr float kLowest = -3.4e38f;  // below every finite logit that matters
 
@@ -66,11 +66,17 @@ struct Sampler {
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
   u32 key[2] = {};
+  int cancel = 0;
 
   LF_DEVICE void configure() {
     temperature = p.settings[0], top_p = p.settings[1], min_p = p.settings[2], penalty = p.settings[3];
     top_k = p.control[3];
     key[0] = p.key[0], key[1] = p.key[1];
+  }
+
+  // At the start of a pass: the host's memory is far away, and the answer is not needed before the end.
+  LF_DEVICE void look() {
+    if (place == 0 && thread() == kCancelWord) cancel = *(volatile const int*)&p.host->cancel;
   }
 
   // A pass without a head: only whether to go on.
@@ -125,11 +131,14 @@ struct Sampler {
     if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
     if (leader && p.logits != nullptr) copy_logits(tag, parity, p.logits + (i64)drawn * kVocab);
     if (leader && p.top > 0) rank(tag, parity, lse, drawn);
-    if (leader && thread() == 0) tell(token, logit - lse, drawn);
+    if (leader && teller()) tell(token, logit - lse, drawn);
     return {token, false};
   }
 
  private:
+  // The thread that writes to the host, and waits for it: one that has little else to do.
+  LF_DEVICE static bool teller() { return thread() == kThreads - 1; }
+
   LF_DEVICE float* warps() const { return scratch + 2 * kBuckets + 2 * kBucketGroups; }
 
   LF_DEVICE float max_over_cta(float v, float* shared) const {
@@ -172,8 +181,7 @@ struct Sampler {
     watch.delay();
     if (thread() >= kPacketWords) return;
     fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this packet
-    const float cancel = place == 0 && thread() == 5 ? (float)*(volatile const int*)&p.host->cancel : 0.0f;
-    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, cancel};
+    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)cancel};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++)
       if (thread() == i) value = values[i];
@@ -194,7 +202,7 @@ struct Sampler {
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }
     float top = kLowest, cancelled = 0;
-    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), cancelled = larger(cancelled, packets[i][5]);
+    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), cancelled = larger(cancelled, packets[i][kCancelWord]);
     if (watch.ended()) cancelled = 1.0f;
     fence_device();
     sync_cta();
@@ -254,7 +262,7 @@ struct Sampler {
         if (behind) best = better(best, {value, token});
       }
       last = best_over_cta(best);
-      if (thread() == 0) {
+      if (teller()) {
         p.top_tokens[(i64)drawn * p.top + i] = last.token < 0 ? i : last.token;
         p.top_logprobs[(i64)drawn * p.top + i] = last.value - lse;
       }

@@ -1,0 +1,25 @@
+"""What our grids compare."""
+
+from train.ablate_grid import Variant, variant
+
+LAYOUTS = ("tp", "dtp(1)", "dtp(2)", "dtp(4)", "dtp(8)", "ladder", "parallel", "kraken", "desync(2)", "none")
+
+
+def layouts(*more: str) -> tuple[Variant, ...]:
+    """The published layouts; of the Laneformer's, with a delay of 2 layers, both ways to begin."""
+    return (
+        *map(variant, (*LAYOUTS, *more)),
+        variant("laneformer", "laneformer(2), early", use_early_comm=True),
+        variant("laneformer", "laneformer(2), own only", use_early_comm=False),
+    )
+
+
+def knobs(layout: str) -> tuple[Variant, ...]:
+    """One layout with the model's other choices about lanes, one at a time; and the corrected form of the Laneformer's early layers."""
+    return (
+        variant("laneformer", "laneformer(2), early once", use_early_comm=True, early_lands_twice=False),
+        variant(layout, f"{layout}, norm scales per lane", replicated_rmsn_scale=False),
+        variant(layout, f"{layout}, lanes summed before the norm", pre_norm_lane_agg=True),
+        variant(layout, f"{layout}, head over all lanes", lm_head_type="lane"),
+        variant(layout, f"{layout}, head a share per lane", lm_head_type="vocab_parallel"),
+    )

@@ -1,0 +1,139 @@
+"""scripts.gpu_check without a GPU: the stages' commands exist, budgets hold, a failure stops nothing, the report has what was measured."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from infer import cli_bench
+from scripts import gpu_check
+from scripts.gpu_check import PYTHON, ROOT, Stage
+
+MACHINE = {"test": "machine", "device": "a device"}
+RING = {"test": "ring", "unit": "us", "ctas": 128, "slot_bytes": 4096, "median": 1234.5, "min": 1200.0, "p95": 1300.0, "gb_per_s": 3456.7}
+
+
+def only(monkeypatch, *stages):
+    monkeypatch.setattr(gpu_check, "stages", lambda: list(stages))
+
+
+def python(name, seconds, *codes, **options):
+    return Stage(name, seconds, tuple((PYTHON, "-c", code) for code in codes), **options)
+
+
+def of(stage):
+    return next(s for s in gpu_check.stages() if s.name == stage)
+
+
+def test_dry_run_prints_every_stage_and_writes_nothing(tmp_path):
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "results"), "--dry-run"]
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith("  ")] == [s.name for s in gpu_check.stages()]
+    assert f"{tmp_path}/results/micro ring" not in done.stdout and f"{tmp_path}/results/ring_2k ring" in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_benchmarks_options_are_those_of_the_command():
+    for stage in gpu_check.stages():
+        for command in stage.commands:
+            if command[1:4] == ("-m", "infer", "bench"):
+                options = tyro.cli(cli_bench.Options, args=command[4:])
+                cli_bench.backends(options)
+                assert all(int(n) + options.output_tokens <= 4096 for n in options.context.split(","))
+                assert str(options.json).startswith("{out}/")
+
+
+def test_files_and_tests_that_are_named_exist():
+    words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
+    files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]
+    assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
+    tests = [node.name for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILE).read_text())) if isinstance(node, ast.FunctionDef)]
+    assert "test_layouts" in tests
+
+
+def test_what_matters_fits_the_time():
+    budgets = [stage.seconds for stage in gpu_check.stages()]
+    assert all(budget >= 30 for budget in budgets)
+    until = [stage.name for stage in gpu_check.stages()].index("compare")
+    assert sum(budgets[:until]) < 530
+
+
+@pytest.mark.parametrize("name", gpu_check.RINGS)
+def test_rings_fit_shared_memory(name):
+    warps, lines, slots = gpu_check.RINGS[name]
+    assert warps * slots * (512 * lines + 8) < 232_448 - 1024
+    assert slots * lines >= 4 + lines - 1 and 16384 // warps % lines == 0  # what a step takes, and passes end with a slot
+
+
+def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    only(
+        monkeypatch,
+        python("breaks", 20, "print('words of it'); raise SystemExit(3)", "open('made', 'w')"),
+        python("late", 1, "import time; time.sleep(60)"),
+        python("slow checker", 1, "import time; time.sleep(60)", may_time_out=True),
+        Stage("not here", 20, (("no-such-program",),)),
+        python("works", 20, f"print({json.dumps(json.dumps(RING))})"),
+    )
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    assert gpu_check.main([str(tmp_path / "out")]) == 1
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [(s["stage"], s["status"]) for s in data["stages"]] == [
+        ("breaks", "failed"), ("late", "out of time"), ("slow checker", "no verdict"), ("not here", "failed"), ("works", "passed"),
+    ]  # fmt: skip
+    assert data["stages"][0]["detail"] == "command 0: status 3" and "no-such-program" in data["stages"][3]["detail"]
+    assert (tmp_path / "made").exists(), "commands after a failed one run too"
+    assert (tmp_path / "out" / "breaks-0.log").read_text() == "words of it\n"
+    assert "| late | out of time |" in capsys.readouterr().out
+
+
+def test_all_passed_is_status_0(tmp_path, monkeypatch):
+    only(monkeypatch, python("works", 20, "pass"), python("checker", 1, "import time; time.sleep(9)", may_time_out=True))
+    assert gpu_check.main([str(tmp_path)]) == 0
+
+
+def test_no_time_left_is_said(tmp_path, monkeypatch):
+    only(monkeypatch, python("works", 20, "pass"))
+    assert gpu_check.main([str(tmp_path), "--seconds", "20"]) == 0
+    assert "| works | left out |" in (tmp_path / "report.md").read_text()
+
+
+def test_commands_together_run_at_the_same_time(tmp_path, monkeypatch):
+    wait = "import pathlib, time\nopen({own!r}, 'w')\nwhile not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
+    only(monkeypatch, python("pair", 20, wait.format(own="a", other="b"), wait.format(own="b", other="a"), together=True))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    assert gpu_check.main([str(tmp_path / "out")]) == 0
+
+
+def test_measurements_become_rows_and_broken_lines_are_left_out(tmp_path):
+    (tmp_path / "micro-0.log").write_text("\n".join(map(json.dumps, (MACHINE, RING))) + '\n{"test": "ed')
+    lines = gpu_check.measurements(tmp_path)
+    assert lines == [MACHINE, RING]
+    assert gpu_check.micro_table(lines)[2:] == [
+        "| machine | device a device |  |  |  |  |  |",
+        "| ring | ctas 128, slot_bytes 4096 | 1,234.50 | 1,200.00 | 1,300.00 | us | 3,457 |",
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--stages", "nosuch"], "no stage nosuch"), (["--wheels", "nowhere"], "no wheels")])
+def test_mistakes_are_told(arguments, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        gpu_check.main(arguments)
+    assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+@pytest.mark.parametrize("number", range(len(gpu_check.RINGS)))
+def test_the_microbenchmarks_compile(number, tmp_path):
+    command = gpu_check.filled(of("build").commands[1 + number], tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    without = subprocess.run([command[-1]], capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert without.returncode == 1 and json.loads(without.stdout)["test"] == "error"
+    assert Path(command[-1]).stat().st_size > 0
