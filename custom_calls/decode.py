@@ -56,14 +56,16 @@ class Outputs(NamedTuple):
 
 
 def decode(
-    session: Running, inputs: Inputs, state: State, operands: tuple[jax.Array, ...] = (), *, room: int, top: int = 0, logits: bool = False, mesh: Mesh | None = None
-) -> tuple[Outputs, State]:
+    session: Running, inputs: Inputs, state: State, operands: tuple[jax.Array, ...] = (), *, room: int, top: int = 0,
+    logits: bool = False, mesh: Mesh | None = None,
+) -> tuple[Outputs, State]:  # fmt: skip
     """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state` with them.
 
     operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would become a constant of
-    the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place: call this
-    under jax.jit, with `state` donated (where it is not, XLA copies it for every call). Raises ValueError outside of jax.jit. A call that
-    cannot be is a jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout.
+    the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place:
+    call this under jax.jit, with `state` donated (where it is not, XLA copies it for every call). Raises ValueError outside of jax.jit. A
+    call that cannot be is a jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout;
+    what only a GPU can see of it has status[1] = len(ENDS), and `session.failure` says why.
     """
     if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         raise ValueError("custom_calls.decode updates its state in place: call it under jax.jit, with the state donated (donate_argnums)")

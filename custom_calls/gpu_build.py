@@ -15,8 +15,19 @@ from custom_calls.build import HERE, BuildError, cache
 SOURCES = HERE / "gpu"
 KERNEL = "decode.cu"
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
-HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--cuda-device-only", "--no-gpu-bundle-output", "-O3", "-std=c++17", "-ffp-contract=fast",
-             "-mllvm", "-disable-machine-licm")  # what it moves out of the loop over passes does not fit the registers
+HIP_FLAGS = (
+    "-x",
+    "hip",
+    "-nogpuinc",
+    "-nogpulib",
+    "--cuda-device-only",
+    "--no-gpu-bundle-output",
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-mllvm",
+    "-disable-machine-licm",
+)  # what it moves out of the loop over passes does not fit the registers
 
 
 def image(header: str, architecture: str, compile_with: Callable[[Path, Path, str], None] | None = None) -> bytes:
@@ -71,7 +82,9 @@ def nvcc() -> str | None:
 
 def clang() -> str | None:
     named = os.environ.get("HIP_CLANG")
-    return next((found for name in ([named] if named else ["clang++-19", "/opt/rocm/llvm/bin/clang++"]) if (found := shutil.which(name))), None)
+    return next(
+        (found for name in ([named] if named else ["clang++-19", "/opt/rocm/llvm/bin/clang++"]) if (found := shutil.which(name))), None
+    )
 
 
 def nvrtc() -> Path | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from custom_calls.library import ring_slots
 from custom_calls.schedule import Table
-from custom_calls.session import DTYPES, HEADS, Shapes
+from custom_calls.session import HEADS, Shapes
 
 SLOT_LINES = 8  # lines of a slot of the stream's ring: 4 KiB, so that one thread may order it in time
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
@@ -87,7 +87,7 @@ class Product:
 def product(name: str, all_rows: int, columns: int, ctas: int, machine: Machine, per: int, unit: int = 1) -> Product:
     """The shape that reads the fewest padded bytes; unit: rows that must stay together."""
     rows = -(-all_rows // unit // ctas) * unit
-    vectors_per_warp = -(-(-(-columns // per)) // machine.warps)
+    vectors_per_warp = math.ceil(columns / (per * machine.warps))
     best = None
     for log in range(machine.warp_size.bit_length()):
         group = 1 << log
@@ -97,7 +97,10 @@ def product(name: str, all_rows: int, columns: int, ctas: int, machine: Machine,
         steps = -(-rows // (machine.warp_size // group))
         cost = (segments * vectors * steps, segments, group)
         if best is None or cost < best[0]:
-            best = (cost, Product(name, all_rows, columns, ctas, rows, group, vectors, segments, steps, machine.warps, machine.warp_size, per))
+            best = (
+                cost,
+                Product(name, all_rows, columns, ctas, rows, group, vectors, segments, steps, machine.warps, machine.warp_size, per),
+            )
     return best[1]
 
 
@@ -301,7 +304,13 @@ class Layout:
             "LaneNorms": s.lane_norms, "LaneFinalNorm": s.lane_final_norm, "QkvBias": s.qkv_bias, "QkNorm": s.qk_norm,
             "NormOfSum": s.norm_of_sum, "AnyMean": any(total.stream_mean for total in self.table.sums),
         }  # fmt: skip
-        lines = ["// Made by custom_calls/gpu_layout.py.", "#pragma once", '#include "numbers.h"', "namespace laneformer {", "namespace gpu {"]
+        lines = [
+            "// Made by custom_calls/gpu_layout.py.",
+            "#pragma once",
+            '#include "numbers.h"',
+            "namespace laneformer {",
+            "namespace gpu {",
+        ]
         lines += [f"constexpr int k{name} = {value};" for name, value in numbers.items()]
         lines += [f"constexpr bool k{name} = {str(bool(value)).lower()};" for name, value in flags.items()]
         dtypes = {"Weights": s.weight_dtype, "Embedding": s.weight_dtype, "Cache": s.cache_dtype}

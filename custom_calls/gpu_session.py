@@ -61,7 +61,9 @@ class GpuSession(Running):
         self.target = TARGET if driver is None else EMULATED
         self._mesh, self._waiting = mesh, {}
         compiled = image(header, ARCHITECTURES[platform], compile_with)
-        ordinals = (ctypes.c_int32 * len(devices))(*(getattr(d, "local_hardware_id", None) or (0 if mesh is None else d.id) for d in devices))
+        ordinals = (ctypes.c_int32 * len(devices))(
+            *(getattr(d, "local_hardware_id", None) or (0 if mesh is None else d.id) for d in devices)
+        )
         layout = self.layout
         model = GpuModel(
             layers=shapes.layers, lanes=shapes.lanes, lanes_here=layout.lanes_here, ctas=layout.ctas, threads=layout.threads,
@@ -149,9 +151,7 @@ class GpuSession(Running):
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
         split = lanes and not (op == "head" and self.shapes.head_type == "lane")
         arrays = [jax.device_put(part.astype(self.shapes.weight_dtype), self._sharding(split)) for part in parts]
-        self._packed = _place(
-            self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True)
-        )
+        self._packed = _place(self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True))
 
     @property
     def operands(self) -> tuple:

@@ -55,8 +55,8 @@ def layouts(records: Sequence[dict]) -> list[str]:
         ))  # fmt: skip
     return [
         *("| " + " | ".join(row) + " |" for row in rows), "",
-        "Exchanges: sums over the lanes. Exposed: those that every lane waits for at once; beside them the head's, where it has one, and the "
-        "choice of the token. Minus layout none: what is waited for and added in all, in the same run.",
+        "Exchanges: sums over the lanes. Exposed: those that every lane waits for at once; beside them the head's, where it has one, and "
+        "the choice of the token. Minus layout none: what is waited for and added in all, in the same run.",
     ]  # fmt: skip
 
 

@@ -168,8 +168,8 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
         same = [one for one in measured if one.engine.config.layout == layout]
         medians = {one.engine.backend: statistics.median(run.rate for run in one.runs) for one in same}
         notes += [
-            f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the medians of tokens/s, "
-            f"{a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"
+            f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the medians of "
+            f"tokens/s, {a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"
             for a, b in itertools.combinations(medians, 2)
         ]
     spec = None if options.bandwidth_spec is None else 1e9 * options.bandwidth_spec

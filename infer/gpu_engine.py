@@ -36,9 +36,7 @@ class GpuBackend(NativeBackend):
         if jax.process_count() > 1:
             return "it runs in one process: use backend xla"
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
-            return (
-                f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use backend xla"
-            )
+            return f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use backend xla"
         try:
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:

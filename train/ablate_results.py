@@ -191,14 +191,22 @@ def delay_of(schedule: Schedule) -> int | None:
 
 
 def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
-    """{variant: tokens per second} of a JSON file. Raises InputError for anything else."""
+    """{variant: tokens per second} of a JSON file, or of the records that `infer bench --layouts` writes, by their layouts.
+
+    Raises InputError for anything else.
+    """
     if file is None:
         return {}
     try:
         speeds = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(speeds, list):
+            pairs = [(r["conditions"]["model"]["layout"], r["metrics"]["decode_tps"]["sustained_median"]) for r in speeds]
+            if len(speeds := dict(pairs)) < len(pairs):
+                raise ValueError("several records of one layout: measure one backend at one context")
         found = {str(name): float(speed) for name, speed in speeds.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"--measured {file}: {error}; it holds {{variant: tokens per second}}") from None
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        expected = "{variant: tokens per second} or records of infer bench --layouts"
+        raise InputError(f"--measured {file}: {error}; it holds {expected}") from None
     unknown = sorted(found.keys() - {v.name for v in grid.variants})
     if unknown:
         raise InputError(f"--measured {file}: {', '.join(unknown)} is no variant of grid {grid.name}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build, gpu_build
+from custom_calls import build
 from custom_calls.gpu_layout import Machine
 from custom_calls.gpu_session import GpuSession
 from infer.native_engine import kernel_shapes
@@ -82,7 +82,12 @@ def make_session(config: ModelConfig, weights, *, compute: str = "float32", mach
     else:
         options |= {"machine": machine, "compile_with": compile_with(machine, *flags), "driver": driver()}
     session = GpuSession(
-        kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows, mesh=mesh, **options
+        kernel_shapes(source),
+        config.schedule,
+        rope_frequencies=rotary_frequencies(config)[0],
+        windows=config.layer_windows,
+        mesh=mesh,
+        **options,
     )
     for path, weight in weights.items():
         session.pack(path, weight)

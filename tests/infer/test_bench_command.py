@@ -202,7 +202,8 @@ def test_layouts_of_one_shape_side_by_side(recipe, capsys, tmp_path):
     out = capsys.readouterr().out
     records = json.loads((tmp_path / "out.json").read_text())
     assert [r["conditions"]["model"]["layout"] for r in records] == list(layouts)
-    assert [(r["conditions"]["parallelism"]["exchanges"], r["conditions"]["parallelism"]["exposed"]) for r in records] == [(4, 4), (3, 0), (0, 0)]
+    counted = [r["conditions"]["parallelism"] for r in records]
+    assert [(c["exchanges"], c["exposed"]) for c in counted] == [(4, 4), (3, 0), (0, 0)]
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith(tuple(f"| {layout}," for layout in layouts))]
     microseconds = [1e6 / r["metrics"]["decode_tps"]["sustained_median"] for r in records]
     for row, time, record in zip(rows, microseconds, records, strict=True):
@@ -217,7 +218,8 @@ def test_help_shows_the_options(capsys, monkeypatch):
         main(["bench", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and "bench" in shown
-    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--layouts LAYOUT", "--context STR", "--output-tokens INT", "--runs INT",
+    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--layouts LAYOUT", "--context STR", "--output-tokens INT",
+                   "--runs INT",
                    "--warmup-runs INT", "--temperature FLOAT", "--tokens-per-dispatch INT", "--dtype", "--compute", "--threads INT",
                    "--devices INT", "--bandwidth-spec GB/S", "--json FILE", "--trace FILE", "--table FILE"):  # fmt: skip
         assert option in shown

@@ -54,7 +54,9 @@ def xla(model):
     return infer.Engine(model, "xla")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)], ids=["greedy", "drawn"]
+)
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_the_answers_of_backend_xla(length, sampling, engine, xla, model):
     """Prompts through the kernel alone, and through XLA first."""

@@ -179,7 +179,15 @@ def test_measured_speeds_stand_beside_the_projected_ones(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
     file.write_text('{"twice": 1234.4}')
     assert "| 1,234 |" in write_report(made, file)
-    for wrong, said in (('{"nope": 1}', "nope is no variant"), ("[1]", "it holds {variant"), ('{"tp": "fast"}', "could not convert")):
+    record = {"conditions": {"model": {"layout": "tp"}}, "metrics": {"decode_tps": {"sustained_median": 777.3}}}  # of infer bench --layouts
+    file.write_text(json.dumps([record]))
+    assert "| 777 |" in write_report(made, file)
+    for wrong, said in (
+        ('{"nope": 1}', "nope is no variant"),
+        ("[1]", "it holds {variant"),
+        ('{"tp": "fast"}', "could not convert"),
+        (json.dumps([record, record]), "several records of one layout"),
+    ):
         file.write_text(wrong)
         with pytest.raises(InputError, match=said):
             write_report(made, file)
