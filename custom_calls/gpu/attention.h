@@ -177,21 +177,20 @@ struct Attention {
         Pieces next_k, next_v;
         const int next = key + kKeysAtOnce;
         load(keys, smaller(next, last - 1), kv_head, next_k), load(values, smaller(next, last - 1), kv_head, next_v);
-        float own_k[kOwn], own_v[kOwn];
-        unpack_pieces(k, own_k);
-        unpack_pieces(v, own_v);
-        add_key(heads, h0, key < old, own_k, own_v, largest, weight, sum);
+        float own[kOwn], score[kHeadsAtOnce];
+        unpack_pieces(k, own);
+        score_key(heads, h0, own, score);
+        unpack_pieces(v, own);
+        if (key < old) add_value(score, own, largest, weight, sum);
         key = next;
         k = next_k, v = next_v;
       }
       if (newest && warp() == 0) {
-        float own_k[kOwn], own_v[kOwn];
-        LF_UNROLL for (int i = 0; i < kOwn; i++) {
-          const int element = own_element(i);
-          own_k[i] = element < kHeadDim ? heads[kGroupHeads * kHeadDim + element] : 0.0f;
-          own_v[i] = element < kHeadDim ? new_value[element] : 0.0f;
-        }
-        add_key(heads, h0, warp_lane() < kKeyThreads, own_k, own_v, largest, weight, sum);
+        float own[kOwn], score[kHeadsAtOnce];
+        own_part(heads + kGroupHeads * kHeadDim, own);
+        score_key(heads, h0, own, score);
+        own_part(new_value, own);
+        if (warp_lane() < kKeyThreads) add_value(score, own, largest, weight, sum);
       }
       merge_warp(largest, weight, sum);
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
@@ -217,18 +216,26 @@ struct Attention {
     return half_to_float(float_to_half(v));
   }
 
-  LF_DEVICE static void add_key(const float* heads, int h0, bool real, const float (&k)[kOwn], const float (&v)[kOwn],
-                                float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+  // The thread's elements of a head in shared memory.
+  LF_DEVICE static void own_part(const float* head, float (&out)[kOwn]) {
+    LF_UNROLL for (int i = 0; i < kOwn; i++) out[i] = own_element(i) < kHeadDim ? head[own_element(i)] : 0.0f;
+  }
+
+  // All threads of the warp: they add up the scores of their keys together.
+  LF_DEVICE static void score_key(const float* heads, int h0, const float (&k)[kOwn], float (&score)[kHeadsAtOnce]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float* q = heads + smaller(h0 + h, kGroupHeads - 1) * kHeadDim;
-      float score = 0;
-      LF_UNROLL for (int i = 0; i < kOwn; i++) {
-        const int element = own_element(i);
-        if (kKvPieces % kKeyThreads == 0 || element < kHeadDim) score += q[element] * k[i];
-      }
-      LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score += shuffle(score, mask);
-      if (!real) continue;
-      const float top = larger(largest[h], score), keep = fast_exp2(largest[h] - top), own = fast_exp2(score - top);
+      score[h] = 0;
+      LF_UNROLL for (int i = 0; i < kOwn; i++)
+        if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim) score[h] += q[own_element(i)] * k[i];
+      LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score[h] += shuffle(score[h], mask);
+    }
+  }
+
+  LF_DEVICE static void add_value(const float (&score)[kHeadsAtOnce], const float (&v)[kOwn], float (&largest)[kHeadsAtOnce],
+                                  float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+    LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
+      const float top = larger(largest[h], score[h]), keep = fast_exp2(largest[h] - top), own = fast_exp2(score[h] - top);
       largest[h] = top;
       weight[h] = weight[h] * keep + own;
       LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = sum[h][i] * keep + own * v[i];

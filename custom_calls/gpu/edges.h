@@ -107,6 +107,7 @@ LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float
 template <int threads>
 LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where) {
   constexpr int each = 4;
+  const int own = afresh(thread());
   for (int first = 0; first < n; first += threads * each) {
     float values[each];
     bool all;
@@ -115,17 +116,17 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
       all = true;
       u64 words[each];
       LF_UNROLL for (int i = 0; i < each; i++) {
-        const int at = first + i * threads + thread();
+        const int at = first + i * threads + own;
         if (at < n) words[i] = load_word(board + at);
       }
       LF_UNROLL for (int i = 0; i < each; i++) {
-        if (first + i * threads + thread() >= n) continue;
+        if (first + i * threads + own >= n) continue;
         values[i] = value_of(words[i]);
         all = all && has_come(words[i], tag);
       }
     } while (!all && watch.go_on(spins, where, first));
     LF_UNROLL for (int i = 0; i < each; i++) {
-      const int at = first + i * threads + thread();
+      const int at = first + i * threads + own;
       if (at < n) out[at] = values[i];
     }
   }

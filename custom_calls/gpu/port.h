@@ -27,7 +27,6 @@ struct Words {
 #elif defined(__HIP__)
 
 #define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
-#define LF_SELDOM LF_DEVICE  // a call would put all that it is given references to into memory, the parameters too
 #define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
 #define LF_CONSTANT static __attribute__((constant)) const
 #define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
@@ -81,8 +80,8 @@ LF_DEVICE Vec load_vec_between_ctas(const void* p) {
   const u64 b = __hip_atomic_load(in_global((const u64*)p + 1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
   return {{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)}};
 }
-LF_DEVICE Vec load_vec(const void* p) {
-  const NativeVec v = *(const NativeVec*)p;
+LF_DEVICE Vec load_vec(const void* p) {  // the weights' ring, which would be shared memory, is CUDA's
+  const NativeVec v = *in_global((const NativeVec*)p);
   return {{v[0], v[1], v[2], v[3]}};
 }
 LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
@@ -108,7 +107,6 @@ LF_DEVICE void add_shared(u64* p, u64 v) { __hip_atomic_fetch_add(p, v, __ATOMIC
 #else  // CUDA
 
 #define LF_DEVICE __device__ __forceinline__
-#define LF_SELDOM __device__ __noinline__
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]

@@ -247,12 +247,12 @@ struct Sampler {
     return value_of(v);
   }
 
-  LF_SELDOM void copy_logits(u32 tag, int parity, float* out) const {
+  LF_DEVICE void copy_logits(u32 tag, int parity, float* out) const {
     for (int token = afresh(thread()); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
   }
 
   // The p.top most likely tokens, lowest id first among equals.
-  LF_SELDOM void rank(u32 tag, int parity, float lse, int drawn) const {
+  LF_DEVICE void rank(u32 tag, int parity, float lse, int drawn) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
@@ -270,7 +270,7 @@ struct Sampler {
   }
 
   // Of the filters: the least z that is kept. Every CTA computes it, from the same words.
-  LF_SELDOM float threshold(u32 tag, int parity) const {
+  LF_DEVICE float threshold(u32 tag, int parity) const {
     const i64 base = kZAt + (i64)parity * kVocab;
     float best = kLowest;
     for (int token = afresh(thread()); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));
@@ -294,13 +294,12 @@ struct Sampler {
     u64* groups = sums + kBuckets;
     int* found = (int*)(warps() + 2 * kWarps);
     u64* above_shared = (u64*)(warps() + 2 * kWarps + 2);
-    constexpr int bits[3] = {11, 11, 10};
     u32 prefix = 0;
     int shift = 32;
     u64 above = 0;
     for (int pass = 0; pass < 3; pass++) {
-      const int upper = shift;
-      shift -= bits[pass];
+      const int upper = shift, bits = pass < 2 ? 11 : 10;
+      shift -= bits;
       sync_cta();
       for (int i = afresh(thread()); i < kBuckets; i += kThreads) sums[i] = 0;
       sync_cta();
@@ -309,7 +308,7 @@ struct Sampler {
         const u32 order = order_of(value);
         if (upper < 32 && order >> upper != prefix) continue;
         const u64 own = amount(value);
-        if (own) add_shared(sums + (order >> shift & ((1u << bits[pass]) - 1)), own);
+        if (own) add_shared(sums + (order >> shift & ((1u << bits) - 1)), own);
       }
       sync_cta();
       for (int g = afresh(thread()); g < kBucketGroups; g += kThreads) {
@@ -339,7 +338,7 @@ struct Sampler {
       sync_cta();
       above = *above_shared;
       if (*found < 0) return kLowest;
-      prefix = prefix << bits[pass] | (u32)*found;
+      prefix = prefix << bits | (u32)*found;
     }
     return float_of_order(prefix);
   }

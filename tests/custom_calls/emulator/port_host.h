@@ -11,7 +11,6 @@
 #include <ctime>
 
 #define LF_DEVICE inline
-#define LF_SELDOM
 #define LF_KERNEL extern "C"
 #define LF_PARAMS const Params
 #define LF_CONSTANT static const
