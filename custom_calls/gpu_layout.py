@@ -114,6 +114,8 @@ class Layout:
     """Keys that each layer sees, 0 for all."""
     machine: Machine
     lanes_here: int
+    peer_ctas: int = 0
+    """CTAs that play the lanes of other devices, for one rank alone on a GPU; its weights are then the only ones. See gpu/peers.h."""
 
     @cached_property
     def ctas(self) -> int:
@@ -162,7 +164,8 @@ class Layout:
     @property
     def packed_shape(self) -> tuple[int, ...]:
         """Of the packed weights of all lanes, in elements of their dtype."""
-        return (self.shapes.lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_elements)
+        lanes = self.lanes_here if self.peer_ctas else self.shapes.lanes
+        return (lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_elements)
 
     def offset(self, op: str, layer: int = 0) -> int:
         """Element of each warp's stream at which a product begins."""
@@ -235,7 +238,7 @@ class Layout:
 
     @property
     def grid(self) -> int:
-        return self.lanes_here * self.ctas
+        return self.lanes_here * self.ctas + self.peer_ctas
 
     @cached_property
     def mail_slots(self) -> int:
@@ -289,7 +292,7 @@ class Layout:
         """The file model.h."""
         s, m = self.shapes, self.machine
         numbers = {
-            "Lanes": s.lanes, "LanesHere": self.lanes_here, "Ctas": self.ctas, "Warps": m.warps, "Layers": s.layers, "Hidden": s.hidden,
+            "Lanes": s.lanes, "LanesHere": self.lanes_here, "PeerCtas": self.peer_ctas, "Ctas": self.ctas, "Warps": m.warps, "Layers": s.layers, "Hidden": s.hidden,
             "Heads": s.heads, "KvHeads": s.kv_heads, "HeadDim": s.head_dim, "Ff": s.ff, "Vocab": s.vocab, "HeadType": HEADS[s.head_type],
             "SlotLines": SLOT_LINES, "Slots": self.slots, "BarrierBytes": self.barrier_bytes, "LayerLines": self.layer_lines,
             "HeadLines": self.head_lines,

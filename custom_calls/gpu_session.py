@@ -38,12 +38,14 @@ class GpuSession(Running):
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
         platform: str = "cuda", machine: Machine | None = None, chaos_us: int = 0, timeout_ms: int = 10_000,
+        peer_ctas: int = 0, peer_delay_us: int = 0,
         compile_with: Callable[[Path, Path, str], None] | None = None, driver: Path | None = None,
     ):  # fmt: skip
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane) of local devices; None for the first one.
 
         platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
-        driver are for tests, the last two for emulated devices. Raises NativeError, BuildError if the kernel cannot be compiled.
+        driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer after
+        peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. Raises NativeError, BuildError if the kernel cannot be compiled.
         """
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         if shapes.lanes % len(devices):
@@ -53,7 +55,8 @@ class GpuSession(Running):
         table = Table.of(schedule, shapes.hidden)
         try:
             self.layout = Layout(
-                shapes, table, tuple(window or 0 for window in windows), machine or MACHINES[platform], shapes.lanes // len(devices)
+                shapes, table, tuple(window or 0 for window in windows), machine or MACHINES[platform],
+                1 if peer_ctas else shapes.lanes // len(devices), peer_ctas,
             )
             header = self.layout.header
         except ValueError as error:
@@ -72,6 +75,7 @@ class GpuSession(Running):
             pass_tags=layout.pass_tags, exchanges=len(table.sums) + 1, lane_words=layout.lane_words, shared_words=layout.shared_words,
             packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
             library=str(driver).encode() if driver else None, image=compiled, image_bytes=len(compiled),
+            grid=layout.grid, peer_delay_us=peer_delay_us,
             devices=ctypes.addressof(ordinals), num_devices=len(devices), timeout_ms=timeout_ms, chaos_us=chaos_us,
         )  # fmt: skip
         self._open(shapes, timeout_ms, ctypes.byref(model))
@@ -147,6 +151,16 @@ class GpuSession(Running):
                 self._pack_matrix(op, layer, tuple(parts[part] for part in PARTS[op]), lanes=True)
                 del self._waiting[op, layer]
 
+    def fill(self, seed: int = 0) -> None:
+        """Random numbers for all weights, for measurements; norms are 1."""
+        keys = jax.random.split(jax.random.key(seed))
+        s = self.shapes
+        for name in ("attention_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
+            self._floats[name][:] = 1
+        self._packed = _normal(keys[0], self._packed)
+        self._embedding = _normal(keys[1], jnp.zeros((s.vocab, s.hidden), s.weight_dtype, device=self._sharding(False)))
+        self._left, self._ready = set(), None
+
     def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
         split = lanes and not (op == "head" and self.shapes.head_type == "lane")
@@ -199,11 +213,18 @@ class GpuSession(Running):
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
         """Each CTA's number, over all devices, and spans, a structured array (op, layer, begin_ns, end_ns)."""
-        for cta in range(self.shapes.lanes * self.layout.ctas):
+        for cta in range(self.layout.packed_shape[0] * self.layout.ctas):
             count = call("gpu_spans", self.id, cta, None, 0)
             spans = (Span * count)()
             call("gpu_spans", self.id, cta, spans, count)
             yield cta, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+
+
+@partial(jax.jit, donate_argnums=1)
+def _normal(key: jax.Array, like: jax.Array) -> jax.Array:
+    """Of the deviation that initial weights have; a block of them repeated where there are many."""
+    block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
+    return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)
 
 
 def _kept(weight):

@@ -2,6 +2,7 @@
 //
 // Specialised for one model: model.h is made by custom_calls/gpu_layout.py.
 #include "attention.h"
+#include "peers.h"
 #include "residual.h"
 #include "sampling.h"
 
@@ -240,6 +241,7 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
 LF_DEVICE void finish(const Params& p, bool tells, int drawn, int end, int position) {
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
   if (thread() != 0) return;
+  if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
   p.status[0] = drawn;
   p.status[1] = load_word(p.shared[p.device]) ? kFailed : end;
   p.status[2] = position;
@@ -268,6 +270,9 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
     if (cta() == 0 && thread() == 0) p.host->failed = kBadCall;
     if (cta() == 0) finish(p, place == 0, 0, kFailed, start);
     return;
+  }
+  if constexpr (kPeerCtas > 0) {
+    if (lane_here >= kLanesHere) return Peers{p, watch, cta() - kLanesHere * kCtas}.run(prompt + limit);
   }
   Stream stream((const char*)p.weights + (i64)cta() * kWarps * (kLayerLines + kHeadLines) * kLineBytes, memory, barriers, prompt - 1);
   check_in(p, watch, place, p.pass_tag);

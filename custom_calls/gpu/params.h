@@ -67,7 +67,7 @@ struct Params {
   unsigned long long* shared[kMaxDevices];  // between lanes, one on each device
   int devices, device, first_lane;
   unsigned int pass_tag, exchange_tag;  // the first of this call
-  unsigned long long timeout_ns, chaos_ns;
+  unsigned long long timeout_ns, chaos_ns, peer_delay_ns;
   Host* host;
   Told* told;         // [context]
   int* told_tokens;   // [context][top]

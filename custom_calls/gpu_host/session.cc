@@ -28,7 +28,7 @@ Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model
       device.module = driver_.load(model.image, (size_t)model.image_bytes);
       device.function = driver_.function(device.module, "laneformer_decode", model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
-      const int grid = model.lanes_here * model.ctas;
+      const int grid = model.grid;
       const int room = driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
       if (room < grid)
         throw std::runtime_error("device " + std::to_string(ordinal) + " holds " + std::to_string(room) + " of the " + std::to_string(grid) +
@@ -98,6 +98,7 @@ void Session::launch(int position, Params params, int64_t passes, void* stream) 
   device.exchange_tag += (uint32_t)(passes * model_.exchanges);
   params.timeout_ns = (unsigned long long)model_.timeout_ms * 1'000'000ull;
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
+  params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
   params.told = told_;
   params.told_tokens = told_tokens_;
@@ -108,7 +109,7 @@ void Session::launch(int position, Params params, int64_t passes, void* stream) 
   lock.unlock();
   void* arguments[] = {&params};
   driver_.use(device.ordinal);
-  driver_.launch(device.function, model_.lanes_here * model_.ctas, model_.threads, model_.shared_bytes, stream, arguments);
+  driver_.launch(device.function, model_.grid, model_.threads, model_.shared_bytes, stream, arguments);
 }
 
 int32_t Session::wait(int32_t have, int timeout_ms) {

@@ -23,6 +23,7 @@ struct LaneformerGpuModel {
   const char* library;  // null for the usual one
   const void* image;    // the compiled kernel
   int64_t image_bytes;
+  int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
   const int32_t* devices;  // ordinals of the driver, in the order of the lanes
   int32_t num_devices, timeout_ms, chaos_us;
 };

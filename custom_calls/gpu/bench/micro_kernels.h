@@ -1,0 +1,241 @@
+// The kernels of micro.cu. Every wait has a watchdog.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "exchange.h"
+#include "stream.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kSharedBytes = kRingBytes + 8 * kWarps * kSlots;
+constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of a CTA
+constexpr int kTake = 4;                                         // lines that a warp takes at once
+constexpr int kWidest = 3072, kRows = 24;                        // words of an edge, rows of a CTA in the exchange
+using Mail = Exchange<2, 8, kWidest>;
+
+struct Stamp {
+  u64 begin, end;
+};
+
+// What a launch of any kernel here gets besides Params: p.spans is not used, times go here.
+struct Job {
+  char* weights;
+  Stamp* stamps;  // [rounds of stamps][CTAs]
+  u64* done;      // words of the device
+  u32 first_tag;
+  int rounds, lines, group, words;
+  bool edges, flags, ping;
+  i64 bytes, buffer;
+};
+
+LF_DEVICE void begin(const Job& job, int n) {
+  sync_cta();
+  if (thread() == 0) job.stamps[(i64)n * gridDim.x + cta()].begin = clock_ns();
+}
+
+LF_DEVICE void end(const Job& job, int n) {
+  sync_cta();
+  if (thread() == 0) job.stamps[(i64)n * gridDim.x + cta()].end = clock_ns();
+}
+
+LF_DEVICE void keep(const Job& job, u32 value) {  // so that what made it is not left out
+  if (value == 0x9e3779b9u) job.done[1] = value;
+}
+
+LF_DEVICE u32 mix(const Vec& v) { return v.word[0] ^ v.word[1] ^ v.word[2] ^ v.word[3]; }
+
+template <int n>
+LF_DEVICE u32 take(Stream& stream, int lines) {
+  u32 mixed = 0;
+  for (int line = 0; line < lines; line += n) {
+    Vec vecs[n];
+    stream.take(vecs);
+    LF_UNROLL for (int i = 0; i < n; i++) mixed ^= mix(vecs[i]);
+  }
+  return mixed;
+}
+
+LF_KERNEL void fill(LF_PARAMS, const Job job) {
+  for (i64 at = (i64)cta() * kThreads + thread(); at < job.buffer / 4; at += (i64)gridDim.x * kThreads) {
+    u32 v = (u32)at * 0x9e3779b9u;
+    v = (v ^ v >> 16) * 0x85ebca6bu;
+    ((u32*)job.weights)[at] = v ^ v >> 13;
+  }
+}
+
+LF_KERNEL void empty(LF_PARAMS, const Job) {}
+
+// How finely the global timer ticks, and the clock of the multiprocessor.
+LF_KERNEL void clocks(LF_PARAMS, const Job job) {
+  if (cta() || thread()) return;
+  u64 finest = ~0ull, last = clock_ns();
+  const u64 from = last;
+  const long long cycles = clock64();
+  while (last - from < 2000000) {
+    const u64 now = clock_ns();
+    if (now != last && now - last < finest) finest = now - last;
+    last = now;
+  }
+  job.done[2] = finest;
+  job.done[3] = (u64)(clock64() - cycles) * 1000 / (last - from);  // MHz
+}
+
+LF_KERNEL void ring(LF_PARAMS, const Job job) {
+  LF_SHARED(memory);
+  begin(job, 0);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  keep(job, take<kTake>(stream, job.lines));
+  end(job, 0);
+  stream.drain();
+}
+
+LF_KERNEL void plain(LF_PARAMS, const Job job) {
+  constexpr int each = 8;
+  begin(job, 0);
+  u32 mixed = 0;
+  const i64 step = (i64)gridDim.x * kThreads * 16;
+  for (i64 at = ((i64)cta() * kThreads + thread()) * 16; at + (each - 1) * step < job.bytes; at += each * step) {
+    Vec vecs[each];
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      const uint4 v = __ldcs((const uint4*)(job.weights + at + i * step));
+      vecs[i] = {{v.x, v.y, v.z, v.w}};
+    }
+    LF_UNROLL for (int i = 0; i < each; i++) mixed ^= mix(vecs[i]);
+  }
+  keep(job, mixed);
+  end(job, 0);
+}
+
+// Bursts of a number of bytes from memory that no cache has, all CTAs together, the memory idle before: bulk copies of 4 KiB from every warp.
+LF_KERNEL void burst(LF_PARAMS, const Job job) {
+  constexpr int bytes = 4096, slots = kRingBytes / kWarps / bytes;
+  LF_SHARED(memory);
+  __shared__ u64 barriers[kWarps][slots];
+  char* own = memory + warp() * slots * bytes;
+  const u64 policy = stream_policy();
+  if (warp_lane() == 0) {
+    for (int s = 0; s < slots; s++) barrier_init(&barriers[warp()][s]);
+    barrier_init_done();
+  }
+  sync_cta();
+  const int copies = (int)(job.bytes / bytes), warps = gridDim.x * kWarps, first = cta() * kWarps + warp();
+  u32 mixed = 0, taken = 0;
+  for (int round = 0; round < job.rounds; round++) {
+    const char* from = job.weights + round % (job.buffer / job.bytes) * job.bytes;
+    cooperative_groups::this_grid().sync();
+    const u64 idle = clock_ns();
+    while (clock_ns() - idle < 20000) pause();
+    cooperative_groups::this_grid().sync();
+    begin(job, round);
+    const int count = first < copies ? (copies - first + warps - 1) / warps : 0;
+    const auto issue = [&](int n) {
+      if (warp_lane() == 0)
+        bulk_copy(own + (taken + n) % slots * bytes, from + (i64)(first + n * warps) * bytes, bytes, &barriers[warp()][(taken + n) % slots], policy);
+    };
+    for (int n = 0; n < smaller(count, slots); n++) issue(n);
+    for (int n = 0; n < count; n++) {
+      const u32 at = taken + n;
+      while (!barrier_passed(&barriers[warp()][at % slots], at / slots & 1)) pause();
+      for (int i = warp_lane() * 16; i < bytes; i += kLineBytes) mixed ^= mix(load_vec(own + at % slots * bytes + i));
+      sync_warp();
+      if (n + slots < count) issue(n + slots);
+    }
+    taken += count;
+    end(job, round);
+  }
+  keep(job, mixed);
+}
+
+LF_KERNEL void grid_sync(LF_PARAMS, const Job job) {
+  begin(job, 0);
+  for (int round = 0; round < job.rounds; round++) cooperative_groups::this_grid().sync();
+  end(job, 0);
+}
+
+// Every CTA publishes its part of the words and all CTAs of the group read all of them, again and again; between, a warp takes some lines.
+LF_KERNEL void edge(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
+  Watch watch(p, p.shared[0], cta() / job.group);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  const int c = cta() % job.group, rows = job.words / job.group;
+  u64* boards = p.boards + (i64)(cta() / job.group) * 2 * kWidest;
+  u64* flags = p.boards + (i64)gridDim.x * 2 * kWidest + (i64)(cta() / job.group) * job.group * 16;
+  float total = 0;
+  u32 mixed = 0;
+  cooperative_groups::this_grid().sync();
+  begin(job, 0);
+  for (int round = 0; round < job.rounds; round++) {
+    const u32 tag = job.first_tag + round;
+    mixed ^= take<2>(stream, job.lines);
+    if (!job.edges) continue;
+    u64* board = boards + round % 2 * kWidest;
+    if (job.flags) {
+      float* data = (float*)board;
+      for (int r = thread(); r < rows; r += kThreads) data[c * rows + r] = total + r;
+      sync_cta();
+      if (thread() == 0) {
+        fence_device();
+        store_word(flags + c * 16, tag);
+      }
+      if (thread() < job.group) {
+        for (int spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
+          if (!watch.go_on(spins, kAtVector, thread())) break;
+        fence_device();
+      }
+      sync_cta();
+      for (int at = thread() * 4; at < job.words; at += kThreads * 4) total += bits_to_float(load_vec_between_ctas(data + at).word[0]) * 1e-9f;
+    } else {
+      for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
+      float x[each][8];
+      read_words<false>(board, job.words, tag, [](int v) { return (v * kThreads + thread()) * 8; }, x, watch, kAtVector);
+      LF_UNROLL for (int v = 0; v < each; v++) total += x[v][0] * 1e-9f;
+    }
+    sync_cta();
+  }
+  end(job, 0);
+  stream.drain();
+  keep(job, mixed ^ float_to_bits(total));
+}
+
+// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The others load the memory meanwhile, if there are any.
+LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  if (cta() >= 2 * job.group) {
+    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+    u32 mixed = 0;
+    begin(job, 0);
+    while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0)) mixed ^= take<kTake>(stream, 64);
+    end(job, 0);
+    stream.drain();
+    keep(job, mixed);
+    return;
+  }
+  const int lane = cta() / job.group, c = cta() % job.group, row = c * kRows + thread();
+  Watch watch(p, p.shared[0], lane);
+  const u64 from = clock_ns();
+  while (clock_ns() - from < 50000) pause();  // until the others' streams run
+  begin(job, 0);
+  float total = 0;
+  if (thread() < kRows) {
+    for (int round = 0; round < job.rounds; round++) {
+      const u32 sequence = job.first_tag + round;
+      if (job.ping && lane == 1)
+        for (int spins = 0; !has_come(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
+          if (!watch.go_on(spins, kAtLanding, 0)) break;
+      Mail::push(p, 16, sequence, lane, row, total);
+      float values[2];
+      Mail::pull(p.shared[0] + 16, sequence, row, values, watch, kAtLanding);
+      total += values[0] - values[1] + 1;
+    }
+  }
+  end(job, 0);
+  if (cta() == 0 && thread() == 0) store_word(job.done, job.first_tag);
+  keep(job, float_to_bits(total));
+}
+
+}  // namespace gpu
+}  // namespace laneformer

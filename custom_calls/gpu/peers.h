@@ -1,0 +1,67 @@
+// One rank of several, alone on a GPU: spare CTAs play the other lanes. They send what this lane sends, after a delay, so that it meets every
+// wait of a real exchange. What it computes means nothing; how long it takes, and from which delay on it waits, is measured. Always to be
+// called emulated.
+#pragma once
+
+#include "residual.h"
+#include "sampling.h"
+
+namespace laneformer {
+namespace gpu {
+
+// Every exchange is one CTA's in turn, so that the next ones pass while it waits for its delay.
+struct Peers {
+  const Params& p;
+  Watch& watch;
+  int index;  // of the CTA among those that play
+
+  LF_DEVICE void run(int passes) {
+    copy(kCheckInAt, 1, kCtas, p.pass_tag, index == 0);
+    u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;
+    int turn = 0;
+    for (int pass = 0; pass < passes && !over(); pass++, tag += kPassTags, sequence += kNumSums + 1) {
+      for (int time = 0; time < 2 * kLayers; time++)
+        for (int s = 0; s < kNumSums; s++)
+          if (kSums[s].complete_at == time) exchange(sequence + s, kSums[s].width, turn++);
+      if (kHeadType != 2 && pass + 1 >= p.control[0]) exchange(sequence + kNumSums, kHidden, turn++);
+      copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag, index == turn++ % kPeerCtas);
+    }
+  }
+
+ private:
+  static constexpr int kMostWords = (larger_of(kHidden, kCtas * kPacketWords) + kThreads - 1) / kThreads;
+
+  LF_DEVICE bool over() const { return load_word(p.shared[0] + 1) == p.pass_tag || watch.ended(); }
+
+  LF_DEVICE void exchange(u32 sequence, int width, int turn) {
+    if (turn % kPeerCtas != index) return;
+    const i64 from = kMailAt + LaneExchange::at(sequence, 0, 0);
+    copy(from, 1, width, sequence, true, kHidden);
+  }
+
+  // Words of lane 0 as those of the other lanes, `stride` words further each.
+  LF_DEVICE void copy(i64 at, int each, int count, u32 tag, bool mine, int stride = 0) {
+    if (!mine) return;
+    const int words = each * count;
+    if (stride == 0) stride = words;
+    u64* board = p.shared[0] + at;
+    u64 own[kMostWords];
+    LF_UNROLL for (int n = 0; n < kMostWords; n++) {
+      const int i = n * kThreads + thread();
+      while (i < words && !has_come(own[n] = load_word(board + i), tag)) {
+        if (over()) return;
+        pause();
+      }
+    }
+    const u64 due = clock_ns() + p.peer_delay_ns;
+    while (clock_ns() < due) pause();
+    LF_UNROLL for (int n = 0; n < kMostWords; n++) {
+      const int i = n * kThreads + thread();
+      if (i >= words) continue;
+      LF_UNROLL for (int lane = 1; lane < kLanes; lane++) store_word(board + (i64)lane * stride + i, own[n]);
+    }
+  }
+};
+
+}  // namespace gpu
+}  // namespace laneformer

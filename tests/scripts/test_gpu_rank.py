@@ -1,0 +1,52 @@
+"""One lane alone, its peers played, on an emulated GPU: it comes to its end, and waits where a layout has to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "custom_calls"))
+
+import emulated
+import small
+
+from custom_calls.gpu_layout import Machine
+from laneformer import ConfigError
+from scripts import gpu_rank
+from scripts.gpu_rank import Options, measure, table
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+RECIPE = """
+from pathlib import Path
+from laneformer import ModelConfig
+from train.config import DataConfig, TrainConfig
+
+def small():
+    return TrainConfig(name="small", steps=1, data=DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1), model=ModelConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, num_lanes=4,
+        max_position_embeddings=64, lm_head_type="HEAD"))
+"""
+MACHINE = Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copies=True)
+
+
+@pytest.mark.parametrize("head", ["replicate", "vocab_parallel"])
+def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
+    file = tmp_path / "mine.py"
+    file.write_text(RECIPE.replace("HEAD", head))
+    options = Options(recipe=f"{file}:small", delays=(0, 3000), context=8, tokens=4, runs=1)
+    devices = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
+    records = measure(options, "tp", **devices) + measure(options, "none", **devices)
+    times = {(r["layout"], r["delay_us"]): r["us_per_token"]["median"] for r in records}
+    exposed = {"tp": 8, "none": 0}
+    for layout, count in exposed.items():
+        waits = count + 1 + (head == "replicate")  # the token, and the head's exchange
+        assert times[layout, 3000] > 3000 * waits * 0.9, "every exposed exchange takes the delay"
+    assert times["tp", 3000] - times["none", 3000] > 3000 * 8 * 0.6
+    text = table(records)
+    assert "emulated 1 of 4, not 4 GPUs" in text and text.count("| tp |") == 2
+
+
+def test_it_needs_a_gpu():
+    with pytest.raises(ConfigError, match="this measures a GPU"):
+        gpu_rank.run(Options())
