@@ -292,8 +292,9 @@ class Layout:
         """The file model.h."""
         s, m = self.shapes, self.machine
         numbers = {
-            "Lanes": s.lanes, "LanesHere": self.lanes_here, "PeerCtas": self.peer_ctas, "Ctas": self.ctas, "Warps": m.warps, "Layers": s.layers, "Hidden": s.hidden,
-            "Heads": s.heads, "KvHeads": s.kv_heads, "HeadDim": s.head_dim, "Ff": s.ff, "Vocab": s.vocab, "HeadType": HEADS[s.head_type],
+            "Lanes": s.lanes, "LanesHere": self.lanes_here, "PeerCtas": self.peer_ctas, "Ctas": self.ctas, "Warps": m.warps,
+            "Layers": s.layers, "Hidden": s.hidden, "Heads": s.heads, "KvHeads": s.kv_heads, "HeadDim": s.head_dim, "Ff": s.ff,
+            "Vocab": s.vocab, "HeadType": HEADS[s.head_type],
             "SlotLines": SLOT_LINES, "Slots": self.slots, "BarrierBytes": self.barrier_bytes, "LayerLines": self.layer_lines,
             "HeadLines": self.head_lines,
             "LayerPadding": self.layer_lines - s.layers * sum(self.products[op].lines for op in self.layer_ops),

@@ -44,8 +44,9 @@ class GpuSession(Running):
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane) of local devices; None for the first one.
 
         platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
-        driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer after
-        peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. Raises NativeError, BuildError if the kernel cannot be compiled.
+        driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer
+        after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. Raises NativeError, and BuildError if the kernel
+        cannot be compiled.
         """
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         if shapes.lanes % len(devices):

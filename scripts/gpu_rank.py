@@ -1,7 +1,8 @@
 """python -m scripts.gpu_rank: one rank of several on one GPU, whose other lanes answer after a delay: time per token by layout and delay.
 
-The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare CTAs play the others
-(custom_calls/gpu/peers.h). From which delay on a layout waits for its exchanges is what this shows. It is no measurement of several GPUs.
+The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare CTAs play the
+others (custom_calls/gpu/peers.h). What this shows is from which delay on a layout waits for its exchanges. It is no measurement of
+several GPUs.
 """
 
 import json
@@ -123,8 +124,8 @@ def table(records: list[dict]) -> str:
         lines.append(f"| {r['layout']} | {r['delay_us']} | {time['median']:.1f} ({time['min']:.1f} to {time['max']:.1f}) | {share} |")
     r = records[0]
     conditions = (
-        f"{r['status']}, not {r['status'].rsplit(' ', 1)[-1]} GPUs: {r['recipe']}, {r['weights']} weights, batch 1, greedy, context {r['context']}, "
-        f"{r['tokens']} tokens, {r['runs']} runs after one to warm up, {r['device']}, jax {r['jax']}."
+        f"{r['status']}, not {r['status'].rsplit(' ', 1)[-1]} GPUs: {r['recipe']}, {r['weights']} weights, batch 1, greedy, "
+        f"context {r['context']}, {r['tokens']} tokens, {r['runs']} runs after one to warm up, {r['device']}, jax {r['jax']}."
     )
     return "\n".join([*lines, "", conditions])
 
