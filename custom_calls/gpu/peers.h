@@ -9,6 +9,8 @@
 namespace laneformer {
 namespace gpu {
 
+constexpr int kTurns = larger_of(1, kPeerCtas);  // usually nobody plays
+
 // Every exchange is one CTA's in turn, so that the next ones pass while it waits for its delay.
 struct Peers {
   const Params& p;
@@ -24,7 +26,7 @@ struct Peers {
         for (int s = 0; s < kNumSums; s++)
           if (kSums[s].complete_at == time) exchange(sequence + s, kSums[s].width, turn++);
       if (kHeadType != 2 && pass + 1 >= p.control[0]) exchange(sequence + kNumSums, kHidden, turn++);
-      copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag, index == turn++ % kPeerCtas);
+      copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag, index == turn++ % kTurns);
     }
   }
 
@@ -34,7 +36,7 @@ struct Peers {
   LF_DEVICE bool over() const { return load_word(p.shared[0] + 1) == p.pass_tag || watch.ended(); }
 
   LF_DEVICE void exchange(u32 sequence, int width, int turn) {
-    if (turn % kPeerCtas != index) return;
+    if (turn % kTurns != index) return;
     const i64 from = kMailAt + LaneExchange::at(sequence, 0, 0);
     copy(from, 1, width, sequence, true, kHidden);
   }

@@ -11,7 +11,7 @@ import pytest
 import tyro
 
 from infer import cli_bench
-from scripts import gpu_check
+from scripts import gpu_check, gpu_rank
 from scripts.gpu_check import PYTHON, ROOT, Stage
 
 MACHINE = {"test": "machine", "device": "a device"}
@@ -49,11 +49,22 @@ def test_the_benchmarks_options_are_those_of_the_command():
                 assert str(options.json).startswith("{out}/")
 
 
+def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_path):
+    (command,) = of("rank").commands
+    options = tyro.cli(gpu_rank.Options, args=command[3:])
+    assert options.recipe == gpu_check.MODEL and str(options.json) == "{out}/rank.json"
+    (tmp_path / "rank.log").write_text("tp, delay 0 us: 1.0 us per token\n| layout | delay us | ...\n| tp | 0 | ...\n\nemulated\n")
+    (tmp_path / "rank.json").write_text("[]")
+    text = gpu_check.report(tmp_path, [])
+    assert "## One rank" in text and "| tp | 0 | ..." in text and "us per token" not in text
+    assert gpu_check.records(tmp_path) == {}
+
+
 def test_files_and_tests_that_are_named_exist():
     words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
     files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]
     assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
-    tests = [node.name for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILE).read_text())) if isinstance(node, ast.FunctionDef)]
+    tests = [node.name for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILES[0]).read_text())) if isinstance(node, ast.FunctionDef)]
     assert "test_layouts" in tests
 
 

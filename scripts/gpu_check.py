@@ -1,0 +1,261 @@
+"""What one GPU can show, in stages, each with a budget of seconds; a failed one is reported and the others go on.
+
+scripts/gpu_check.sh runs this. It needs nothing but Python: `--wheels` brings packages to a machine that can fetch none.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "custom_calls" / "gpu" / "bench"
+RESERVE = 15  # seconds for the report
+RINGS = {  # warps, lines of 512 bytes in a slot, slots of a warp; the first is the one for everything, as the decode kernel has it
+    "micro": (8, 8, 6), "ring_2k": (8, 4, 12), "ring_4k_128": (8, 8, 4), "ring_4k_64": (8, 8, 2), "ring_8k": (8, 16, 3),
+    "ring_8k_4_warps": (4, 16, 6), "ring_16k_4_warps": (4, 32, 3),
+}  # fmt: skip
+MODEL = "laneformer_2b"
+PYTHON = sys.executable
+SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+# The reference must not be rounded to TF32, and several processes share the memory.
+TESTS = {"LANEFORMER_TEST_GPU": "cuda", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/infer/test_gpu_engine.py")
+SMALLEST = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", TEST_FILES[0], "-k", "test_layouts and dtp")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Commands in turn, or together. `{out}` in a word is the folder of the results."""
+
+    name: str
+    seconds: int
+    commands: tuple[tuple[str, ...], ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    together: bool = False
+    may_time_out: bool = False
+    """A checker that does not end in time has found nothing: no verdict, and no failure."""
+
+
+def stages() -> list[Stage]:
+    """All of them, what matters most first: the last ones are left out if the time is over."""
+
+    def nvcc(name: str, ring: tuple[int, int, int]) -> tuple[str, ...]:
+        options = (f"-DLF_{option}={value}" for option, value in zip(("WARPS", "SLOT_LINES", "SLOTS"), ring, strict=True))
+        return (
+            "nvcc", "-std=c++17", "-O3", "--cudart", "static", "-gencode=arch=compute_90a,code=sm_90a", "--diag-suppress=186", *options,
+            f"-I{BENCH}", f"-I{BENCH.parent}", str(BENCH / "micro.cu"), "-o", f"{{out}}/{name}",
+        )  # fmt: skip
+
+    def bench(name: str, *options: str) -> tuple[str, ...]:
+        return (PYTHON, "-m", "infer", "bench", "--checkpoint", MODEL, *options, "--json", f"{{out}}/{name}.json")
+
+    def checker(name: str) -> Stage:
+        return Stage(name, 90, (("compute-sanitizer", "--tool", name, "--error-exitcode", "9", *SMALLEST),), TESTS, may_time_out=True)
+
+    sustained = ("--output-tokens", "1024", "--runs", "5", "--warmup-runs", "1")
+    return [
+        Stage("machine", 30, (
+            ("nvidia-smi",), ("nvcc", "--version"), (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
+        )),
+        Stage("build", 100, ((PYTHON, "-m", "custom_calls"), *(nvcc(*ring) for ring in RINGS.items())), together=True),
+        Stage("micro", 50, (("{out}/micro",), *((f"{{out}}/{name}", "ring") for name in RINGS if name != "micro"))),
+        Stage("decode", 120, (
+            bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "128,1024,3072", *sustained,
+                  "--trace", "{out}/trace.json.gz"),
+        )),
+        Stage("correctness", 130, ((PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4", *TEST_FILES),), TESTS),
+        Stage("compare", 110, (
+            bench("compare-float16", "--compare", "cuda,xla", "--dtype", "float16", "--context", "128,1024,3072", "--output-tokens", "128",
+                  "--runs", "3", "--warmup-runs", "1"),
+        )),
+        Stage("sampled", 60, (
+            bench("sampled-float16", "--backend", "cuda", "--dtype", "float16", "--context", "1024", *sustained, "--temperature", "0.8"),
+        )),
+        Stage("bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", "--context", "1024", *sustained),)),
+        Stage("rank", 90, (
+            (PYTHON, "-m", "scripts.gpu_rank", MODEL, "--delays", "0", "2", "5", "10", "20", "--runs", "3", "--json", "{out}/rank.json"),
+        )),
+        checker("memcheck"),
+        checker("racecheck"),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    stage: str
+    status: str
+    """passed, failed, out of time, no verdict, left out"""
+    seconds: float
+    detail: str = ""
+
+    @property
+    def bad(self) -> bool:
+        return self.status in ("failed", "out of time")
+
+
+def missing(stage: Stage) -> list[str]:
+    """Programs of a stage that this machine does not have, those apart that an earlier stage builds."""
+    programs = {command[0] for command in stage.commands} - {f"{{out}}/{name}" for name in RINGS}
+    return sorted(program for program in programs if not shutil.which(program, path=SEARCH))
+
+
+def filled(command: Iterable[str], out: Path) -> list[str]:
+    return [word.replace("{out}", str(out)) for word in command]
+
+
+def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) -> Outcome:
+    """Runs a stage's commands in turn, or together; what they print goes to FOLDER/<stage>[-number].log."""
+    if lacking := missing(stage):
+        return Outcome(stage.name, "failed", 0, f"not found: {', '.join(lacking)}")
+    began, running, states = time.monotonic(), [], []
+    single = len(stage.commands) == 1
+
+    def finish(number: int, process: subprocess.Popen) -> None:
+        try:
+            states.append((number, process.wait(max(0.1, began + seconds - time.monotonic()))))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            states.append((number, None))
+
+    for number, command in enumerate(stage.commands):
+        with (out / f"{stage.name}{'' if single else f'-{number}'}.log").open("wb") as log:
+            process = subprocess.Popen(
+                filled(command, out), cwd=ROOT, env=environment | stage.environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        running.append(process)
+        if not stage.together:
+            finish(number, process)
+            if states[-1][1] is None:
+                break
+    if stage.together:
+        for number, process in enumerate(running):
+            finish(number, process)
+    failed = [f"command {number}: status {code}" for number, code in states if code]
+    late = any(code is None for _, code in states)
+    status = "failed" if failed else "passed" if not late else "no verdict" if stage.may_time_out else "out of time"
+    return Outcome(stage.name, status, time.monotonic() - began, "; ".join(failed) or (f"over {seconds:.0f} s" if late else ""))
+
+
+def measurements(out: Path) -> list[dict]:
+    """The lines of the microbenchmarks; those that are not whole are left out."""
+    found = []
+    for path in sorted(out.glob("micro*.log")):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                found.append(json.loads(line) if line.startswith("{") else None)
+            except ValueError:
+                continue
+    return [one for one in found if one]
+
+
+def micro_table(lines: Iterable[dict]) -> list[str]:
+    """Rows of Markdown: a measurement, its conditions, its figures."""
+    rows = ["| measurement | conditions | median | min | p95 | unit | GB/s |", "|---|---|---|---|---|---|---|"]
+    figures = ("test", "unit", "median", "min", "p95", "gb_per_s")
+    for line in lines:
+        conditions = ", ".join(f"{name} {value}" for name, value in line.items() if name not in figures)
+        numbers = [f"{line[name]:,.2f}" if name in line else "" for name in ("median", "min", "p95")]
+        rate = f"{line['gb_per_s']:,.0f}" if "gb_per_s" in line else ""
+        rows.append(f"| {line['test']} | {conditions} | {' | '.join(numbers)} | {line.get('unit', '')} | {rate} |")
+    return rows
+
+
+def records(out: Path) -> dict[Path, list]:
+    """Of the decode benchmark, by file; a file that was not written to its end is left out."""
+    found = {}
+    for path in sorted(out.glob("*.json")):
+        try:
+            found |= {} if path.name in ("report.json", "rank.json") else {path: json.loads(path.read_text())}
+        except ValueError:
+            continue
+    return found
+
+
+def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
+    command = [PYTHON, "-m", "infer", "bench", "--table", *map(str, paths)]
+    environment = environment | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    return done.stdout.strip() or done.stderr.strip()
+
+
+def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
+    """Writes report.json and report.md; returns the latter's text."""
+    lines = measurements(out)
+    data = {
+        "stages": [vars(outcome) for outcome in outcomes], "micro": lines,
+        "bench": {path.stem: content for path, content in records(out).items()},
+    }  # fmt: skip
+    (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = ["# What this GPU showed", "", "| stage | result | seconds | |", "|---|---|---|---|"]
+    text += [f"| {o.stage} | {o.status} | {o.seconds:.0f} | {o.detail} |" for o in outcomes]
+    if decoding:
+        text += ["", "## Decoding", "", decoding]
+    if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
+        text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
+    if lines:
+        text += ["", "## Microbenchmarks", "", *micro_table(lines)]
+    whole = "\n".join(text) + "\n"
+    (out / "report.md").write_text(whole)
+    return whole
+
+
+def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
+    """Puts the wheels of a folder where the stages' Python finds them."""
+    site = out / "site"
+    wheels = sorted(map(str, folder.glob("*.whl")))
+    command = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site), *wheels]
+    subprocess.run(command, check=True)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), environment.get("PYTHONPATH"))))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    known = {stage.name: stage for stage in stages()}
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder of the results")
+    parser.add_argument("--stages", default=",".join(known), help="those to run, with commas; default: all")
+    parser.add_argument("--seconds", type=int, default=530, help="for everything; stages that find no time are left out")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to use, for a machine that can fetch none")
+    parser.add_argument("--dry-run", action="store_true", help="print the stages and what is missing for them")
+    options = parser.parse_args(arguments)
+    names = options.stages.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--stages {options.stages}: there is no stage {unknown[0]}; take some of {', '.join(known)}")
+    if options.wheels and not any(options.wheels.glob("*.whl")):
+        parser.error(f"--wheels {options.wheels}: no wheels are there")
+    out = options.out.resolve()
+    if options.dry_run:
+        for name in names:
+            print(f"{name}: at most {known[name].seconds} s" + "".join(f"; not found: {program}" for program in missing(known[name])))
+            for command in known[name].commands:
+                print("  " + " ".join(filled(command, out)))
+        return 0
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH}
+    if options.wheels:
+        with_wheels(options.wheels, out, environment)
+    outcomes = []
+    for name in names:
+        left = options.seconds - RESERVE - (time.monotonic() - began)
+        seconds = min(left, known[name].seconds)
+        outcome = Outcome(name, "left out", 0, "no time") if left < 10 else run(known[name], out, seconds, environment)
+        outcomes.append(outcome)
+        print(f"{name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.detail}", flush=True)
+        report(out, outcomes)  # after each: a later one may be interrupted
+    benches = records(out)
+    print(report(out, outcomes, bench_table(benches, environment) if benches else ""))
+    return int(any(outcome.bad for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

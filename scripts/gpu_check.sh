@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Everything that one GPU can show, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, the decode benchmark.
+#
+#   scripts/gpu_check.sh [FOLDER] [--stages a,b] [--seconds N] [--wheels FOLDER] [--dry-run]     PYTHON=python3.12 names another Python
+#
+# Results go to FOLDER (default: gpu_results/): report.md, report.json, and the output of every stage. Exit status 1 if a stage failed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"

@@ -1,0 +1,139 @@
+"""The GPU kernel of the 2B through the real compilers, and what their machine code holds: no GPU is needed."""
+
+import re
+import shutil
+import subprocess
+import types
+from functools import cache
+
+import pytest
+
+from configs.laneformer_2b import laneformer_2b
+from custom_calls import gpu_build
+from custom_calls.gpu_layout import H200, MI300X, Layout
+from custom_calls.schedule import Table
+from infer.native_engine import kernel_shapes
+from laneformer import Precision
+
+needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")
+needs_clang = pytest.mark.skipif(
+    gpu_build.clang() is None or not all(map(shutil.which, ("ld.lld-19", "llvm-objdump-19", "llvm-readelf-19"))),
+    reason="clang-19, lld-19 and llvm-19 are not installed",
+)
+CASES = [
+    pytest.param(8, "float16", id="8 lanes, float16"),
+    pytest.param(1, "float16", id="1 lane, float16", marks=pytest.mark.slow),
+    pytest.param(8, "bfloat16", id="8 lanes, bfloat16", marks=pytest.mark.slow),
+    pytest.param(1, "bfloat16", id="1 lane, bfloat16", marks=pytest.mark.slow),
+]
+
+
+def header(machine, lanes_here: int, dtype: str) -> str:
+    config = laneformer_2b().model
+    source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
+    shapes = kernel_shapes(source)
+    windows = tuple(window or 0 for window in config.layer_windows)
+    return Layout(shapes, Table.of(config.schedule, shapes.hidden), windows, machine, lanes_here).header
+
+
+@cache
+def nvidia(lanes_here: int, dtype: str) -> dict[str, dict[str, int]]:
+    """What ptxas says of each kernel."""
+    said = []
+
+    def compile_with(folder, out, architecture):
+        command = [
+            gpu_build.nvcc(), "-cubin", "-O3", *gpu_build.NVIDIA_FLAGS, "-Xptxas", "-v", "-gencode=arch=compute_90a,code=sm_90a",
+            str(folder / gpu_build.KERNEL), "-o", str(out),
+        ]  # fmt: skip
+        said.append(gpu_build._run(command))
+
+    assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with).startswith(b"\x7fELF")
+    assert "warning" not in said[0]
+    found = {}
+    for part in said[0].split("Compiling entry function '")[1:]:
+        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg", part, re.S)
+        found[part.split("'")[0]] = dict(zip(("stack", "stores", "loads", "registers"), map(int, numbers.groups()), strict=True))
+    return found
+
+
+@cache
+def amd(lanes_here: int, dtype: str, folder) -> tuple[dict[str, dict[str, int]], str]:
+    """What the object file says of each kernel, and the instructions of the one that decodes."""
+    image = folder / f"{lanes_here}-{dtype}.hsaco"
+    image.write_bytes(gpu_build.image(header(MI300X, lanes_here, dtype), "gfx942", gpu_build.compiler("gfx942")))
+
+    def said(*command: str) -> str:
+        return subprocess.run([*command, str(image)], capture_output=True, text=True, check=True).stdout
+
+    found = {}
+    for kernel in said("llvm-readelf-19", "--notes").split("  - .agpr_count")[1:]:
+        name = re.search(r"\.name:\s+(\w+)", kernel)[1]
+        found[name] = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)$", ".agpr_count" + kernel, re.M)}
+    return found, said("llvm-objdump-19", "-d", "--no-show-raw-insn", "--disassemble-symbols=laneformer_decode")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("images")
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
+def test_nvidia_registers(lanes_here, dtype):
+    kernels = nvidia(lanes_here, dtype)
+    decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
+    for kernel in (decode, read):
+        assert kernel["registers"] <= 255 and (kernel["stack"], kernel["stores"], kernel["loads"]) == (0, 0, 0)
+
+
+@needs_clang
+@pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
+def test_amd_registers(lanes_here, dtype, folder):
+    """Two waves share a SIMD of 512 registers. What is spilled is kept over the loop of all passes: clang moves it out of there."""
+    kernels, code = amd(lanes_here, dtype, folder)
+    decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
+    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64 and decode["private_segment_fixed_size"] <= 256
+    assert (read["vgpr_spill_count"], read["sgpr_spill_count"], read["private_segment_fixed_size"]) == (0, 0, 0)
+    assert decode["wavefront_size"] == 64
+    assert len(re.findall(r"scratch_(?:load|store)", code)) < 100
+
+
+@needs_clang
+@pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
+def test_amd_instructions(lanes_here, dtype, folder):
+    _, code = amd(lanes_here, dtype, folder)
+    lines = code.splitlines()
+    weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
+    assert len(weights) >= 30, "weights come 16 bytes at a time, and do not stay in the cache"
+    assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, "all pointers but the call's settings are known to lead into memory"
+    assert re.search(r"\bds_read", code) and re.search(r"\bds_write", code)
+    words = [line for line in lines if re.search(r"\bglobal_(load|store)_dwordx2\b.*\bsc0 sc1\b", line)]
+    assert len([line for line in words if "store" in line]) >= 5 and len([line for line in words if "load" in line]) >= 5, "of system scope"
+    assert not re.search(r"\bflat_(load|store)_dwordx2\b.*\bsc0 sc1\b", code)
+
+
+@needs_clang
+def test_amd_no_cache_is_written_back_between_weights(folder):
+    """buffer_wbl2 goes through a whole cache: it may stand beside a packet or an error, not within a product. (With one lane on a device
+    the products are short enough to have no loops.)"""
+    _, code = amd(8, "float16", folder)
+    assert "buffer_wbl2" in code
+    loops = hot_loops(code)
+    assert loops, "loops that read weights"
+    assert not any("buffer_wbl2" in line for loop in loops for line in loop)
+    assert not any("scratch_" in line for loop in loops for line in loop)
+
+
+def hot_loops(code: str) -> list[list[str]]:
+    """Innermost loops that read weights: from the target of a branch back to the branch, with none within."""
+    addressed = [(int(m[1], 16), line) for line in code.splitlines() if (m := re.search(r"// ([0-9A-F]{12}):", line))]
+    base = addressed[0][0]
+    back = []
+    for address, line in addressed:
+        target = re.search(r"s_c?branch\S* .*<laneformer_decode\+0x([0-9a-f]+)>", line)
+        if target and base + int(target[1], 16) < address:
+            back.append((base + int(target[1], 16), address))
+    inner = [(a, b) for a, b in back if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)]
+    found = [[line for address, line in addressed if a <= address <= b] for a, b in inner]
+    return [loop for loop in found if any("global_load_dwordx4" in line and " nt" in line for line in loop)]
