@@ -76,7 +76,7 @@ class GpuBackend(NativeBackend):
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,
             "ctas": self.session.layout.grid,
-            "threads": self.session.layout.threads,
+            "threads_per_cta": self.session.layout.threads,
         }
 
     def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:

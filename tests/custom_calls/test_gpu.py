@@ -24,8 +24,8 @@ from infer.sampling import sample
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
-FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2), ("kraken", 5), ("desync(2)", 1)}
-FAST_CONFIGS = {"not early", "lane head", "norms of lanes", "norm of the sum", "large heads", "one channel more than vectors", "smallest"}
+FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2)}
+FAST_CONFIGS = {"lane head", "norm of the sum", "large heads", "one channel more than vectors"}
 AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=False)
 
 
@@ -104,7 +104,7 @@ def test_caches_of_two_bytes(dtype):
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize("changes", [{}, {"lm_head_type": "lane", "lanes": 3}])
+@pytest.mark.parametrize("changes", [{}, pytest.param({"lm_head_type": "lane", "lanes": 3}, marks=pytest.mark.exhaustive)])
 def test_as_on_amd(changes):
     """Warps of 64 threads, weights through registers."""
     config = small.make_config(layout="dtp(1)", hidden_size=40, **changes)

@@ -85,7 +85,7 @@ def test_closing_an_answer_leaves_the_engine_ready(engine, model):
 
 def test_conditions_and_a_trace(engine, tmp_path, model):
     conditions = engine.conditions
-    assert conditions["backend"] == "cuda" and conditions["threads"] == 64 and conditions["ctas"] == engine.session.layout.grid
+    assert conditions["backend"] == "cuda" and conditions["threads_per_cta"] == 64 and conditions["ctas"] == engine.session.layout.grid
     engine.session.trace(spans_needed(model.config.num_hidden_layers, 1, 3))
     list(engine.generate([1], max_new_tokens=3))
     count = write_perfetto(tmp_path / "trace.json", engine.session)
