@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from laneformer.config import ModelConfig, RopeScaling
 from laneformer.errors import ConfigError
+from laneformer.layout import parse_layout
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 FIRST = "pretrain"  # name of the first phase
@@ -157,6 +158,34 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """A model cut from a dense one (python -m scripts.convert_dense) learns to be it again: see train/distill.py."""
+
+    teacher: Path | None = None
+    """Checkpoint whose distribution is learned, a Hugging Face folder or a training run; none: the data alone."""
+    student: Path | None = None
+    """Checkpoint with the first weights; none: fresh ones."""
+    kl_weight: float = 1.0
+    """Weight of the divergence from the teacher beside the cross-entropy."""
+    temperature: float = 1.0
+    """Softens both distributions in it (arXiv 1503.02531)."""
+    anneal_steps: int = 0
+    """Steps over which the delay of a layout dtp(delta) grows from 0 to delta; 0: delta from the first step on."""
+    anneal_stages: int = 8
+    """Equal steps in which it grows, each of which is compiled."""
+
+    def __post_init__(self):
+        if not 0 <= self.kl_weight < math.inf or not 0 < self.temperature < math.inf:
+            raise ConfigError(
+                f"distill.kl_weight = {self.kl_weight} and distill.temperature = {self.temperature}: at least 0, and above 0"
+            )
+        if self.anneal_steps < 0 or self.anneal_stages < 1:
+            raise ConfigError(
+                f"distill.anneal_steps = {self.anneal_steps} and distill.anneal_stages = {self.anneal_stages}: at least 0 and 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
     """One phase of a run: so many steps on such data with such a learning rate."""
 
@@ -221,6 +250,7 @@ class TrainConfig(PhaseConfig):
     """The phases after the first, by name, in order."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     seed: int = 0
     """Decides the first weights."""
     z_loss: float = 0.0
@@ -256,6 +286,10 @@ class TrainConfig(PhaseConfig):
             raise ConfigError(f"then.{FIRST}: the first phase has that name, choose another for the later one")
         for phase in self.phases:
             _check_phase(phase, self)
+        if self.distill.anneal_steps and parse_layout(self.model.layout)[0] != "dtp":
+            raise ConfigError(f"distill.anneal_steps needs a layout dtp(delta), not {self.model.layout}: that delay can grow in fractions")
+        if self.distill.anneal_steps > self.steps:
+            raise ConfigError(f"distill.anneal_steps = {self.distill.anneal_steps} is more than steps = {self.steps}")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -323,7 +357,7 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
 
 # Fields that may change when a run goes on: they do not enter the result but by rounding.
 _FREE = ("run", "name", "log_every", "validate_every", "save_every", "keep", "keep_every", "remat", "loss_chunk", "mesh.*", "watch.*",
-         "*data.path", "*data.validation_path", "*data.validation_batches")  # fmt: skip
+         "distill.teacher", "distill.student", "*data.path", "*data.validation_path", "*data.validation_batches")  # fmt: skip
 
 
 def recorded(config: TrainConfig) -> dict[str, object]:
@@ -343,7 +377,8 @@ def recorded(config: TrainConfig) -> dict[str, object]:
 
 def check_same_run(before: dict[str, object], config: TrainConfig, run: Path) -> None:
     """Raises ConfigError if `config` would not continue the run that `before` records, naming the options that differ."""
-    now = recorded(config)
+    now, distils_nothing = recorded(config), dataclasses.asdict(DistillConfig())
+    before = {f"distill.{name}": value for name, value in distils_nothing.items()} | before  # a run from before there was this section
 
     def free(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in _FREE)

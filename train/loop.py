@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import jax
@@ -17,6 +17,7 @@ from laneformer.mesh import join_hosts, keep_freed_memory
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
 from train.data import Batches, HeldOut, Prefetch, validation_sets
+from train.distill import Distillation, annealed
 from train.evaluation import Evaluation
 from train.profiler import Profile
 from train.program import save_program
@@ -48,6 +49,7 @@ def train(config: TrainConfig) -> None:
     stores = open_stores(config)
     data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
+    distillation = Distillation(config, mesh, precision_of(config, mesh))
     run, speaks = config.run_folder, jax.process_index() == 0
     run.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -63,11 +65,12 @@ def train(config: TrainConfig) -> None:
             if speaks:
                 print(f"{run}: all {config.total_steps} steps are done; nothing to do")
             return
+        distillation.record(run, new=first == 0)
         if speaks:
             print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(_stop_signals())
         log = stack.enter_context(RunLog(config, mesh, first))
-        loop = _Loop(config, mesh, data, checkpoints, log, stop)
+        loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop)
         for phase in config.phases:
             if first < phase.last_step:
                 state = loop.run(phase, state, max(first, phase.first_step))
@@ -94,27 +97,27 @@ class _Loop:
     """One step after another; the metrics of a step are fetched while the next one runs."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, data: dict[str, PhaseData], checkpoints: Checkpoints, log: RunLog, stop: list[int]
-    ):
+        self, config: TrainConfig, mesh: Mesh, data: dict[str, PhaseData], distillation: Distillation, checkpoints: Checkpoints,
+        log: RunLog, stop: list[int],
+    ):  # fmt: skip
         self.config, self.mesh, self.data, self.checkpoints, self.log, self.stop = config, mesh, data, checkpoints, log, stop
+        self.distillation = distillation
         self.asked_by_any = False  # a process wants to stop, and all know it
 
     def run(self, phase: Phase, state: State | None, first: int) -> State:
         """The phase from step `first` to its end. Raises Interrupted when asked to stop."""
         clock, data = self.log.clock, self.data[phase.name]
         self.phase, self.batches = phase, data.batches
-        trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
+        trainer = self.trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
         self.evaluation = Evaluation(self.config, phase, trainer, data.held_out)
         with clock("compile"):
-            lowered = trainer.lower_step()
-            self.step = lowered.compile()
+            self._compile(annealed(self.config, phase, first))
             self.asked = {wish: trainer.put_asked(wish) for wish in (False, True)}
             if state is None:
-                state = trainer.init()
+                state, weights = trainer.init(), self.distillation.first_weights()
+                state = state if weights is None else replace(state, params=weights)
             elif first == phase.first_step and phase.index > 0:
                 state = trainer.adopt(state, self.config.phases[phase.index - 1])
-            if self.log.writes:
-                save_program(lowered, self.step, self.config.run_folder / "program", phase.name, self.mesh)
 
         def batch(step: int):
             return trainer.put_batch(lambda rows: self.batches.batch_at(step - phase.first_step, rows))
@@ -126,6 +129,14 @@ class _Loop:
                 Profile(self.config.run_folder / "profile", watch.profile_at, watch.profile_steps)
             )
             return self._steps(state, stream, profile)
+
+    def _compile(self, phase: Phase) -> None:
+        """The step's program, and its record. phase: with the layout that it has now."""
+        trainer = self.trainer if phase is self.phase else Trainer(self.config, phase, self.mesh, self.batches.keys)
+        lowered = trainer.lower_step()
+        self.step, self.compiled = lowered.compile(), phase
+        if self.log.writes:
+            save_program(lowered, self.step, self.config.run_folder / "program", phase.name, self.mesh)
 
     def _steps(self, state: State, stream: Prefetch, profile: Profile | None) -> State:
         clock, pending, step = self.log.clock, None, None
@@ -141,10 +152,17 @@ class _Loop:
                     self.checkpoints.wait()
                 raise
             wait = time.perf_counter() - waiting
+            if (now := annealed(self.config, self.phase, before)) != self.compiled:
+                if pending is not None:
+                    with clock("step"):
+                        self._fetch(*pending)
+                    pending = None
+                with clock("compile"):
+                    self._compile(now)
             with clock("step"):
                 if profile:
                     profile.on_step(before + 1, state)
-                state, values = self.step(state, batch, self.asked[bool(self.stop)])
+                state, values = self.step(state, self.distillation.teach(batch), self.asked[bool(self.stop)])
                 if pending is not None:
                     self._fetch(*pending)
             step = before + 1

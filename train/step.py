@@ -15,6 +15,7 @@ from laneformer.model import Laneformer
 from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
 from train.config import Phase, TrainConfig
+from train.distill import TEACHER, distilled_sums, final_delay
 from train.optimizer import learning_rate, make_optimizer
 
 Batch = dict[str, jax.Array]
@@ -81,6 +82,9 @@ class Trainer:
     def lower_step(self) -> jax.stages.Lowered:
         """The step's program before it is compiled; nothing of the model's size is made."""
         batch = {key: jax.ShapeDtypeStruct(self._shape(key), DTYPES[key]) for key in self.keys}
+        if self.config.distill.teacher is not None:
+            data = self.phase.data
+            batch[TEACHER] = jax.ShapeDtypeStruct((data.batch_size, data.sequence_length, self.phase.model.vocab_size), jnp.float32)
         return self.step.lower(self.abstract_state(), batch, jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32))
 
     def put_batch(self, rows_of: Callable[[slice], dict[str, np.ndarray]], keys: Iterable[str] | None = None) -> Batch:
@@ -126,6 +130,9 @@ class Trainer:
 
     def _sums(self, params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The objective and its parts, summed over the batch's tokens: see Laneformer.loss."""
+        if TEACHER in batch:
+            distill, also = self.config.distill, {"z_loss": self.config.z_loss, "remat": self.config.remat}
+            return distilled_sums(self.model(params), batch, weight=distill.kl_weight, temperature=distill.temperature, **also)
         ids, segments = batch["ids"], batch.get("segments")
         rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # of a part, per device
         return self.model(params).loss(
@@ -169,4 +176,8 @@ class Trainer:
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "skipped": ~finite, "asked": asked.max()}
         if self.config.z_loss:
             metrics["z_loss"] = self.config.z_loss * sums["lse_squared"] / tokens
+        if "kl" in sums:
+            metrics["kl"] = sums["kl"] / tokens
+        if self.config.distill.anneal_steps:
+            metrics["delay"] = jnp.float32(final_delay(self.phase.model))
         return State(params, optimizer, state.step + 1), metrics

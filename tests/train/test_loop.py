@@ -299,8 +299,9 @@ class World:
 
     def run(self, first=0):
         checkpoints = SimpleNamespace(save=self.save, check=lambda: None, wait=lambda: None)
-        loop = _Loop(self.config, None, {}, checkpoints, self.log, [])
-        loop.phase, loop.step, loop.asked = self.phase, self.step, {False: None, True: None}
+        loop = _Loop(self.config, None, {}, SimpleNamespace(teach=lambda batch: batch), checkpoints, self.log, [])
+        loop.phase = loop.compiled = self.phase
+        loop.step, loop.asked = self.step, {False: None, True: None}
         loop.batches = SimpleNamespace(epochs_at=lambda step: {})
         every = self.config.validate_every
         loop.evaluation = SimpleNamespace(due=lambda step: step % every == 0 or step == self.phase.last_step, measure=self.measure)

@@ -1,0 +1,234 @@
+"""Which heads and neurons of a dense model belong in one lane: what lanes would miss of each other, and an assignment that misses little.
+
+A unit is what cannot be cut: a key/value head with its query heads, or a feed-forward neuron. Under a delayed layout a unit j of module n
+in lane l sees late what the other lanes wrote in an earlier module m. What is missed so, as a share of all that is read, is (the question
+is that of Affinity-Aware Sharding, arXiv 2609.13846; the measure is our own):
+
+    sum over late pairs (m, n), units j of n and projections p of j of  late(m, n) * u_j / P * E |p D (o_m - o_m[l])|^2 / E |p h|^2
+
+h: what module n reads, the stream after its norm; o_m: what m writes, o_m[l]: lane l's part of it; D: the norm's scale over the stream's
+root mean square; u_j: the share of unit j in the mean squares of what its module's units write; P: projections of j, q, k, v or gate, up;
+late: the share of m's output that has not landed when n reads it.
+"""
+
+from itertools import combinations
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from laneformer.layout import Schedule
+from laneformer.model import Attention, Laneformer, Layer
+from laneformer.rotary import rotary_tables
+
+RESTARTS = 2  # random first assignments, of which the best end is taken
+LEAST = 0.01  # a sweep over all modules that lowers what is missed by less than this share is the last
+Lanes = list[np.ndarray]  # of every module the lane of each unit
+Late = dict[tuple[int, int], float]  # (module m, later module n) -> the share of m that n reads late
+
+
+class Units(NamedTuple):
+    """The units of one module on all tokens t; norms, energies and u of the formula above are folded into `reads`."""
+
+    reads: np.ndarray
+    """[units, rows, d]"""
+    activations: np.ndarray
+    """[t, units, channels]"""
+    writes: np.ndarray
+    """[units, channels, d]: what each channel adds to the stream."""
+
+
+class _Seen(NamedTuple):
+    """Of one module: activations, the mean square of what each unit's projections read, and the mean of 1 / mean square of the stream."""
+
+    activations: jax.Array
+    energies: tuple[jax.Array, ...]
+    scale: jax.Array
+
+
+def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
+    """The units of every module of a dense model (one lane), from what they do on these tokens."""
+    config, weights = model.config, model.weights()
+    rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
+    x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
+    for n, window in enumerate(config.layer_windows):
+        own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
+        bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, config, model.precision, window)  # what wo multiplies
+        x, *seen = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
+        layer = f"layers.{n}."
+        for names, norm, write, what in (
+            (("attention.wq", "attention.wk", "attention.wv"), "attention_norm", "attention.wo", seen[0]),
+            (("feed_forward.w1", "feed_forward.w3"), "ffn_norm", "feed_forward.w2", seen[1]),
+        ):
+            gain = np.asarray(weights[layer + norm], np.float32).reshape(-1)
+            modules.append(_units([weights[layer + name] for name in names], gain, weights[layer + write], what))
+    return modules
+
+
+@jax.jit(static_argnums=4)
+def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) -> tuple[jax.Array, _Seen, _Seen]:
+    """The stream after a layer, and what its attention and its MLP did."""
+    einsum, eps = layer.feed_forward.precision.einsum, layer.ffn_norm.eps
+
+    def seen(x: jax.Array, h: jax.Array, a: jax.Array, weights: list[jax.Array], units: int) -> _Seen:
+        a = a.reshape(-1, units, a.shape[-1] // units)
+        projections = (einsum("lbsd,lod->lbso", h, w).reshape(a.shape[0], units, -1) for w in weights)
+        return _Seen(a, tuple(jnp.square(p).mean(0).sum(-1) for p in projections), (1 / (jnp.square(x).mean(-1) + eps)).mean())
+
+    h, attention = layer.attention_norm(x), layer.attention
+    a, _ = bare(h, rotary)
+    first = seen(x, h, a, [attention.wq[...], attention.wk[...], attention.wv[...]], heads)
+    x = x + einsum("lbsi,ldi->lbsd", a, attention.wo[...])
+    h, mlp = layer.ffn_norm(x), layer.feed_forward
+    a = jax.nn.silu(einsum("lbsd,lfd->lbsf", h, mlp.w1[...])) * einsum("lbsd,lfd->lbsf", h, mlp.w3[...])
+    second = seen(x, h, a, [mlp.w1[...], mlp.w3[...]], a.shape[-1])
+    return x + einsum("lbsf,ldf->lbsd", a, mlp.w2[...]), first, second
+
+
+def _units(weights: list[jax.Array], gain: np.ndarray, write: jax.Array, seen: _Seen) -> Units:
+    activations = np.asarray(seen.activations)
+    units = activations.shape[1]
+    writes = np.ascontiguousarray(np.asarray(write, np.float32)[0].T).reshape(units, -1, gain.size)
+    written = _second_moments(activations, writes, np.eye(gain.size, dtype=np.float32))
+    shares, reads = written / max(written.sum(), 1e-30), []
+    for weight, energy in zip(weights, seen.energies, strict=True):
+        rows = np.asarray(weight, np.float32).reshape(units, -1, gain.size) * gain
+        factor = shares * float(seen.scale) / (len(weights) * np.maximum(np.asarray(energy), 1e-30))
+        reads.append(rows * np.sqrt(factor)[:, None, None])
+    return Units(np.concatenate(reads, 1), activations, writes)
+
+
+def _second_moments(activations: np.ndarray, writes: np.ndarray, metric: np.ndarray) -> np.ndarray:
+    """E c^T metric c for what each unit writes, c = sum over channels of activation * write: [units]."""
+    moments = np.einsum("tuc,tue->uce", activations, activations, optimize=True) / len(activations)
+    return np.einsum("uce,ucd,ued->u", moments, writes @ metric, writes, optimize=True)
+
+
+def late_pairs(schedule: Schedule) -> Late:
+    """The pairs of modules between which the schedule delays anything."""
+    shares = {(m, n): 1.0 - _landed(schedule, m, n) for m, n in combinations(range(schedule.num_modules), 2)}
+    return {pair: share for pair, share in shares.items() if share > 0}
+
+
+def _landed(schedule: Schedule, m: int, n: int) -> float:
+    """The share of module m's output in other lanes that has landed when module n reads; at most 1."""
+    share = 0.0
+    for at, payload in schedule.landings:
+        if at < n and payload.stream_mean_at is not None and payload.stream_mean_at >= m:
+            return 1.0  # the streams were averaged, m's part among them
+        share += sum(weight * payload.channels for part, weight in payload.parts if part == m and at < n)
+    return min(share, 1.0)
+
+
+def contiguous(sizes: list[int], count: int) -> Lanes:
+    """As tensor parallelism cuts: the first units in lane 0."""
+    return [np.repeat(np.arange(count), size // count) for size in sizes]
+
+
+def random(sizes: list[int], count: int, seed: int) -> Lanes:
+    """Every module shuffled by itself."""
+    generator = np.random.default_rng(seed)
+    return [generator.permutation(lanes) for lanes in contiguous(sizes, count)]
+
+
+class Assignment:
+    """Equally many units of every module in each of `count` lanes, and what the lanes miss of each other."""
+
+    def __init__(self, modules: list[Units], late: Late, lanes: Lanes, count: int):
+        self.modules, self.late, self.count = modules, late, count
+        self.lanes: Lanes = list(lanes)
+        size = len(modules)
+        self.rest: list = [None] * size  # [lane, t, d]: what the other lanes write
+        self.rest_moments: list = [None] * size  # [lane, d, d]
+        self.metrics: list = [None] * size  # [lane, d, d]: sum of r r^T over the rows that a lane reads with
+        for m in range(size):
+            self.place(m, lanes[m])
+
+    def place(self, m: int, lanes: np.ndarray) -> None:
+        """Puts the units of module m into these lanes."""
+        units, self.lanes[m] = self.modules[m], lanes
+        t, d = len(units.activations), units.writes.shape[-1]
+        parts = [units.activations[:, lanes == l].reshape(t, -1) @ units.writes[lanes == l].reshape(-1, d) for l in range(self.count)]
+        self.rest[m] = sum(parts) - np.stack(parts)
+        self.rest_moments[m] = self.rest[m].swapaxes(1, 2) @ self.rest[m] / t
+        rows = [units.reads[lanes == l].reshape(-1, d) for l in range(self.count)]
+        self.metrics[m] = np.stack([r.T @ r for r in rows])
+
+    def missed(self, m: int | None = None) -> float:
+        """The measure above, or the part of it that depends on module m."""
+        return float(sum(
+            late * np.vdot(self.metrics[n], self.rest_moments[w]) for (w, n), late in self.late.items() if m in (None, w, n)
+        ))  # fmt: skip
+
+    def value(self, m: int) -> np.ndarray:
+        """What is missed less with a unit of module m in a lane than without it there, all others as they are: [units, lanes]."""
+        units, value = self.modules[m], np.zeros((len(self.lanes[m]), self.count))
+        for (writer, reader), late in self.late.items():
+            for lane in range(self.count) if m in (writer, reader) else ():
+                if m == reader:
+                    value[:, lane] -= late * ((units.reads @ self.rest_moments[writer][lane]) * units.reads).sum((1, 2))
+                else:
+                    metric = self.metrics[reader][lane]
+                    felt = np.einsum("tuc,td->ucd", units.activations, self.rest[m][lane] @ metric, optimize=True) / len(self.rest[m][lane])
+                    sign = np.where(self.lanes[m] == lane, 1, -1)
+                    own = _second_moments(units.activations, units.writes, metric)
+                    value[:, lane] += late * (2 * (felt * units.writes).sum((1, 2)) + sign * own)
+        return value
+
+    def improve(self, m: int) -> None:
+        """Exchanges units of module m between lanes, as many at once as help."""
+        value, before, before_missed = self.value(m), self.lanes[m], self.missed(m)
+        most = len(before)
+        while most:
+            self.place(m, exchanged(value, before, most))
+            if self.missed(m) < before_missed:
+                return
+            most //= 4  # the value of a unit changes with the others that move
+        self.place(m, before)
+
+    def rename(self, first: int) -> None:
+        """The lanes of module `first` and of all later ones get the names under which least is missed of those before."""
+        missed = np.zeros((self.count, self.count))  # lane before, lane from here on
+        for (m, n), late in self.late.items():
+            if m < first <= n:
+                missed += late * np.einsum("ide,jde->ij", self.rest_moments[m], self.metrics[n], optimize=True)
+        before, after = linear_sum_assignment(missed)
+        names = np.empty(self.count, int)
+        names[after] = before
+        if (names != np.arange(self.count)).any():
+            for n in range(first, len(self.lanes)):
+                self.place(n, names[self.lanes[n]])
+
+
+def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
+    """`lanes` after at most `most` exchanges between each two lanes, those that add most to the sum of value[unit, its lane]."""
+    lanes = lanes.copy()
+    for one, other in combinations(range(value.shape[1]), 2):
+        ranked = []
+        for here, there in ((one, other), (other, one)):
+            units = np.flatnonzero(lanes == here)
+            gain = value[units, there] - value[units, here]
+            order = np.argsort(-gain, kind="stable")
+            ranked.append((units[order], gain[order]))
+        (a, gain_a), (b, gain_b) = ranked
+        better = min(int((gain_a + gain_b > 0).sum()), most)
+        lanes[a[:better]], lanes[b[:better]] = other, one
+    return lanes
+
+
+def assign(modules: list[Units], late: Late, count: int, seed: int) -> Lanes:
+    """An assignment under which little is missed: from random ones, exchanges in each module and renamings in turn until neither helps."""
+    ends = []
+    for restart in range(RESTARTS):
+        state = Assignment(modules, late, random([len(units.reads) for units in modules], count, seed + 1_000_003 * restart), count)
+        before = float("inf")
+        while state.missed() < before * (1 - LEAST):
+            before = state.missed()
+            for m in range(len(modules)):
+                state.improve(m)
+            for first in range(1, len(modules)):
+                state.rename(first)
+        ends.append((state.missed(), restart, state.lanes))
+    return min(ends)[2]

@@ -1,0 +1,174 @@
+"""scripts.convert_dense: the lanes are the dense model with its heads and neurons in another order, chosen by affinity."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import laneformer
+from laneformer.layout import make_schedule
+from scripts.convert_dense import main
+from scripts.convert_dense_affinity import Assignment, Units, assign, contiguous, late_pairs, random
+
+TESTS = Path(__file__).parents[1]
+DENSE = TESTS / "dense"
+FAST = ("--calibration-rows", "1")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """converted(family): a folder cut with affinity into 4 lanes, written once."""
+    base, done = tmp_path_factory.mktemp("converted"), {}
+
+    def convert(family: str) -> Path:
+        if family not in done:
+            done[family] = base / family
+            assert main([str(DENSE / family), str(done[family]), "--lanes", "4", *FAST]) == 0
+        return done[family]
+
+    return convert
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama2"])  # grouped heads, biases, tied; qk-norm; one KV head per head, untied
+def test_the_lanes_give_the_dense_logits(converted, family):
+    lanes = laneformer.load(converted(family))
+    assert lanes.config.num_lanes == 4 and lanes.config.layout == "dtp(1)"
+    as_tp = laneformer.Laneformer(lanes.config.replace(layout="tp"), lanes.weights())
+    with np.load(DENSE / family / "io.npz") as io:
+        assert np.abs(np.asarray(as_tp(io["input_ids"])) - io["logits"]).max() < 1e-4
+        assert np.abs(np.asarray(lanes(io["input_ids"])) - io["logits"]).max() > 1e-2, "the delayed layout is another function"
+
+
+def test_every_weight_is_a_dense_one_bit_for_bit(converted):
+    dense, lanes = (laneformer.load(path).weights() for path in (DENSE / "qwen2", converted("qwen2")))
+    layers = json.loads((converted("qwen2") / "lanes.json").read_text())["layers"]
+    for path, found in lanes.items():
+        names, wanted = path.split("."), np.asarray(dense[path])
+        if names[-1].removesuffix("_bias") in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
+            members = layers[int(names[1])]["kv_heads" if names[2] == "attention" else "neurons"]
+            count = sum(map(len, members))
+            assert sorted(unit for lane in members for unit in lane) == list(range(count)) and len({len(lane) for lane in members}) == 1
+            axis = 1 if names[-1] in ("wo", "w2") else 0  # of the dense matrix: columns or rows
+            pieces = np.split(wanted[0], count, axis)
+            wanted = np.stack([np.concatenate([pieces[unit] for unit in lane], axis) for lane in members])
+        np.testing.assert_array_equal(found, wanted, err_msg=path)
+
+
+def test_a_one_lane_laneformer_with_its_own_norms_and_head(tmp_path):
+    config = laneformer.ModelConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=32, num_lanes=1, layout="dtp(0)", lm_head_type="lane", replicated_rmsn_scale=False,
+    )  # fmt: skip
+    dense = laneformer.Laneformer.init(config, 1)
+    laneformer.save_hf(dense, tmp_path / "dense")
+    options = ["--lanes", "2", "--layout", "tp", "--assignment", "random", *FAST]
+    assert main([str(tmp_path / "dense"), str(tmp_path / "lanes"), *options]) == 0
+    ids = np.arange(20, dtype=np.int32)[None]
+    lanes = laneformer.load(tmp_path / "lanes")
+    np.testing.assert_allclose(lanes(ids), dense(ids), atol=1e-5)
+    assert json.loads((tmp_path / "lanes" / "lanes.json").read_text())["read_late"] == {}, "nothing is late with tp"
+
+
+def test_the_seed_decides_and_affinity_misses_less(tmp_path, capsys, converted):
+    again = tmp_path / "again"
+    assert main([str(DENSE / "qwen3"), str(again), "--lanes", "4", *FAST]) == 0
+    said = capsys.readouterr().out
+    assert "4 lanes, layout dtp(1), affinity assignment" in said and "its logits are the dense ones to" in said
+    first, second = (json.loads((path / "lanes.json").read_text()) for path in (converted("qwen3"), again))
+    assert first == second
+    assert (again / "model.safetensors").read_bytes() == (converted("qwen3") / "model.safetensors").read_bytes()
+    scores = first["read_late"]
+    assert scores["this (affinity)"] < min(scores["contiguous"], scores["mean of 5 random"])
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("nowhere", ("--lanes", "4"), "is not a folder"),
+        (DENSE / "qwen3", ("--lanes", "3"), "num_lanes = 3 does not divide"),
+        (DENSE / "qwen3", ("--lanes", "1"), "at least 2"),
+        (DENSE / "qwen3", ("--lanes", "4", "--layout", "tp"), "delays nothing"),
+        (DENSE / "qwen3", ("--lanes", "4", "--layout", "dtq"), "layout = 'dtq'"),
+        (DENSE / "qwen3", ("--lanes", "4", "--calibration", "nowhere"), "nowhere"),
+        (DENSE / "qwen3", ("--lanes", "4", "--calibration-rows", "0"), "calibration_rows = 0"),
+        (TESTS / "oracle" / "case_03", ("--lanes", "4"), "give a dense model"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, source, options, message):
+    assert main([str(source), str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_checkpoint_is_not_replaced_by_accident(converted, capsys):
+    target = converted("qwen3")
+    for source, message in ((DENSE / "qwen3", "already holds a checkpoint"), (target, "same folder")):
+        assert main([str(source), str(target), "--lanes", "2", *(["--overwrite"] if source == target else [])]) == 2
+        assert message in capsys.readouterr().err
+
+
+def planted(count: int = 3, sizes=(6, 12, 6, 12), width: int = 8, seed: int = 0):
+    """Modules whose units read and write only the channels of their own group, groups in random order -> units, group of every unit."""
+    random_ = np.random.default_rng(seed)
+    groups, modules = random(list(sizes), count, seed + 7), []
+    for group in groups:
+        own = np.eye(count)[group].repeat(width, 1)  # [units, d]
+        reads, writes = (own[:, None] * random_.normal(size=(len(group), 2, count * width)) for _ in range(2))
+        activations = random_.normal(size=(50, len(group), 2))
+        modules.append(Units(*(x.astype(np.float32) for x in (reads, activations, writes))))
+    return modules, groups
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_planted_groups_are_found(seed):
+    modules, groups = planted(seed=seed)
+    late = {(m, m + 1): 1.0 for m in range(3)}
+    assert Assignment(modules, late, groups, 3).missed() == 0
+    found = assign(modules, late, 3, seed)
+    missed = Assignment(modules, late, found, 3).missed()
+    by_chance = [Assignment(modules, late, random([6, 12, 6, 12], 3, 100 + n), 3).missed() for n in range(20)]
+    assert missed == 0 < min(by_chance)
+    assert all(np.bincount(lanes).tolist() == [len(lanes) // 3] * 3 for lanes in found)
+
+
+def test_what_is_missed_and_gained_is_that_of_the_formula():
+    modules, _ = planted(2, (4, 4, 4))
+    modules = [units._replace(reads=units.reads + 0.3, writes=units.writes - 0.2) for units in modules]  # all groups touch
+    late, lanes = {(0, 1): 1.0, (0, 2): 0.5, (1, 2): 1.0}, contiguous([4, 4, 4], 2)
+
+    def missed(lanes) -> float:
+        total = 0.0
+        for (m, n), share in late.items():
+            written = np.einsum("tuc,ucd->tud", modules[m].activations, modules[m].writes, dtype=np.float64)
+            for unit, lane in enumerate(lanes[n]):
+                others = written[:, lanes[m] != lane].sum(1)
+                total += share * np.square(others @ modules[n].reads[unit].T.astype(np.float64)).sum() / len(others)
+        return total
+
+    state = Assignment(modules, late, lanes, 2)
+    assert state.missed() == pytest.approx(missed(lanes), rel=1e-5)
+    for m in range(3):
+        without = state.value(m)
+        for unit in range(4):
+            moved = [lane.copy() for lane in lanes]
+            moved[m][unit] = 1 - lanes[m][unit]
+            gain = without[unit, moved[m][unit]] - without[unit, lanes[m][unit]]
+            assert missed(lanes) - missed(moved) == pytest.approx(gain, rel=1e-4), "of one unit that moves"
+
+
+def test_late_is_what_the_schedule_delays():
+    config = laneformer.ModelConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_lanes=2
+    )
+    wanted = {
+        "tp": {},
+        "dtp(1)": {(0, 1): 1, (1, 2): 1, (2, 3): 1},
+        "dtp(0.25)": {(0, 1): 0.25, (1, 2): 0.25, (2, 3): 0.25},
+        "parallel": {(0, 1): 1, (2, 3): 1},
+        "desync(2)": {(0, 1): 1, (2, 3): 1},
+        "none": {(m, n): 1 for m in range(4) for n in range(m + 1, 4)},
+    }
+    for layout, late in wanted.items():
+        assert late_pairs(make_schedule(config.replace(layout=layout))) == late, layout

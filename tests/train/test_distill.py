@@ -1,0 +1,177 @@
+"""Distillation: the objective against float64 numpy, the growing delay, exact resuming with a teacher that stays as it is."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import weights_of
+from tiny_recipe import changed, losses, records, tiny
+
+import laneformer
+from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
+from scripts.convert_dense import main as convert_dense
+from train.config import DistillConfig, check_same_run, recorded
+from train.distill import TEACHER, annealed
+from train.step import Trainer
+
+DENSE = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+    max_position_embeddings=32, num_lanes=1, layout="tp",
+)  # fmt: skip
+STEPS = ("--steps", "6", "--save-every", "2", "--validate-every", "100", "--data.batch-size", "2")
+ON = ("--model.num-lanes", "2", "--mesh.lane", "1", "--model.layout", "dtp(1)")
+GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")
+
+
+def sharp(config: ModelConfig, seed: int) -> Laneformer:
+    """Fresh weights, the head's larger, so that the model has opinions."""
+    weights = Laneformer.init(config, seed).weights()
+    return Laneformer(config, weights | {"lm_head": 20 * weights["lm_head"]})
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return laneformer.save_hf(sharp(DENSE, 3), tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory, dense) -> Path:
+    folder = tmp_path_factory.mktemp("student") / "lanes"
+    assert convert_dense([str(dense), str(folder), "--lanes", "2", "--assignment", "random"]) == 0
+    return folder
+
+
+@cache
+def trainer(**changes) -> Trainer:
+    config = changed(tiny(), model=DENSE.replace(num_lanes=2, layout="dtp(1)"), distill=DistillConfig(teacher=Path("x"), **changes))
+    return Trainer(config, config.phases[0], make_mesh(2, lane=1))
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def example(t: Trainer):
+    """Weights, a batch with token weights and a teacher's logits."""
+    random = np.random.default_rng(0)
+    params = sharp(t.phase.model, 1).weights()
+    batch = {"ids": random.integers(1, 64, (8, 17), np.int32), "weights": random.uniform(0, 2, (8, 16)).astype(np.float32)}
+    return params, batch | {TEACHER: 3 * random.normal(size=(8, 16, 64)).astype(np.float32)}
+
+
+def test_the_objective_is_that_of_float64_numpy():
+    t = trainer(kl_weight=0.7, temperature=2.0)
+    params, batch = example(t)
+    logits = np.asarray(t.model(params)(batch["ids"][:, :-1]), np.float64)
+    nll = -np.take_along_axis(log_softmax(logits), batch["ids"][:, 1:, None], -1)[..., 0]
+    wanted, found = log_softmax(batch[TEACHER].astype(np.float64) / 2), log_softmax(logits / 2)
+    kl = (np.exp(wanted) * (wanted - found)).sum(-1)
+    total, sums = jax.jit(t._sums)(params, batch)
+    w = batch["weights"]
+    assert float(sums["nll"]) == pytest.approx((w * nll).sum(), rel=1e-5)
+    assert float(sums["kl"]) == pytest.approx((w * kl).sum(), rel=1e-5)
+    assert float(total) == pytest.approx((w * (nll + 0.7 * 4 * kl)).sum(), rel=1e-5)
+    without = {key: batch[key] for key in ("ids", "weights")}
+    assert float(sums["nll"]) == pytest.approx(float(t._sums(params, without)[1]["nll"]), rel=1e-5), "the ordinary loss"
+
+
+def test_the_gradient_follows_the_teacher():
+    """d/dlogits of T^2 KL is T (softmax(logits / T) - softmax(teacher / T)): seen through the head's gradient."""
+    t = trainer(kl_weight=1.0, temperature=2.0)
+    params, batch = example(t)
+    gradient = jax.jit(jax.grad(lambda params, batch: t._sums(params, batch)[0]))
+    with_teacher = np.asarray(gradient(params, batch)["lm_head"], np.float64)
+    logits = t.model(params)(batch["ids"][:, :-1])
+    agreeing = np.asarray(gradient(params, batch | {TEACHER: logits})["lm_head"], np.float64)  # no KL: cross-entropy alone
+
+    def found(head):
+        return t.model(params | {"lm_head": head})(batch["ids"][:, :-1])
+
+    slope = 2 * (jax.nn.softmax(logits / 2) - jax.nn.softmax(batch[TEACHER] / 2)) * batch["weights"][..., None]
+    (wanted,) = jax.vjp(found, params["lm_head"])[1](slope)
+    np.testing.assert_allclose(with_teacher - agreeing, wanted, atol=1e-4 * float(np.abs(wanted).max()))
+
+
+def test_the_delay_grows_in_stages():
+    config = changed(tiny(), model=tiny().model.replace(layout="dtp(2)"), distill=DistillConfig(anneal_steps=8, anneal_stages=4))
+    layouts = [annealed(config, config.phases[0], step).model.layout for step in range(10)]
+    assert layouts == ["dtp(0)"] * 2 + ["dtp(0.5)"] * 2 + ["dtp(1)"] * 2 + ["dtp(1.5)"] * 2 + ["dtp(2)"] * 2
+    phase = config.phases[0]
+    assert annealed(config, phase, 8) is phase
+
+
+def test_a_run_from_before_there_was_distillation_goes_on():
+    before = {name: value for name, value in recorded(tiny()).items() if not name.startswith("distill")}
+    check_same_run(before, tiny(), Path("run"))
+    with pytest.raises(ConfigError, match=r"distill.kl_weight \(1.0 before, 2.0 now\)"):
+        check_same_run(before, changed(tiny(), distill=DistillConfig(kl_weight=2.0)), Path("run"))
+    moved = changed(tiny(), distill=DistillConfig(teacher=Path("elsewhere"), student=Path("elsewhere")))
+    check_same_run(before, moved, Path("run"))  # whose teacher it is, its fingerprint says
+
+
+def test_a_run_learns_from_the_teacher_and_resumes_bitwise(tmp_path, dense, student, command, stop_at, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = (*STEPS, *ON, *GROWING, "--distill.teacher", str(dense), "--distill.student", str(student))
+    before = hashlib.sha256((dense / "model.safetensors").read_bytes()).digest()
+    status, out, err = command(whole, *options)
+    assert (status, err) == (0, "") and "6 steps done" in out
+    steps = [record for record in records(whole) if "loss" in record]
+    assert [step["delay"] for step in steps] == [0, 0, 0.5, 0.5, 1, 1]
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-4), "with no delay the lanes are the teacher"
+    assert steps[-1]["kl"] > 10 * abs(steps[0]["kl"])
+    with monkeypatch.context():
+        stop_at(2)  # so that step 3, within the second stage, is the last
+        assert command(stopped, *options)[0] == 143
+    monkeypatch.undo()
+    assert len(losses(stopped)) == 3
+    assert command(stopped, *options)[0] == 0
+    assert records(stopped) == records(whole)
+    for path, weight in weights_of(stopped).items():
+        np.testing.assert_array_equal(weight, weights_of(whole)[path], err_msg=path)
+    assert hashlib.sha256((dense / "model.safetensors").read_bytes()).digest() == before, "the teacher stays as it is"
+
+
+def test_a_run_does_not_go_on_with_another_teacher(tmp_path, dense, command, stop_at):
+    run, other = tmp_path / "run", laneformer.save_hf(sharp(DENSE, 4), tmp_path / "other")
+    stop_at(1)
+    assert command(run, *STEPS, *ON, "--distill.teacher", str(dense))[0] == 143
+    status, _, err = command(run, *STEPS, *ON, "--distill.teacher", str(other))
+    assert status == 2 and "not the weights that" in err and err.count("\n") == 1
+    (run / "distill.json").unlink()
+    status, _, err = command(run, *STEPS, *ON, "--distill.teacher", str(dense))
+    assert status == 2 and "distill.json is damaged or missing" in err
+
+
+@pytest.mark.slow
+def test_every_mesh_gives_the_same_losses(tmp_path, dense, student, command):
+    options = (*STEPS[:6], "--model.num-lanes", "2", "--model.layout", "dtp(1)", "--distill.teacher", str(dense), "--distill.student",
+               str(student))  # fmt: skip
+    for mesh, more in {"one": ("--mesh.lane", "1"), "four": ("--mesh.lane", "2", "--mesh.data", "2")}.items():
+        assert command(tmp_path / mesh, *options, *more)[0] == 0
+    np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "four"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--distill.teacher", "nowhere"), "nowhere is not a folder"),
+        (("--distill.student", "nowhere"), "nowhere is not a folder"),
+        (("--distill.teacher", "DENSE", "--model.vocab-size", "128"), "vocabulary of 64, the model one of 128"),
+        (("--distill.teacher", "DENSE", "--data.sequence-length", "48", "--model.max-position-embeddings", "64"), "than the context of"),
+        (("--distill.student", "DENSE"), "num_lanes 1 (model.num_lanes = 2)"),
+        (("--distill.student", "STUDENT", "--model.rope-theta", "5e5"), "rope_theta 10000.0 (model.rope_theta = 500000.0)"),
+        (("--distill.anneal-steps", "4", "--model.layout", "ladder"), "needs a layout dtp(delta), not ladder"),
+        (("--distill.anneal-steps", "7"), "more than steps = 6"),
+        (("--distill.temperature", "0"), "distill.temperature = 0"),
+        (("--distill.anneal-stages", "0"), "distill.anneal_stages = 0"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, dense, student, command, options, message):
+    named = {"DENSE": str(dense), "STUDENT": str(student)}
+    status, _, err = command(tmp_path / "run", *STEPS, *ON, *(named.get(option, option) for option in options))
+    assert status == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()

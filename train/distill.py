@@ -1,0 +1,161 @@
+"""Distillation: a model cut into lanes learns the distribution of the dense model it was cut from, while its delay grows.
+
+The teacher runs in a program of its own before each step and hands its logits over as part of the batch, so that a step stays one program
+of state and batch. All logits of a batch exist at once, twice: for long sequences and large vocabularies use small batches.
+"""
+
+import json
+import os
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from laneformer.checkpoint import fingerprint, open_checkpoint
+from laneformer.config import ModelConfig
+from laneformer.errors import CheckpointError, ConfigError
+from laneformer.layout import parse_layout
+from laneformer.mesh import DATA, LANE, sharding
+from laneformer.model import Laneformer
+from laneformer.parameters import parameter_table
+from laneformer.precision import Precision
+from train.config import Phase, TrainConfig
+
+TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
+RECORD = "distill.json"  # of a run: the fingerprint of its teacher
+# What a run may choose for itself: everything else of the student's config decides its weights, or what they compute.
+_FREE = ("layout", "broadcast_delay", "use_early_comm", "early_lands_twice", "use_attention_comm", "use_mlp_comm", "head_dim",
+         "max_position_embeddings", "bos_token_id", "eos_token_id")  # fmt: skip
+
+
+def distilled_sums(
+    model: Laneformer, batch: dict[str, jax.Array], *, weight: float, temperature: float, z_loss: float, remat: str
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The objective and its parts, summed over tokens as `Laneformer.loss` does, with the teacher's part:
+
+    sum of token weight * (nll + z_loss lse^2 + weight T^2 KL(teacher || student)), both softened by the temperature T (Hinton et al.,
+    arXiv 1503.02531). The part `kl` is the sum of token weight * KL in nats.
+    """
+    ids, segments, teacher = batch["ids"], batch.get("segments"), batch[TEACHER]
+    logits = model(ids[:, :-1], segments_bs=None if segments is None else segments[:, :-1], remat=remat)
+    weights = batch.get("weights", jnp.ones(logits.shape[:2], jnp.float32))
+    lse = jax.nn.logsumexp(logits, -1)
+    nll = lse - jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+    wanted, found = (jax.nn.log_softmax(x / temperature) for x in (teacher, logits))
+    kl = (jnp.exp(wanted) * (wanted - found)).sum(-1)
+    parts = {"nll": nll, "lse_squared": jnp.square(lse), "weight": jnp.ones_like(nll), "kl": kl}
+    sums = {name: (weights * x).sum() for name, x in parts.items()}
+    return sums["nll"] + z_loss * sums["lse_squared"] + weight * temperature**2 * sums["kl"], sums
+
+
+def annealed(config: TrainConfig, phase: Phase, step: int) -> Phase:
+    """The phase with the layout that it has in the step after `step`: dtp(0) at first, its own after distill.anneal_steps.
+
+    The delay grows in equal stages, each with a program of its own. So every step runs one layout of the table, the same for whoever
+    loads or resumes it, at the price of compiling once per stage; weights traced through the program would keep the reductions of all
+    delays in every step.
+    """
+    distill = config.distill
+    if step >= distill.anneal_steps:
+        return phase
+    delay = final_delay(phase.model) * (step * distill.anneal_stages // distill.anneal_steps) / distill.anneal_stages
+    return replace(phase, model=phase.model.replace(layout=f"dtp({delay:.6g})"))
+
+
+def final_delay(model: ModelConfig) -> float:
+    """delta of a layout dtp(delta), in modules."""
+    return float(parse_layout(model.layout)[1][0])
+
+
+class Distillation:
+    """The teacher of a run, and the weights that it begins with. Raises CheckpointError or ConfigError for what does not fit."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, precision: Precision):
+        self.config, self.mesh, self.teacher = config, mesh, None
+        if config.distill.student is not None:
+            _check_student(config.distill.student, open_checkpoint(config.distill.student).config, config.model)
+        if config.distill.teacher is not None:
+            opened = open_checkpoint(config.distill.teacher)
+            _check_teacher(config.distill.teacher, opened.config, config)
+            everywhere = NamedSharding(mesh, P())
+            weights = {path: _put(weight, everywhere) for path, weight in opened.weights()}
+            self.teacher = Laneformer(opened.config, weights, precision)
+
+    def first_weights(self) -> dict[str, jax.Array] | None:
+        """The student's weights in float32, on the devices that hold them; None where the run begins with fresh ones."""
+        if self.config.distill.student is None:
+            return None
+        table = parameter_table(self.config.model)
+        weights = open_checkpoint(self.config.distill.student, "float32").weights()
+        return {path: _put(weight, sharding(table[path].spec, weight.shape, self.mesh)) for path, weight in weights}
+
+    def teach(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch with the teacher's logits, if there is a teacher."""
+        if self.teacher is None:
+            return batch
+        segments = batch.get("segments")
+        ids, segments = batch["ids"][:, :-1], None if segments is None else segments[:, :-1]
+        return batch | {TEACHER: _logits(self.teacher, ids, segments, self.mesh)}
+
+    def record(self, run: Path, new: bool) -> None:
+        """Notes whose distribution a new run learns. Raises CheckpointError where a run would go on with another teacher."""
+        if self.teacher is None:
+            return
+        file, now = run / RECORD, {"teacher": fingerprint(self.teacher.weights())}
+        if jax.process_index() > 0:
+            return  # all of them compute the fingerprint, one keeps it
+        if new:
+            part = file.with_name(file.name + ".part")
+            part.write_text(json.dumps(now) + "\n", encoding="utf-8")
+            os.replace(part, file)
+            return
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run") from None
+        if before != now:
+            raise CheckpointError(
+                f"distill.teacher = {self.config.distill.teacher}: not the weights that {run} began with; give those (one step of a run is "
+                "RUN/checkpoints/STEP), or another folder with --run"
+            )
+
+
+@partial(jax.jit, static_argnums=3)
+def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | None, mesh: Mesh) -> jax.Array:
+    """Every device does rows of its own, where the batch has enough of them, with the whole teacher."""
+    rows = P((DATA, LANE)) if ids_bs.shape[0] % mesh.size == 0 else P(DATA)
+
+    def local(teacher, ids_bs, segments_bs):
+        return teacher(ids_bs, segments_bs=segments_bs)
+
+    logits = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)(teacher, ids_bs, segments_bs)
+    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P(DATA)))
+
+
+def _put(weight, where: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(weight.shape, where, lambda index: weight[index].copy())  # the reader uses its memory again
+
+
+def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
+    names = [field.name for field in fields(ModelConfig) if field.name not in _FREE] + ["head_size"]
+    wrong = [f"{name} {getattr(found, name)!r} (model.{name} = {getattr(model, name)!r})" for name in names
+             if getattr(found, name) != getattr(model, name)]  # fmt: skip
+    if wrong:
+        raise ConfigError(f"distill.student = {path} is another model than the recipe's: it has {', '.join(wrong)}; set those options so")
+
+
+def _check_teacher(path: Path, found: ModelConfig, config: TrainConfig) -> None:
+    if found.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, the model one of {config.model.vocab_size}: their logits "
+            "must be of the same tokens"
+        )
+    longest = max(phase.data.sequence_length for phase in config.phases)
+    if longest > found.max_position_embeddings:
+        raise ConfigError(
+            f"data.sequence_length = {longest} is longer than the context of distill.teacher = {path} ({found.max_position_embeddings})"
+        )
