@@ -301,7 +301,7 @@ def chaos(lanes, count, chaos_us, **changes):
     assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "in shared memory"
 
 
-@pytest.mark.parametrize("layout", ["dtp(1)", "kraken", "laneformer"])
+@pytest.mark.parametrize("layout", ["dtp(1)", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("kraken", "laneformer"))])
 def test_chaos_changes_nothing(layout):
     chaos(3, 300, 5, layout=layout, broadcast_delay=1)
 

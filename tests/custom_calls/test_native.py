@@ -44,7 +44,9 @@ def run(program: str, sanitizer: str | None, link: list[str], work: Path, *argum
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(program, marks=pytest.mark.slow if program == "decoder_test" else ()) for program in PROGRAMS]
+)
 def test_as_shipped(program, objects, tmp_path):
     run(program, None, objects(None), tmp_path)
 

@@ -201,6 +201,7 @@ def test_an_interruption_keeps_the_record(task, tmp_path, number):
     assert sum(record["split"].values()) == pytest.approx(record["wall"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_judge")
 def test_our_own_server(task, tmp_path, capfd):
     checkpoint = save_checkpoint(tmp_path / "small")

@@ -95,6 +95,7 @@ def test_generation_killed_and_started_again_is_the_same(folder, capsys):
     assert "other settings (sampling): name another file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_scoring_killed_and_started_again(folder, capsys):
     programs = [f"import time; time.sleep(0.4)\n{ADD['prompt']}    return a + b + {n % 2}  # {n}" for n in range(20)]
     write_jsonl(folder / "slow.jsonl", [{"task_id": "HumanEval/1", "solution": program} for program in programs])

@@ -304,6 +304,7 @@ def test_a_replay_is_the_same_text_in_the_time_it_says(server, open_page):
         expect(slider).to_have_attribute("aria-valuetext", value)
 
 
+@pytest.mark.slow
 def test_what_the_model_writes_is_text(server, open_page):
     page = open_page(server)
     dialogs = []
@@ -352,6 +353,7 @@ def test_light_dark_and_by_hand(server, open_page):
         assert dark.evaluate(ground) == colour
 
 
+@pytest.mark.slow
 def test_less_motion_for_those_who_ask_for_it(server, open_page):
     writes = {}
     for motion in ("reduce", "no-preference"):
@@ -380,6 +382,7 @@ def test_chat(server, open_page):
     assert shown(page) == record["text"] == answer("Hello you. ", 40) and page.locator("#answer .prompt").text_content() == ""
 
 
+@pytest.mark.slow
 def test_text_and_command_to_take_away(server, open_page):
     page = open_page(server, permissions=["clipboard-read", "clipboard-write"])
     prompt = """it's "$HOME" \\ `é`\n"""
@@ -421,6 +424,7 @@ def test_a_key_is_asked_for_and_kept_in_memory(strict, open_page):
     expect(page.locator("#key-form")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_and_an_engine_that_crashes(strict, open_page):
     page = open_page(strict, ready=False)
     page.fill("#key", KEY)
@@ -474,6 +478,7 @@ def test_refusals_in_plain_words(server, open_page):
     expect(page.locator("#conditions")).to_contain_text("greedy")
 
 
+@pytest.mark.slow
 def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
     with started(tmp_path / "loaded") as server:
         page = open_page(server, ready=False)
@@ -489,6 +494,7 @@ def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
         expect(page.locator("#problem")).to_contain_text("The server cannot be reached. See in its terminal whether it still runs")
 
 
+@pytest.mark.slow
 def test_behind_a_path_of_its_own(server, open_page, browser):
     page = browser.new_context().new_page()
     asked = []

@@ -338,6 +338,7 @@ def test_the_table_fits_the_terminal(tmp_path):
     assert any(line.startswith("v29 #0") and "failed" in line for line in lines) and any("2.7500 held out" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, capsys):
     monkeypatch.setattr("train.ablate._die_with_parent", lambda: None)
     options = [GRID, "--run", str(tmp_path), "--base.data.path", str(store), "--base.steps", "3", "--base.mesh.lane", "1"]

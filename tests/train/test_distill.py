@@ -113,6 +113,7 @@ def test_a_run_from_before_there_was_distillation_goes_on():
     check_same_run(before, moved, Path("run"))  # whose teacher it is, its fingerprint says
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_the_teacher_and_resumes_bitwise(tmp_path, dense, student, command, stop_at, monkeypatch):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     options = (*STEPS, *ON, *GROWING, "--distill.teacher", str(dense), "--distill.student", str(student))

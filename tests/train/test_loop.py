@@ -22,6 +22,7 @@ from train.metrics import MetricsLog, read_lines
 from train.run_folder import only_one
 
 
+@pytest.mark.slow
 def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, compiled, finished, same_end):
     for attempt in range(3):  # a busy machine may look away whenever the run saves
         run = tmp_path / f"run{attempt}"

@@ -67,6 +67,7 @@ def same(run, whole):
         np.testing.assert_array_equal(weight, before[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_path, begin, whole):
     run = tmp_path / "run"
     for moment in (8, 24, 27, 46):  # lines of metrics: in the first phase, in the second, there again, in the third
