@@ -360,7 +360,7 @@ def start(run: Path, store: Path, compiled: Path, *options: str) -> subprocess.P
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_real_grid_killed_and_resumed(tmp_path, store, compiled):
     """Two cells, one with a layout that only the recipe's file registers; kill -9 in the middle, then to the end, then nothing to do."""
     run = tmp_path / "grid"

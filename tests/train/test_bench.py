@@ -41,7 +41,7 @@ def test_figures_follow_from_the_times():
     assert found["mfu"] == pytest.approx(flops / (8 * 989.5e12)) and found["model_flops_per_second"] == pytest.approx(flops)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_this_machine(tmp_path, capsys):
     file = tmp_path / "bench.json"
     assert main([RECIPE, "--steps", "2", "--rounds", "1", "--json", str(file)]) == 0

@@ -41,7 +41,7 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-FAST = ("tp", "laneformer")  # the others with -m slow
+FAST = ("laneformer",)  # the others with -m slow
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])

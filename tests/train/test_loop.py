@@ -42,6 +42,7 @@ def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, sto
     assert not saving(run), "what the kill left half-written is gone"
 
 
+@pytest.mark.slow
 def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_path, store, compiled, same_end):
     run = tmp_path / "run"
     for number, status, at_least in ((signal.SIGTERM, 143, 7), (signal.SIGINT, 130, 25)):
@@ -57,7 +58,7 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_
     same_end(run)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_random_moments(tmp_path, store, same_end, seed):
     """Also while it starts, compiles or restores."""
@@ -170,6 +171,7 @@ def test_a_damaged_shard_stops_the_run_and_once_repaired_nothing_is_lost(tmp_pat
     same_end(run)
 
 
+@pytest.mark.slow
 def test_what_ends_a_step_half_way_loses_nothing(tmp_path, command, monkeypatch, same_end):
     """An impatient user, then a full disk under the metrics."""
     run, write = tmp_path / "run", MetricsLog.write

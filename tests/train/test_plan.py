@@ -69,6 +69,7 @@ def test_what_crosses_nodes_takes_the_network(monkeypatch):
     assert times.network == pytest.approx((program.sent("data") + program.sent("data x lane")) / 10e9) and times.network > 0
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
     find = planning.find_device
     monkeypatch.setattr(planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000))
@@ -124,7 +125,7 @@ def test_the_cuda_compiler_needs_no_gpu():
     assert "mesh data 4 x lane 8" in text and "compiled with XLA:GPU" in text and "sent along lane" in text
 
 
-@pytest.mark.slow  # half a minute each, gigabytes
+@pytest.mark.exhaustive  # half a minute each, gigabytes
 @pytest.mark.parametrize("arguments", ["1 1 6 none", "1 8 6 none", "2 4 6 none", "1 1 6 block"])
 def test_a_real_step_needs_the_memory_that_is_planned(arguments):
     """Resident memory of a process during steps, above what it was before the state was made; within 10 %.

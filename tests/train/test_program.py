@@ -32,6 +32,7 @@ def test_lanes_exchange_what_the_schedule_says():
     assert found["tp"].sent("data") == 0
 
 
+@pytest.mark.slow
 def test_accumulated_parts_count_each():
     once, twice = program(2, 4), program(2, 4, accumulate=2)
     assert twice.unknown_loops == once.unknown_loops == ()

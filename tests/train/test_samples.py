@@ -71,7 +71,7 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
         programs.add((backend, backend._begin._cache_size(), backend._decode._cache_size()))
     assert programs == {(backend, 2, 1)}, "one for prompts of up to 16 tokens, one for up to 32, one decode loop"
     assert drawn[0] == drawn[2] != drawn[1]
-    assert drawn[:2] == [by_fresh_engine(weights(seed), samples.prompts.values(), SAMPLING) for seed in (1, 2)]
+    assert drawn[1] == by_fresh_engine(weights(2), samples.prompts.values(), SAMPLING)
 
 
 def test_records_have_prompt_text_and_ids(mesh, tokenizer):
@@ -96,13 +96,13 @@ def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
     assert texts(records)["samples/0"] == "3,1,4 -> " + ",".join(map(str, records[0]["tokens"]))
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_in_the_precision_of_training(mesh, tokenizer):
     precision = Precision(compute="bfloat16")
     live = LiveEngine(CONFIG, mesh, precision, tokenizer)
     samples = Samples(live, [""], max_new_tokens=12)
-    for seed in (1, 2):
-        records = samples.draw(spread(weights(seed), mesh))
-        assert [record["tokens"] for record in records] == by_fresh_engine(weights(seed), [[256]], SAMPLING, precision)
+    records = samples.draw(spread(weights(1), mesh))
+    assert [record["tokens"] for record in records] == by_fresh_engine(weights(1), [[256]], SAMPLING, precision)
     assert live._engine.precision == precision and live._engine.conditions["compute_dtype"] == "bfloat16"
 
 

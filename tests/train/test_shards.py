@@ -425,6 +425,7 @@ print(*began)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_old_store_or_goes_on_to_the_same_bytes(tmp_path):
     """SIGKILL before every call that orders what reaches the disk, in a process of its own: it forks, which JAX does not like."""
     script = KILLED.format(tests=str(Path(__file__).parent), root=str(tmp_path))

@@ -72,17 +72,18 @@ def test_the_loss_is_the_cross_entropy_of_the_models_logits():
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
 
-@pytest.mark.parametrize(("data", "lane"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow), (1, 1)])
+@pytest.mark.parametrize(("data", "lane"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((4, 2), (1, 1)))])
 def test_every_mesh_gives_the_same_losses(reference, data, lane):
     close(run(trainer(data, lane)), reference)
 
 
-@pytest.mark.parametrize(("data", "parts"), [pytest.param(1, 4, marks=pytest.mark.slow), (2, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "parts"), [(1, 4), (2, 4)])
 def test_accumulating_over_parts_changes_nothing(reference, data, parts):
     close(run(trainer(data, 8 // data, accumulate=parts)), reference)
 
 
-@pytest.mark.parametrize("remat", ["block", "dots"])
+@pytest.mark.parametrize("remat", [pytest.param("block", marks=pytest.mark.slow), "dots"])
 def test_recomputing_activations_changes_nothing(reference, remat):
     close(run(trainer(remat=remat)), reference)
 
@@ -96,6 +97,7 @@ def test_weights_of_one_and_one_segment_change_nothing(reference):
     close(run(trainer(2, 4, accumulate=2), weights=ones, segments=one), reference)
 
 
+@pytest.mark.slow
 def test_tokens_of_weight_zero_do_not_count():
     """The step on rows whose last half is masked is that on the first half alone, also where parts have unequally many tokens."""
     t, cut, batch = trainer(accumulate=2), trainer(data__sequence_length=8), batch_of(3)
@@ -163,6 +165,7 @@ def test_a_batch_without_targets_has_no_gradient():
     assert float(values["loss"]) == 0 and float(values["grad_norm"]) == 0 and not bool(values["skipped"])
 
 
+@pytest.mark.slow
 def test_a_later_phase_keeps_the_moments_of_its_own_kind_of_optimizer():
     data = tiny().data
     config = changed(tiny(), then={
@@ -192,7 +195,8 @@ def test_the_rate_of_a_phase_counts_from_its_beginning():
     assert float(values["learning_rate"]) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize(("data", "lane"), [(2, 4), pytest.param(1, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "lane"), [(2, 4), (1, 8)])
 def test_muon_on_every_mesh(data, lane):
     close(run(trainer(data, lane, optimizer__kind="muon")), run(trainer(1, 1, optimizer__kind="muon")))
 
@@ -281,6 +285,7 @@ def test_first_weights_depend_on_the_seed_and_not_on_the_mesh(reference):
     assert not np.array_equal(first["lm_head"], trainer(seed=1).init().params["lm_head"])
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_weights_and_not_activations():
     """What is sent along the data axis grows with the batch by the embedding's rows alone, there and back."""
 

@@ -230,6 +230,7 @@ def test_a_full_disk_is_told_before_it_is_written_to(finished_copy, trainer, ope
     assert saved_steps(finished_copy) == [40, 50, 60]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(tmp_path, store, compiled, command, same_end):
     """`ulimit -f`: no file above 16 KiB, as if the disk filled up while a checkpoint is written."""
     run = tmp_path / "run"
