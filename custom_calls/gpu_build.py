@@ -1,4 +1,4 @@
-"""Compiles the GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are kept on disk."""
+"""Compiles a GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are kept on disk."""
 
 import ctypes
 import hashlib
@@ -13,7 +13,8 @@ from pathlib import Path
 from custom_calls.build import HERE, BuildError, cache
 
 SOURCES = HERE / "gpu"
-KERNEL = "decode.cu"
+PERSISTENT, STEPS = "decode.cu", "steps.cu"
+KERNEL = "kernel.cu"  # either of them, for the compilers
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
 HIP_FLAGS = (
     "-x",
@@ -30,22 +31,24 @@ HIP_FLAGS = (
 )  # what it moves out of the loop over passes does not fit the registers
 
 
-def image(header: str, architecture: str, compile_with: Callable[[Path, Path, str], None] | None = None) -> bytes:
+def image(
+    header: str, architecture: str, compile_with: Callable[[Path, Path, str], None] | None = None, kernel: str = PERSISTENT
+) -> bytes:
     """The kernel for the model that `header` (gpu_layout.Layout.header) describes.
 
     architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default the compiler that
-    is here. Raises BuildError with the compiler's words.
+    is here. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's words.
     """
     digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS)).encode())
-    for path in kernel_sources():
+    for path in kernel_sources(kernel):
         digest.update(path.name.encode() + path.read_bytes())
     kept = cache() / "kernels" / f"{architecture}-{digest.hexdigest()[:16]}.bin"
     if compile_with is None and kept.is_file():
         return kept.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        for path in kernel_sources():
-            shutil.copy(path, work)
+        for path in kernel_sources(kernel):
+            shutil.copy(path, work / (KERNEL if path.name == kernel else path.name))
         (work / "model.h").write_text(header, encoding="utf-8")
         out = work / "image"
         (compile_with or compiler(architecture))(work, out, architecture)
@@ -58,9 +61,9 @@ def image(header: str, architecture: str, compile_with: Callable[[Path, Path, st
     return made
 
 
-def kernel_sources() -> list[Path]:
-    """All files of the kernel but model.h."""
-    return sorted((*SOURCES.glob("*.h"), SOURCES / KERNEL))
+def kernel_sources(kernel: str) -> list[Path]:
+    """All files of a kernel but model.h."""
+    return sorted((*SOURCES.glob("*.h"), SOURCES / kernel))
 
 
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:

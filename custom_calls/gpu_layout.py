@@ -20,6 +20,7 @@ SLOT_LINES = 8  # lines of a slot of the stream's ring: 4 KiB, so that one threa
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
 MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
 C_DTYPES = {"float32": "kFloat32", "bfloat16": "kBfloat16", "float16": "kFloat16"}
+STEPS = ("begin", "embed", "qkv", "attend", "out", "gate_up", "down", "final", "head")  # as in gpu/params.h
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -144,6 +145,20 @@ class Layout:
     def layer_ops(self) -> tuple[str, ...]:
         """Of a layer, in the order in which they are read."""
         return ("qkv", "out", "gate_up", "down")
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """A pass op by op, as (one of STEPS by number, layer or -1)."""
+        s = self.shapes
+        layers = [(op, layer) for layer in range(s.layers) for op in ("qkv", "attend", "out", "gate_up", "down")]
+        together = s.lanes > 1 and s.head_type != "vocab_parallel"
+        named = [("embed", -1), *layers, *([("final", -1)] if together else []), ("head", -1)]
+        return [(STEPS.index(op), layer) for op, layer in named]
+
+    @property
+    def kept_floats(self) -> int:
+        """What a CTA keeps of the residual stream between launches, where each op is one."""
+        return (1 + self.table.history) * self.products["out"].rows
 
     def _padded(self, lines: int) -> int:
         return -(-lines // SLOT_LINES) * SLOT_LINES

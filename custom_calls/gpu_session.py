@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.gpu_build import image
+from custom_calls.gpu_build import PERSISTENT, STEPS, image
 from custom_calls.gpu_layout import H200, MI300X, Layout, Machine
 from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
 from custom_calls.schedule import Table
@@ -26,6 +26,11 @@ PARTS = {  # of a packed matrix: its weights, in the order of its rows
 BIASES = ("attention.wq_bias", "attention.wk_bias", "attention.wv_bias")
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
+LAUNCHES = {
+    "persistent": "one kernel for a whole answer",
+    "graph": "one kernel per op, under a CUDA graph",
+    "overlapping graph": "one kernel per op, under a CUDA graph with programmatic dependent launches",
+}
 
 
 class GpuSession(Running):
@@ -38,16 +43,21 @@ class GpuSession(Running):
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
         platform: str = "cuda", machine: Machine | None = None, chaos_us: int = 0, timeout_ms: int = 10_000,
-        peer_ctas: int = 0, peer_delay_us: int = 0,
+        peer_ctas: int = 0, peer_delay_us: int = 0, launch: str = "persistent",
         compile_with: Callable[[Path, Path, str], None] | None = None, driver: Path | None = None,
     ):  # fmt: skip
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane) of local devices; None for the first one.
 
         platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
         driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer
-        after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. Raises NativeError, and BuildError if the kernel
-        cannot be compiled.
+        after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of
+        every pass by itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are there
+        to show what the persistent kernel saves. Raises NativeError, and BuildError if the kernel cannot be compiled.
         """
+        if launch not in LAUNCHES:
+            raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
+        if launch != "persistent" and peer_ctas:
+            raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         if shapes.lanes % len(devices):
             raise NativeError(f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them")
@@ -64,11 +74,13 @@ class GpuSession(Running):
             raise NativeError(str(error)) from None
         self.target = TARGET if driver is None else EMULATED
         self._mesh, self._waiting = mesh, {}
-        compiled = image(header, ARCHITECTURES[platform], compile_with)
+        compiled = image(header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS)
         ordinals = (ctypes.c_int32 * len(devices))(
             *(getattr(d, "local_hardware_id", None) or (0 if mesh is None else d.id) for d in devices)
         )
         layout = self.layout
+        steps = np.array(() if launch == "persistent" else layout.steps, np.int32)
+        self.launches_per_token = len(steps)  # 0: there is one for all of them
         model = GpuModel(
             layers=shapes.layers, lanes=shapes.lanes, lanes_here=layout.lanes_here, ctas=layout.ctas, threads=layout.threads,
             shared_bytes=layout.shared_bytes, vocab=shapes.vocab, context=shapes.context, kv_heads=shapes.kv_heads,
@@ -76,7 +88,8 @@ class GpuSession(Running):
             pass_tags=layout.pass_tags, exchanges=len(table.sums) + 1, lane_words=layout.lane_words, shared_words=layout.shared_words,
             packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
             library=str(driver).encode() if driver else None, image=compiled, image_bytes=len(compiled),
-            grid=layout.grid, peer_delay_us=peer_delay_us,
+            grid=layout.grid, peer_delay_us=peer_delay_us, steps=steps.ctypes.data, num_steps=len(steps),
+            overlapping=launch == "overlapping graph", kept_floats=layout.kept_floats,
             devices=ctypes.addressof(ordinals), num_devices=len(devices), timeout_ms=timeout_ms, chaos_us=chaos_us,
         )  # fmt: skip
         self._open(shapes, timeout_ms, ctypes.byref(model))

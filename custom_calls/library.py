@@ -50,7 +50,8 @@ class GpuModel(ctypes.Structure):
         )]
         + [(name, ctypes.c_int64) for name in ("lane_words", "shared_words", "packed_elements")]
         + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p), ("image_bytes", ctypes.c_int64)]
-        + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32)]
+        + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32), ("steps", ctypes.c_void_p)]
+        + [(name, ctypes.c_int32) for name in ("num_steps", "overlapping", "kept_floats")]
         + [("devices", ctypes.c_void_p), ("num_devices", ctypes.c_int32), ("timeout_ms", ctypes.c_int32), ("chaos_us", ctypes.c_int32)]
     )  # fmt: skip
 

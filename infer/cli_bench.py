@@ -34,7 +34,8 @@ class Options:
     checkpoint: str = ""
     """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random weights."""
     backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
+    """cuda, hip, cpu or xla; auto takes the first of them that is available. cuda-graph and cuda-graph-overlap are there to compare with:
+    the kernels of cuda, one launch for each op."""
     compare: str = ""
     """Several backends instead, as in cpu,xla: a run of each in turn, in one process, with the same prompts."""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()

@@ -46,7 +46,7 @@ class Options:
     ignore_eos: bool = False
     """Go on after the model's end-of-text token."""
     backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
+    """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there to compare with."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None

@@ -14,7 +14,7 @@ from custom_calls.session import Running
 from infer.backend import Backend, CheckpointSource, ModelSource, Request, Source
 from infer.cpu_engine import CpuBackend
 from infer.generation import Generation
-from infer.gpu_engine import CudaBackend, HipBackend
+from infer.gpu_engine import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
 from infer.sampling import Sampling
 from infer.tokenizer import Tokenizer
 from infer.xla_engine import XlaBackend
@@ -29,7 +29,10 @@ from laneformer.precision import Precision
 log = logging.getLogger("infer")
 
 ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend)}
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
+}
+NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)  # the last ones are to compare with: auto never takes them
 MOST_TOP_LOGPROBS = 20
 
 
@@ -45,7 +48,7 @@ class Engine:
         self, model: Laneformer | Source, backend: str = "auto", *, tokenizer: Tokenizer | None = None, name: str = "model",
         **options: Any,
     ):  # fmt: skip
-        """backend: one of ORDER, or "auto" for the first that can run this model here; `engine.backend` says which.
+        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` says which.
 
         name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/cpu_engine.py). Raises ConfigError for
         a backend that is unknown, not built or not able to run the model, and for options that it does not have.
@@ -210,10 +213,10 @@ class Engine:
 
 def _choose(name: str, source: Source) -> type[Backend]:
     """The backend of that name, or the first that can run the model."""
-    if name not in ("auto", *ORDER):
-        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(ORDER)}")
-    reasons = {known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in ORDER}
-    able = [known for known in ORDER if reasons[known] is None]
+    if name not in ("auto", *NAMES):
+        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(NAMES)}")
+    reasons = {known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES}
+    able = [known for known in NAMES if reasons[known] is None]
     if name == "auto":
         for known in ORDER[: ORDER.index(able[0])]:
             log.debug("backend %s: %s", known, reasons[known])

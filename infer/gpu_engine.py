@@ -11,7 +11,7 @@ import custom_calls
 from custom_calls.build import BuildError
 from custom_calls.gpu_build import compiler
 from custom_calls.gpu_layout import Machine
-from custom_calls.gpu_session import ARCHITECTURES, GpuSession
+from custom_calls.gpu_session import ARCHITECTURES, LAUNCHES, GpuSession
 from infer.backend import Source, device_name, power_of_two
 from infer.native_engine import NativeBackend, kernel_shapes
 from laneformer.cache import Cache
@@ -25,6 +25,7 @@ class GpuBackend(NativeBackend):
     """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there twice."""
 
     platform: str
+    launch = "persistent"
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
@@ -55,7 +56,8 @@ class GpuBackend(NativeBackend):
         try:
             session = GpuSession(
                 kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows,
-                mesh=source.mesh, platform=self.platform, machine=machine, chaos_us=chaos_us, compile_with=compile_with, driver=driver,
+                mesh=source.mesh, platform=self.platform, launch=self.launch, machine=machine, chaos_us=chaos_us,
+                compile_with=compile_with, driver=driver,
             )  # fmt: skip
             for path, weight in model.weights().items():
                 session.pack(path, weight)
@@ -77,6 +79,7 @@ class GpuBackend(NativeBackend):
             "devices": 1 if mesh is None else mesh.size,
             "ctas": self.session.layout.grid,
             "threads_per_cta": self.session.layout.threads,
+            "launch": LAUNCHES[self.launch],
         }
 
     def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
@@ -98,6 +101,22 @@ class CudaBackend(GpuBackend):
     """NVIDIA GPUs."""
 
     name = platform = "cuda"
+
+
+class CudaGraphBackend(CudaBackend):
+    """The same kernels, launched one by one for every token, from a CUDA graph: what the persistent kernel is compared with."""
+
+    name, launch = "cuda-graph", "graph"
+
+    @property
+    def conditions(self) -> dict:
+        return super().conditions | {"launches_per_token": self.session.launches_per_token}
+
+
+class CudaOverlapBackend(CudaGraphBackend):
+    """Its launches overlap (programmatic dependent launch): an op's weights are on their way while the one before ends."""
+
+    name, launch = "cuda-graph-overlap", "overlapping graph"
 
 
 class HipBackend(GpuBackend):

@@ -10,6 +10,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer.mesh import DATA, fit_spec
 
 _UNSEEN = -1e30  # finite: a row that has seen nothing yet must not become inf - inf
 
@@ -29,24 +32,62 @@ def attend(
     query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are skipped.
     """
     if start is None and segments is None and _has_cudnn_kernel(q):
-        local = None if window is None else (window - 1, 0)
-        kernel = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=local, implementation="cudnn")
-        return jax.vmap(kernel)(q, k, v)
+        if jax.sharding.get_abstract_mesh().size > 1:
+            return _attend_on_mesh(window, q, k, v)
+        return jax.vmap(_cudnn_kernel(window))(q, k, v)
     start = jnp.int32(0) if start is None else start
     return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start)
 
 
+def _device():
+    """One of those that the program is for, which need not exist: of the mesh, else JAX's first."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def _has_cudnn_kernel(q: jax.Array) -> bool:
-    """On one GPU: XLA (jaxlib 0.10) cannot partition jax.nn's cuDNN call where only the lane axis of a mesh is manual."""
-    devices = jax.sharding.get_abstract_mesh().size or 1  # 0 outside of a mesh
-    return jax.default_backend() == "gpu" and devices == 1 and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    device = _device()
+    on_nvidia = device.platform == "gpu" and "NVIDIA" in device.device_kind
+    return on_nvidia and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+
+
+def _cudnn_kernel(window: int | None):
+    local = None if window is None else (window - 1, 0)
+    return partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=local, implementation="cudnn")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_on_mesh(window, q, k, v):
+    """The kernel where the lane axis of a mesh is manual: XLA (jaxlib 0.10) cannot partition jax.nn's call over the data axis.
+
+    So that one becomes manual too, for the kernel alone. With a gradient of its own, because JAX (0.10) fails to differentiate a
+    shard_map inside another: it takes what the backward pass needs for split over the axes of both.
+    """
+    return _by_sequence(_cudnn_kernel(window), q, k, v)
+
+
+def _on_mesh_forward(window, q, k, v):
+    return _by_sequence(partial(jax.vjp, _cudnn_kernel(window)), q, k, v)
+
+
+def _on_mesh_backward(window, pull, do):
+    return _by_sequence(lambda pull, do: pull(do), pull, do)
+
+
+_attend_on_mesh.defvjp(_on_mesh_forward, _on_mesh_backward)
+
+
+def _by_sequence(function, *args):
+    """function of each lane's sequences, on the devices of the data axis that hold them; every array in and out is [l, b, ...]."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = fit_spec(P(None, DATA), jax.tree.leaves(args)[0].shape, mesh)
+    return jax.shard_map(jax.vmap(jax.vmap(function)), in_specs=spec, out_specs=spec, axis_names=set(mesh.auto_axes))(*args)
 
 
 def _block_sizes(s: int, t: int) -> tuple[int, int]:
     """Positions per block of queries and of keys. A few queries on a cache are one tile; also short texts have tiles to skip."""
     if s < 16:
         return s, t
-    largest = 128 if jax.default_backend() == "cpu" else 256  # a tile's scores should stay in the cache of a CPU's core
+    largest = 128 if _device().platform == "cpu" else 256  # a tile's scores should stay in the cache of a CPU's core
     s, t = (16 * math.ceil(length / max(4, math.ceil(length / largest)) / 16) for length in (s, t))
     return s, t
 

@@ -8,6 +8,7 @@ is split over the devices by `jax.shard_map`, and the sum over lanes is a sum ov
 8 lanes on 1, 2, 4 or 8 devices.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -228,8 +229,9 @@ class Laneformer(nnx.Module):
 
     def _on_lanes(self, local, args, in_specs=None, out_specs=None):
         """local(model, *args) on every device of the lane axis, each with its own lanes; specs: by default the same everywhere."""
-        if self.mesh is None:
-            return local(self, *args)
+        if not self._lanes_are_split():
+            with nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return local(self, *args)
         table = parameter_table(self.config)
 
         def weight_spec(keys, _):
@@ -248,7 +250,7 @@ class Laneformer(nnx.Module):
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
-            if self.mesh is not None:
+            if self._lanes_are_split():
                 x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane's stream is its own
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
         rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
@@ -303,7 +305,7 @@ class Laneformer(nnx.Module):
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
         """The sum over all lanes, here and on the other devices, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
-        return total if self.mesh is None else jax.lax.psum(total, LANE)
+        return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
 
     def _lane_statistics(self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array) -> dict[str, jax.Array]:
         """Of one time in the schedule; the sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered pairs of lanes."""
@@ -323,12 +325,16 @@ class Laneformer(nnx.Module):
         data = 1 if self.mesh is None else self.mesh.shape[DATA]
         return x_lbsd if data == 1 or x_lbsd.shape[1] % data else jax.lax.with_sharding_constraint(x_lbsd, P(None, DATA))
 
+    def _lanes_are_split(self) -> bool:
+        """Whether lanes are on other devices. Over an axis of one device JAX (0.10) drops the shard_map and keeps its sums: no program."""
+        return self.mesh is not None and self.mesh.shape[LANE] > 1
+
     def _local_lanes(self) -> int:
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
 
     def _head_is_split(self) -> bool:
         """Whether each device has a slice of the vocabulary, or lanes of its own, in the head."""
-        if self.mesh is None or self.config.tie_word_embeddings:
+        if not self._lanes_are_split() or self.config.tie_word_embeddings:
             return False
         parameter = parameter_table(self.config)["lm_head"]
         return LANE in fit_spec(parameter.spec, parameter.shape, self.mesh)

@@ -27,7 +27,7 @@ PYTHON = sys.executable
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
 # The reference must not be rounded to TF32, and several processes share the memory.
 TESTS = {"LANEFORMER_TEST_GPU": "cuda", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/infer/test_gpu_engine.py")
+TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/custom_calls/test_gpu_steps.py", "tests/infer/test_gpu_engine.py")
 SMALLEST = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", TEST_FILES[0], "-k", "test_layouts and dtp")
 
 
@@ -61,6 +61,7 @@ def stages() -> list[Stage]:
         return Stage(name, 90, (("compute-sanitizer", "--tool", name, "--error-exitcode", "9", *SMALLEST),), TESTS, may_time_out=True)
 
     sustained = ("--output-tokens", "1024", "--runs", "5", "--warmup-runs", "1")
+    short = ("--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
     return [
         Stage("machine", 30, (
             ("nvidia-smi",), ("nvcc", "--version"), (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
@@ -71,10 +72,12 @@ def stages() -> list[Stage]:
             bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "128,1024,3072", *sustained,
                   "--trace", "{out}/trace.json.gz"),
         )),
-        Stage("correctness", 130, ((PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4", *TEST_FILES),), TESTS),
-        Stage("compare", 110, (
-            bench("compare-float16", "--compare", "cuda,xla", "--dtype", "float16", "--context", "128,1024,3072", "--output-tokens", "128",
-                  "--runs", "3", "--warmup-runs", "1"),
+        Stage("correctness", 140, ((PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4", *TEST_FILES),), TESTS),
+        Stage("compare", 140, (
+            bench("compare-float16", "--compare", "cuda,cuda-graph,xla", "--dtype", "float16", "--context", "128,1024,3072", *short),
+        )),
+        Stage("overlap", 70, (
+            bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", "--dtype", "float16", "--context", "128,1024,3072", *short),
         )),
         Stage("sampled", 60, (
             bench("sampled-float16", "--backend", "cuda", "--dtype", "float16", "--context", "1024", *sustained, "--temperature", "0.8"),
@@ -181,6 +184,12 @@ def records(out: Path) -> dict[Path, list]:
     return found
 
 
+def ratios(bench: dict[Path, list]) -> list[str]:
+    """How many times as fast one backend was as another in the same run: what the benchmark notes of it."""
+    notes = (note for found in bench.values() for record in found for note in record["notes"])
+    return list(dict.fromkeys(note for note in notes if "ratio of the medians" in note))
+
+
 def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
     command = [PYTHON, "-m", "infer", "bench", "--table", *map(str, paths)]
     environment = environment | {"JAX_PLATFORMS": "cpu"}
@@ -190,16 +199,18 @@ def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
 
 def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
     """Writes report.json and report.md; returns the latter's text."""
-    lines = measurements(out)
+    lines, bench = measurements(out), records(out)
     data = {
         "stages": [vars(outcome) for outcome in outcomes], "micro": lines,
-        "bench": {path.stem: content for path, content in records(out).items()},
+        "bench": {path.stem: content for path, content in bench.items()},
     }  # fmt: skip
     (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
     text = ["# What this GPU showed", "", "| stage | result | seconds | |", "|---|---|---|---|"]
     text += [f"| {o.stage} | {o.status} | {o.seconds:.0f} | {o.detail} |" for o in outcomes]
     if decoding:
         text += ["", "## Decoding", "", decoding]
+    if compared := ratios(bench):
+        text += ["", "## One backend beside another", "", *(f"- {note}" for note in compared)]
     if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
         text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
     if lines:

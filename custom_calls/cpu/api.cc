@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "decoder.h"
+#include "sessions.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -14,27 +15,7 @@ namespace ffi = xla::ffi;
 namespace laneformer {
 namespace {
 
-std::mutex sessions_lock;
-std::map<int64_t, std::shared_ptr<Decoder>> sessions;
-int64_t next_session = 1;
-
-std::shared_ptr<Decoder> find(int64_t id) {
-  const std::lock_guard<std::mutex> lock(sessions_lock);
-  const auto found = sessions.find(id);
-  return found == sessions.end() ? nullptr : found->second;
-}
-
-// Runs `action`; what it throws becomes text in `error` and the result -1.
-template <class Action>
-int64_t guarded(char* error, int64_t size, Action action) {
-  try {
-    return action();
-  } catch (const std::exception& e) {
-    std::strncpy(error, e.what(), size - 1);
-    error[size - 1] = 0;
-    return -1;
-  }
-}
+Sessions<Decoder> sessions;
 
 // One device's part of a call: the buffers that XLA gave it.
 struct Operands {
@@ -168,7 +149,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
                   ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
                   ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
                   ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
-  const std::shared_ptr<Decoder> decoder = find(session);
+  const std::shared_ptr<Decoder> decoder = sessions.find(session);
   if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
   const struct Settle {
     Decoder& decoder;
@@ -252,39 +233,29 @@ int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API
 
 int64_t laneformer_open(const LaneformerModel* model, const LaneformerOptions* options, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    auto decoder = std::make_shared<Decoder>(*model, *options);
-    const std::lock_guard<std::mutex> lock(sessions_lock);
-    sessions[next_session] = decoder;
-    return next_session++;
+    return sessions.add(std::make_shared<Decoder>(*model, *options));
   });
 }
 
-void laneformer_close(int64_t id) {
-  std::shared_ptr<Decoder> last;  // destroyed outside of the lock, when no call uses it any more
-  const std::lock_guard<std::mutex> lock(sessions_lock);
-  const auto found = sessions.find(id);
-  if (found == sessions.end()) return;
-  last = found->second;
-  sessions.erase(found);
-}
+void laneformer_close(int64_t id) { sessions.close(id); }
 
 int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype, char* error,
                         int64_t size) {
   return guarded(error, size, [&] {
-    find(id)->pack(name, layer, data, count, (Dtype)dtype);
+    sessions.find(id)->pack(name, layer, data, count, (Dtype)dtype);
     return 0;
   });
 }
 
-void laneformer_begin(int64_t id) { find(id)->begin(); }
-int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) { return find(id)->wait(have, timeout_ms); }
-int32_t laneformer_finished(int64_t id) { return find(id)->finished(); }
-void laneformer_cancel(int64_t id) { find(id)->cancel(); }
+void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }
+int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) { return sessions.find(id)->wait(have, timeout_ms); }
+int32_t laneformer_finished(int64_t id) { return sessions.find(id)->finished(); }
+void laneformer_cancel(int64_t id) { sessions.find(id)->cancel(); }
 
 // Tokens first .. first + count - 1 of the running or last call, which have been drawn; null pointers are left out.
 void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
                       int32_t* top_tokens, float* top_logprobs) {
-  const auto decoder = find(id);
+  const auto decoder = sessions.find(id);
   const auto copy = [&](const auto& from, auto* to, int64_t each) {
     if (to && each) std::memcpy(to, from.data() + first * each, count * each * sizeof *to);
   };
@@ -295,14 +266,14 @@ void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int
   copy(decoder->top_logprobs, top_logprobs, top);
 }
 
-int64_t laneformer_packed_bytes(int64_t id) { return find(id)->packed_bytes(); }
-int32_t laneformer_threads(int64_t id) { return find(id)->threads(); }
-const char* laneformer_instructions(int64_t id) { return find(id)->kernels().name; }
-double laneformer_read_pass(int64_t id) { return find(id)->read_pass(); }
+int64_t laneformer_packed_bytes(int64_t id) { return sessions.find(id)->packed_bytes(); }
+int32_t laneformer_threads(int64_t id) { return sessions.find(id)->threads(); }
+const char* laneformer_instructions(int64_t id) { return sessions.find(id)->kernels().name; }
+double laneformer_read_pass(int64_t id) { return sessions.find(id)->read_pass(); }
 
-void laneformer_trace(int64_t id, int64_t spans) { find(id)->trace(spans); }
+void laneformer_trace(int64_t id, int64_t spans) { sessions.find(id)->trace(spans); }
 int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
-  const auto decoder = find(id);
+  const auto decoder = sessions.find(id);
   const std::vector<Span>& spans = decoder->spans(worker);
   const int64_t n = std::min<int64_t>(room, (int64_t)spans.size());
   if (to) std::memcpy(to, spans.data(), n * sizeof(Span));

@@ -25,6 +25,17 @@ struct Host {
   int failed;     // a value of Waits
   int lane, layer, waited_for;
   unsigned read;
+  unsigned ended;  // the first pass tag of the last call that has ended
+};
+
+// What a launch of steps.cu does: one op, of one layer where it has one.
+enum Steps { kStepBegin, kStepEmbed, kStepQkv, kStepAttend, kStepOut, kStepGateUp, kStepDown, kStepFinal, kStepHead };
+
+// How far an answer has come; every CTA knows.
+struct Progress {
+  int pass, token, drawn;
+  int end;  // a value of Ends
+  int over;
 };
 
 struct Span {
@@ -75,6 +86,11 @@ struct Params {
   Span* spans;        // [CTAs][max_spans], null for no trace
   int* num_spans;     // [CTAs]
   int max_spans;
+
+  // Of a launch of steps.cu: the op, and what the CTAs keep from one launch to the next.
+  int op, layer;
+  Progress* progress;  // [CTAs]
+  float* kept;         // [CTAs][1 + kHistory][rows]: of the residual stream
 };
 
 }  // namespace gpu

@@ -2,6 +2,10 @@
 // Nothing else in this folder names a platform.
 #pragma once
 
+#ifndef LF_STEPS
+#define LF_STEPS 0
+#endif
+
 namespace laneformer {
 namespace gpu {
 
@@ -18,6 +22,8 @@ struct alignas(16) Vec {  // 16 bytes, as memory moves them
 struct Words {
   u64 a, b;
 };
+
+constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (steps.cu), or a whole answer (decode.cu)
 
 }  // namespace gpu
 }  // namespace laneformer
@@ -90,6 +96,7 @@ LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
 }
 LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // 100 MHz
 LF_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
+LF_DEVICE void meet_launches() {}
 
 LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
 LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
@@ -162,6 +169,9 @@ LF_DEVICE u64 clock_ns() {
   return t;
 }
 LF_DEVICE void pause() {}
+
+// Where launches overlap: the next one's CTAs may come when this one's go, and what earlier ones wrote is there from here on.
+LF_DEVICE void meet_launches() { asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory"); }
 
 LF_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
 LF_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }

@@ -11,21 +11,46 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kLineBytes = kWarpSize * 16;
+constexpr int kLineBytes = kWarpSize * 16, kPassLines = kLayerLines + kHeadLines;
+
+// Which lines come: those of a pass, again and again; the first passes end before the head.
+struct Passes {
+  static constexpr u32 all = ~0u;
+  int without_head, pass = 0;
+  u32 next = 0;
+
+  LF_DEVICE static constexpr int most(int n) { return n; }
+  LF_DEVICE void go_on(int n) {
+    next += n;
+    if (next != (u32)(pass < without_head ? kLayerLines : kPassLines)) return;
+    next = 0;
+    pass++;
+  }
+};
+
+// Or one stretch of them.
+struct Stretch {
+  u32 next, all;
+  u32 left = all;
+
+  LF_DEVICE int most(int n) const { return smaller(n, (int)left); }
+  LF_DEVICE void go_on(int n) { next += n, left -= n; }
+};
 
 #if LF_BULK
 
 constexpr int kRingLines = kSlots * kSlotLines, kSlotBytes = kSlotLines * kLineBytes;
 constexpr int kRingBytes = kWarps * kRingLines * kLineBytes;
 
-class Stream {
+template <class Course>
+class Ring {
  public:
-  // shared: kRingBytes and 8 kWarps kSlots bytes. without_head: passes that end before the head.
-  LF_DEVICE Stream(const char* weights, char* shared, u64* barriers, int without_head)
-      : weights_(weights + (i64)warp() * (kLayerLines + kHeadLines) * kLineBytes),
+  // shared: kRingBytes and 8 kWarps kSlots bytes.
+  LF_DEVICE Ring(const char* weights, char* shared, u64* barriers, Course course)
+      : weights_(weights + (i64)warp() * kPassLines * kLineBytes),
         ring_(shared + warp() * kRingLines * kLineBytes),
         barriers_(barriers + warp() * kSlots),
-        without_head_(without_head) {
+        course_(course) {
     if (warp_lane() == 0) {
       policy_ = stream_policy();
       for (int s = 0; s < kSlots; s++) barrier_init(barriers_ + s);
@@ -57,7 +82,10 @@ class Stream {
   }
 
   // Nothing may be on its way when the kernel ends.
-  LF_DEVICE void drain() { await(freed_ + kRingLines); }
+  LF_DEVICE void drain() {
+    const u32 issued = freed_ + kRingLines;
+    await(issued < course_.all ? issued : course_.all);
+  }
 
  private:
   LF_DEVICE void await(u32 line) {
@@ -77,22 +105,18 @@ class Stream {
   }
 
   LF_DEVICE void issue(int slot) {
+    const int lines = course_.most(kSlotLines);
+    if (lines == 0) return;
     if (warp_lane() == 0)
-      bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)next_ * kLineBytes, kSlotBytes, barriers_ + slot, policy_);
-    next_ += kSlotLines;
-    const bool without_head = pass_ < without_head_;
-    if (next_ == (without_head ? kLayerLines : kLayerLines + kHeadLines)) {
-      next_ = 0;
-      pass_++;
-    }
+      bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)course_.next * kLineBytes, lines * kLineBytes, barriers_ + slot, policy_);
+    course_.go_on(lines);
   }
 
   const char* weights_;
   char* ring_;
   u64* barriers_;
-  int without_head_, pass_ = 0;
+  Course course_;  // of what is issued next
   u64 policy_ = 0;
-  u32 next_ = 0;              // line of the pass that is issued next
   u32 line_ = 0, place_ = 0;  // read next: counted from the start, and in the ring
   u32 ready_ = 0, freed_ = 0;
 };
@@ -101,37 +125,33 @@ class Stream {
 
 constexpr int kRingBytes = 0;
 
-class Stream {
+template <class Course>
+class Ring {
  public:
-  LF_DEVICE Stream(const char* weights, char*, u64*, int without_head)
-      : weights_(weights + (i64)warp() * (kLayerLines + kHeadLines) * kLineBytes + warp_lane() * 16), without_head_(without_head) {}
+  LF_DEVICE Ring(const char* weights, char*, u64*, Course course)
+      : weights_(weights + (i64)warp() * kPassLines * kLineBytes + warp_lane() * 16), course_(course) {}
 
   template <int n>
   LF_DEVICE void take(Vec (&out)[n]) {
-    LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_stream(weights_ + (i64)(next_ + i) * kLineBytes);
-    next_ += n;
-    turn();
+    LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_stream(weights_ + (i64)(course_.next + i) * kLineBytes);
+    course_.go_on(n);
   }
 
-  LF_DEVICE void skip_padding(int lines) {
-    next_ += lines;
-    turn();
-  }
+  LF_DEVICE void skip_padding(int lines) { course_.go_on(lines); }
 
   LF_DEVICE void drain() {}
 
  private:
-  LF_DEVICE void turn() {
-    if (next_ != (pass_ < without_head_ ? kLayerLines : kLayerLines + kHeadLines)) return;
-    next_ = 0;
-    pass_++;
-  }
-
   const char* weights_;
-  int without_head_, pass_ = 0;
-  u32 next_ = 0;
+  Course course_;
 };
 
+#endif
+
+#if LF_STEPS
+using Stream = Ring<Stretch>;
+#else
+using Stream = Ring<Passes>;
 #endif
 
 }  // namespace gpu

@@ -1,9 +1,5 @@
 // The C interface of the GPU sessions (custom_calls/gpu_session.py), and the handler that XLA calls (custom_calls/decode.py).
-#include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-
+#include "../cpu/sessions.h"
 #include "session.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -13,27 +9,7 @@ namespace laneformer {
 namespace gpu {
 namespace {
 
-std::mutex sessions_lock;
-std::map<int64_t, std::shared_ptr<Session>> sessions;
-int64_t next_session = 1;
-
-std::shared_ptr<Session> find(int64_t id) {
-  const std::lock_guard<std::mutex> lock(sessions_lock);
-  const auto found = sessions.find(id);
-  return found == sessions.end() ? nullptr : found->second;
-}
-
-// Runs `action`; what it throws becomes text in `error` and the result -1.
-template <class Action>
-int64_t guarded(char* error, int64_t size, Action action) {
-  try {
-    return action();
-  } catch (const std::exception& e) {
-    std::strncpy(error, e.what(), (size_t)size - 1);
-    error[size - 1] = 0;
-    return -1;
-  }
-}
+Sessions<Session> sessions;
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
@@ -48,7 +24,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
                   ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
                   ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
                   ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
-  const std::shared_ptr<Session> session = find(id);
+  const std::shared_ptr<Session> session = sessions.find(id);
   if (!session) return wrong("the decode session " + std::to_string(id) + " was closed");
   const LaneformerGpuModel& model = session->model();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[(size_t)device] : -1;
@@ -167,56 +143,45 @@ extern "C" {
 
 int64_t laneformer_gpu_open(const LaneformerGpuModel* model, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    auto session = std::make_shared<Session>(*model);
-    const std::lock_guard<std::mutex> lock(sessions_lock);
-    sessions[next_session] = session;
-    return next_session++;
+    return sessions.add(std::make_shared<Session>(*model));
   });
 }
 
-void laneformer_gpu_close(int64_t id) {
-  std::shared_ptr<Session> last;  // destroyed outside of the lock
-  const std::lock_guard<std::mutex> lock(sessions_lock);
-  const auto found = sessions.find(id);
-  if (found == sessions.end()) return;
-  last = found->second;
-  sessions.erase(found);
-}
+void laneformer_gpu_close(int64_t id) { sessions.close(id); }
 
 int64_t laneformer_gpu_begin(int64_t id, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    find(id)->begin();
+    sessions.find(id)->begin();
     return 0;
   });
 }
-int32_t laneformer_gpu_wait(int64_t id, int32_t have, int32_t timeout_ms) { return find(id)->wait(have, timeout_ms); }
-int32_t laneformer_gpu_finished(int64_t id) { return find(id)->finished(); }
-void laneformer_gpu_cancel(int64_t id) { find(id)->cancel(); }
+int32_t laneformer_gpu_wait(int64_t id, int32_t have, int32_t timeout_ms) { return sessions.find(id)->wait(have, timeout_ms); }
+int32_t laneformer_gpu_finished(int64_t id) { return sessions.find(id)->finished(); }
+void laneformer_gpu_cancel(int64_t id) { sessions.find(id)->cancel(); }
 void laneformer_gpu_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
                           int32_t* top_tokens, float* top_logprobs) {
-  find(id)->drawn(first, count, top, tokens, logprobs, times_ns, top_tokens, top_logprobs);
+  sessions.find(id)->drawn(first, count, top, tokens, logprobs, times_ns, top_tokens, top_logprobs);
 }
 int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
-  const std::string failure = find(id)->failure();
-  std::strncpy(text, failure.c_str(), (size_t)size - 1);
-  text[size - 1] = 0;
+  const std::string failure = sessions.find(id)->failure();
+  put_text(failure.c_str(), text, size);
   return !failure.empty();
 }
 double laneformer_gpu_read_pass(int64_t id, const void* const* weights) {
   try {
-    return find(id)->read_pass(weights);
+    return sessions.find(id)->read_pass(weights);
   } catch (const std::exception&) {
     return -1;
   }
 }
 int64_t laneformer_gpu_trace(int64_t id, int64_t spans, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    find(id)->trace(spans);
+    sessions.find(id)->trace(spans);
     return 0;
   });
 }
 int64_t laneformer_gpu_spans(int64_t id, int32_t cta, Span* to, int64_t room, char* error, int64_t size) {
-  return guarded(error, size, [&] { return find(id)->spans(cta, to, room); });
+  return guarded(error, size, [&] { return sessions.find(id)->spans(cta, to, room); });
 }
 }
 

@@ -11,6 +11,25 @@ namespace {
 constexpr int kMultiprocessors[2] = {16, 63}, kSharedBytes[2] = {97, 74};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
 constexpr int kDynamicShared = 8;                                          // of a function, in both
 constexpr unsigned kPortable = 1 | 2;                                      // host memory: portable, mapped
+constexpr unsigned kNonBlocking = 1;                                       // of a stream, in both
+constexpr int kThisThread = 1;                                             // captures what this thread launches, in both
+
+// CUlaunchConfig and CUlaunchAttribute of cuda.h.
+struct Attribute {
+  int id, padding;
+  union {
+    char room[64];
+    int value;
+  };
+};
+struct Launch {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  unsigned num_attributes;
+};
+constexpr int kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+static_assert(sizeof(Attribute) == 72 && sizeof(Launch) == 56, "as in cuda.h");
 
 }  // namespace
 
@@ -48,6 +67,16 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(share_device_, nullptr, "hipDeviceEnablePeerAccess");
   find(launch_, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel");
   find(synchronize_, "cuCtxSynchronize", "hipDeviceSynchronize");
+  find(make_stream_, "cuStreamCreate", "hipStreamCreateWithFlags");
+  find(end_stream_, "cuStreamDestroy_v2", "hipStreamDestroy");
+  find(begin_capture_, "cuStreamBeginCapture_v2", "hipStreamBeginCapture");
+  find(end_capture_, "cuStreamEndCapture", "hipStreamEndCapture");
+  find(instantiate_, "cuGraphInstantiateWithFlags", "hipGraphInstantiateWithFlags");
+  find(launch_graph_, "cuGraphLaunch", "hipGraphLaunch");
+  find(destroy_graph_, "cuGraphDestroy", "hipGraphDestroy");
+  find(destroy_executable_, "cuGraphExecDestroy", "hipGraphExecDestroy");
+  find(launch_configured_, "cuLaunchKernelEx", nullptr);
+  find(launch_plain_, nullptr, "hipModuleLaunchKernel");
   check(init_(0), "start the driver");
   if (hip_) return;
   for (int device = 0; device < devices() && device < 64; device++) check(retain_(&contexts_[device], device), "use the device");
@@ -142,6 +171,46 @@ void Driver::synchronize() const { check(synchronize_(), "finish its work"); }
 void Driver::launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const {
   check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments), "launch the kernel");
 }
+
+void* Driver::record(const std::function<void(void*)>& launches) const {
+  void *stream = nullptr, *graph = nullptr, *executable = nullptr;
+  check(make_stream_(&stream, kNonBlocking), "make a stream");
+  try {
+    check(begin_capture_(stream, kThisThread), "begin to record launches");
+    try {
+      launches(stream);
+    } catch (...) {
+      end_capture_(stream, &graph);
+      throw;
+    }
+    check(end_capture_(stream, &graph), "record launches");
+    check(instantiate_(&executable, graph, 0), "make a graph of launches");
+  } catch (...) {
+    if (graph) destroy_graph_(graph);
+    end_stream_(stream);
+    throw;
+  }
+  destroy_graph_(graph);
+  end_stream_(stream);
+  return executable;
+}
+
+void Driver::add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments, bool overlapping) const {
+  if (hip_) {
+    check(launch_plain_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments, nullptr),
+          "launch the kernel");
+    return;
+  }
+  Attribute serialization{};
+  serialization.id = kProgrammaticSerialization;
+  serialization.value = 1;
+  const unsigned attributes = overlapping ? 1 : 0;
+  const Launch launch = {{(unsigned)grid, 1, 1}, {(unsigned)threads, 1, 1}, (unsigned)shared_bytes, stream, &serialization, attributes};
+  check(launch_configured_(&launch, function, arguments, nullptr), "launch the kernel");
+}
+
+void Driver::launch_recorded(void* graph, void* stream) const { check(launch_graph_(graph, stream), "launch a graph"); }
+void Driver::release_recorded(void* graph) const { destroy_executable_(graph); }
 
 }  // namespace gpu
 }  // namespace laneformer

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -39,6 +40,13 @@ class Driver {
   // All CTAs run at the same time, or none does.
   void launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const;
 
+  // What `launches` puts on the stream that it is given, as one thing to launch: each of them waits for the one before.
+  void* record(const std::function<void(void* stream)>& launches) const;
+  // overlapping: begins while the launch before it ends, and waits for it itself (meet_launches of gpu/port.h; CUDA only).
+  void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments, bool overlapping) const;
+  void launch_recorded(void* graph, void* stream) const;
+  void release_recorded(void* graph) const;  // once all of its launches have ended, which it does not wait for
+
  private:
   void check(int status, const char* what) const;
 
@@ -67,6 +75,16 @@ class Driver {
   int (*share_device_)(int, unsigned) = nullptr;
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**) = nullptr;
   int (*synchronize_)() = nullptr;
+  int (*make_stream_)(void**, unsigned) = nullptr;
+  int (*end_stream_)(void*) = nullptr;
+  int (*begin_capture_)(void*, int) = nullptr;
+  int (*end_capture_)(void*, void**) = nullptr;
+  int (*instantiate_)(void**, void*, unsigned long long) = nullptr;
+  int (*launch_graph_)(void*, void*) = nullptr;
+  int (*destroy_graph_)(void*) = nullptr;
+  int (*destroy_executable_)(void*) = nullptr;
+  int (*launch_configured_)(const void*, void*, void**, void**) = nullptr;
+  int (*launch_plain_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
   void* contexts_[64] = {};
 };
 

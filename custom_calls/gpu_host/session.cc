@@ -15,7 +15,8 @@ int64_t now_ns() {
 
 }  // namespace
 
-Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model.driver, model.library) {
+Session::Session(const LaneformerGpuModel& model)
+    : model_(model), steps_(model.steps, model.steps + 2 * model.num_steps), driver_(model.driver, model.library) {
   try {
     for (int d = 0; d < model.num_devices; d++) {
       const int ordinal = model.devices[d];
@@ -26,7 +27,7 @@ Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model
       Device& device = devices_.back();
       device.ordinal = ordinal;
       device.module = driver_.load(model.image, (size_t)model.image_bytes);
-      device.function = driver_.function(device.module, "laneformer_decode", model.shared_bytes);
+      device.function = driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
       const int grid = model.grid;
       const int room = driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
@@ -35,6 +36,10 @@ Session::Session(const LaneformerGpuModel& model) : model_(model), driver_(model
                                  " CTAs that must run together");
       device.boards = driver_.allocate((size_t)(8 * model.lane_words * model.lanes_here));
       device.shared = driver_.allocate((size_t)(8 * model.shared_words));
+      if (!steps_.empty()) {
+        device.progress = driver_.allocate(sizeof(Progress) * (size_t)grid);
+        device.kept = driver_.allocate(sizeof(float) * (size_t)grid * (size_t)model.kept_floats);
+      }
       for (int peer = 0; peer < model.num_devices; peer++)
         if (model.devices[peer] != ordinal) driver_.share(ordinal, model.devices[peer]);
     }
@@ -58,7 +63,7 @@ void Session::free_all() {
     } catch (const std::exception&) {
       continue;  // the process ends, and the driver has gone before us
     }
-    for (const Address address : {device.boards, device.shared, device.spans, device.num_spans})
+    for (const Address address : {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept})
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
@@ -106,10 +111,35 @@ void Session::launch(int position, Params params, int64_t passes, void* stream) 
   params.spans = (Span*)device.spans;
   params.num_spans = (int*)device.num_spans;
   params.max_spans = (int)max_spans_;
+  params.progress = (Progress*)device.progress;
+  params.kept = (float*)device.kept;
   lock.unlock();
-  void* arguments[] = {&params};
   driver_.use(device.ordinal);
+  params.op = kStepBegin, params.layer = -1;
+  void* arguments[] = {&params};
   driver_.launch(device.function, model_.grid, model_.threads, model_.shared_bytes, stream, arguments);
+  if (!steps_.empty()) launch_steps(device, params, passes, stream);
+}
+
+// All passes that there may be, behind each other on the stream: how many it will be stands on the device. What is launched after the end
+// returns at once.
+void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
+  void* arguments[] = {&params};
+  void* pass = driver_.record([&](void* recording) {
+    for (size_t i = 0; i < steps_.size(); i += 2) {
+      params.op = steps_[i], params.layer = steps_[i + 1];
+      const bool overlapping = model_.overlapping && i > 0;
+      driver_.add(device.function, model_.grid, model_.threads, model_.shared_bytes, recording, arguments, overlapping);
+    }
+  });
+  const auto ended = [&] { return *(volatile unsigned*)&host_->ended == params.pass_tag; };
+  try {
+    for (int64_t i = 0; i + 1 < passes && !ended(); i++) driver_.launch_recorded(pass, stream);
+  } catch (...) {
+    driver_.release_recorded(pass);
+    throw;
+  }
+  driver_.release_recorded(pass);
 }
 
 int32_t Session::wait(int32_t have, int timeout_ms) {

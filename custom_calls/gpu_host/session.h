@@ -24,6 +24,8 @@ struct LaneformerGpuModel {
   const void* image;    // the compiled kernel
   int64_t image_bytes;
   int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
+  const int32_t* steps;         // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
+  int32_t num_steps, overlapping, kept_floats;  // of a CTA
   const int32_t* devices;  // ordinals of the driver, in the order of the lanes
   int32_t num_devices, timeout_ms, chaos_us;
 };
@@ -61,13 +63,15 @@ class Session {
   struct Device {
     int ordinal;
     void *module = nullptr, *function = nullptr, *read = nullptr;
-    Address boards = 0, shared = 0, spans = 0, num_spans = 0;
+    Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0;
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory has come
   };
 
+  void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();
 
   LaneformerGpuModel model_;
+  std::vector<int32_t> steps_;
   Driver driver_;
   std::vector<Device> devices_;
   Host* host_ = nullptr;

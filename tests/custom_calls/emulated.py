@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build
+from custom_calls import build, gpu_build
 from custom_calls.gpu_layout import Machine
 from custom_calls.gpu_session import GpuSession
 from infer.native_engine import kernel_shapes
@@ -49,8 +49,12 @@ def _folder() -> Path:
 def driver() -> Path:
     """A driver of emulated devices, in place of libcuda.so.1."""
     source = EMULATOR / "driver.cc"
-    name = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    command = [*build.compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", str(source), "-ldl", "-pthread"]
+    params = gpu_build.SOURCES / "params.h"
+    name = hashlib.sha256(source.read_bytes() + params.read_bytes()).hexdigest()[:16]
+    command = [
+        *build.compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", f"-I{params.parent}", str(source), "-ldl",
+        "-pthread",
+    ]  # fmt: skip
     return _compiled(_folder() / f"driver-{name}.so", command)
 
 
@@ -96,6 +100,15 @@ def make_session(config: ModelConfig, weights, *, compute: str = "float32", mach
 
 def allocations() -> int:
     """Of emulated memory, that have not been released."""
-    function = ctypes.CDLL(str(driver())).emulated_allocations
+    return _count("emulated_allocations")
+
+
+def launches() -> int:
+    """Of emulated kernels, so far."""
+    return _count("emulated_launches")
+
+
+def _count(name: str) -> int:
+    function = getattr(ctypes.CDLL(str(driver())), name)
     function.restype = ctypes.c_int64
     return function()

@@ -37,7 +37,7 @@ def header(machine, lanes_here: int, dtype: str) -> str:
 
 
 @cache
-def nvidia(lanes_here: int, dtype: str) -> dict[str, dict[str, int]]:
+def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> dict[str, dict[str, int]]:
     """What ptxas says of each kernel."""
     said = []
 
@@ -48,7 +48,7 @@ def nvidia(lanes_here: int, dtype: str) -> dict[str, dict[str, int]]:
         ]  # fmt: skip
         said.append(gpu_build._run(command))
 
-    assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with).startswith(b"\x7fELF")
+    assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with, source).startswith(b"\x7fELF")
     assert "warning" not in said[0]
     found = {}
     for part in said[0].split("Compiling entry function '")[1:]:
@@ -85,6 +85,20 @@ def test_nvidia_registers(lanes_here, dtype):
     decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
     for kernel in (decode, read):
         assert kernel["registers"] <= 255 and (kernel["stack"], kernel["stores"], kernel["loads"]) == (0, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes_here", [8, 1])
+def test_nvidia_registers_of_steps(lanes_here):
+    step = nvidia(lanes_here, "float16", gpu_build.STEPS)["laneformer_step"]
+    assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
+
+
+@needs_clang
+@pytest.mark.slow
+def test_amd_compiles_steps():
+    assert gpu_build.image(header(MI300X, 8, "float16"), "gfx942", gpu_build.compiler("gfx942"), gpu_build.STEPS).startswith(b"\x7fELF")
 
 
 @needs_clang

@@ -17,7 +17,7 @@ from custom_calls import NativeError
 from custom_calls.trace import spans_needed, write_perfetto
 from infer import Sampling
 from infer.backend import ModelSource
-from infer.gpu_engine import CudaBackend, GpuBackend, HipBackend
+from infer.gpu_engine import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
 from laneformer import ConfigError, Laneformer
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -40,8 +40,8 @@ def available():
         yield
 
 
-def make_engine(model, **options):
-    return infer.Engine(model, "cuda", **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()}))
+def make_engine(model, backend="cuda", **options):
+    return infer.Engine(model, backend, **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()}))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,22 @@ def test_closing_an_answer_leaves_the_engine_ready(engine, model):
     assert [next(generation) for _ in range(3)] == whole[:3]
     generation.cancel()
     assert list(engine.generate([1], max_new_tokens=30)) == whole
+
+
+def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
+    graph = make_engine(model, "cuda-graph")
+    prompt = small.prompt_of(model.config, 20)
+    answers = [one.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=0.9, seed=3)).result for one in (engine, graph)]
+    assert answers[0].tokens == answers[1].tokens and answers[0].logprobs == answers[1].logprobs
+    told = {"backend": "cuda-graph", "launch": "one kernel per op, under a CUDA graph"}
+    told["launches_per_token"] = 5 * model.config.num_hidden_layers + 3
+    assert told.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
+
+
+def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
+    for backend in (CudaBackend, infer.BACKENDS["cpu"]):
+        monkeypatch.setattr(backend, "unavailable", classmethod(lambda cls, source: None if cls is CudaGraphBackend else "no"))
+    assert infer.Engine(model).backend == "xla"
 
 
 def test_conditions_and_a_trace(engine, tmp_path, model):

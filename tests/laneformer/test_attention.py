@@ -228,12 +228,13 @@ def test_recomputed_only_where_nothing_is_kept():
 def test_cudnn_where_it_serves(monkeypatch):
     """In 16 bits, without segments or a cache, for the head sizes that it has; the tiles are for everything else."""
     calls = []
+    gpu = partial(jax.sharding.AbstractDevice, num_cores=None, platform="gpu")
 
     def kernel(q, k, v, **options):
         calls.append(options)
         return q
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention, "_device", lambda: gpu("NVIDIA H200"))
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     q, k, v, _ = random_inputs(dtype="bfloat16")
     attend(q, k, v, window=5)
@@ -245,8 +246,11 @@ def test_cudnn_where_it_serves(monkeypatch):
         ([x[..., :7] for x in (q, k, v)], {}),
     ):
         assert jax.eval_shape(partial(attend, **options), *others).shape == others[0].shape
-    for lanes, expected in ((1, 2), (2, 2)):  # a mesh of one device is no obstacle
-        mesh = make_mesh(2, lane=lanes)
+    for lanes, data in ((1, 1), (2, 1), (2, 2)):
+        mesh, before = make_mesh(2, lane=lanes, data=data), len(calls)
         mapped = jax.shard_map(attend, mesh=mesh, in_specs=jax.P("lane"), out_specs=jax.P("lane"), axis_names={"lane"})
         assert jax.eval_shape(mapped, q, k, v).shape == q.shape
-        assert len(calls) == expected
+        assert len(calls) == before + 1
+    monkeypatch.setattr(attention, "_device", lambda: gpu("AMD Instinct MI300X"))
+    assert jax.eval_shape(attend, q, k, v).shape == q.shape
+    assert len(calls) == before + 1

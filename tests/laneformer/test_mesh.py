@@ -102,6 +102,22 @@ def test_a_batch_of_odd_size_on_a_data_axis():
     assert tiny.difference(logits, tiny.random_model(values)(ids)) < 1e-4
 
 
+@pytest.mark.parametrize("head", ["replicate", *(pytest.param(head, marks=pytest.mark.slow) for head in ("lane", "vocab_parallel"))])
+def test_all_lanes_on_each_of_two_devices(head):
+    """A mesh that splits the batch alone: logits, cache, loss and gradients are those of one device."""
+    values = tiny.values(num_hidden_layers=1, lm_head_type=head)
+    weights, ids = tiny.random_weights(values), tiny.token_ids(40, (4, 6))
+
+    def run(mesh):
+        model = tiny.model_of(values, weights, mesh)
+        logits, cache = model.extend(ids[:, :5], model.make_cache(4, 5))
+        objective = jax.jit(jax.value_and_grad(lambda model: model.loss(ids[:, :-1], ids[:, 1:])[0]))
+        return logits, cache, objective(model)
+
+    for alone, split in zip(*(jax.tree.leaves(run(mesh)) for mesh in (None, make_mesh(4, data=2, lane=1))), strict=True):
+        np.testing.assert_allclose(split, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_many_queued_passes_do_not_deadlock():
     """Eight devices by XLA_FLAGS and hundreds of passes in flight: XLA's own pool of eight threads hangs on these."""
     program = """

@@ -60,6 +60,15 @@ def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_p
     assert gpu_check.records(tmp_path) == {}
 
 
+def test_ratios_come_into_the_report_once(tmp_path):
+    note = "prompt of 128: ratio of the medians of tokens/s, cuda / cuda-graph = 1.500; their runs took turns in one process"
+    (tmp_path / "compare-float16.json").write_text(json.dumps([{"notes": ["random weights", note]}, {"notes": [note]}]))
+    text = gpu_check.report(tmp_path, [])
+    assert text.count(f"\n- {note}\n") == 1 and "- random weights" not in text
+    (command,) = of("compare").commands
+    assert "cuda,cuda-graph,xla" in command, "the strongest other launch is measured in the same run"
+
+
 def test_files_and_tests_that_are_named_exist():
     words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
     files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]

@@ -72,7 +72,7 @@ def test_the_loss_is_the_cross_entropy_of_the_models_logits():
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
 
-@pytest.mark.parametrize(("data", "lane"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((4, 2), (1, 1)))])
+@pytest.mark.parametrize(("data", "lane"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((4, 2), (8, 1), (1, 1)))])
 def test_every_mesh_gives_the_same_losses(reference, data, lane):
     close(run(trainer(data, lane)), reference)
 

@@ -86,7 +86,7 @@ LF_KERNEL void clocks(LF_PARAMS, const Job job) {
 LF_KERNEL void ring(LF_PARAMS, const Job job) {
   LF_SHARED(memory);
   begin(job, 0);
-  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
   keep(job, take<kTake>(stream, job.lines));
   end(job, 0);
   stream.drain();
@@ -160,7 +160,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
   Watch watch(p, p.shared[0], cta() / job.group);
-  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
   const int c = cta() % job.group, rows = job.words / job.group;
   u64* boards = p.boards + (i64)(cta() / job.group) * 2 * kWidest;
   u64* flags = p.boards + (i64)gridDim.x * 2 * kWidest + (i64)(cta() / job.group) * job.group * 16;
@@ -205,7 +205,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
 LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   if (cta() >= 2 * job.group) {
-    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), 0);
+    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
     u32 mixed = 0;
     begin(job, 0);
     while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0)) mixed ^= take<kTake>(stream, 64);

@@ -7,6 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
+
+#include "params.h"
 
 namespace {
 
@@ -15,9 +19,30 @@ using Emulate = int (*)(const void*, int, int64_t, uint64_t);
 std::atomic<uint64_t> launches{0};
 std::atomic<int64_t> allocations{0};
 
+// A launch of a graph; a stream is the list of those that it records.
+struct Recorded {
+  void* function;
+  unsigned grid, shared;
+  laneformer::gpu::Params params;
+};
+using Graph = std::vector<Recorded>;
+
+struct Config {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const void* attributes;
+  unsigned num_attributes;
+};
+
 int number(const char* variable, int otherwise) {
   const char* value = std::getenv(variable);
   return value ? std::atoi(value) : otherwise;
+}
+
+int launch(void* function, unsigned grid, unsigned shared, const void* params) {
+  const int result = ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
+  if (result) std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
+  return result;
 }
 
 }  // namespace
@@ -92,10 +117,42 @@ int cuDeviceCanAccessPeer(int* can, int, int) {
 }
 int cuCtxEnablePeerAccess(void*, unsigned) { return 0; }
 int cuLaunchCooperativeKernel(void* function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void*, void** arguments) {
-  const int result = ((Emulate)function)(arguments[0], (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
-  if (result) std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
-  return result;
+  return launch(function, grid, shared, arguments[0]);
+}
+
+int cuStreamCreate(void** stream, unsigned) {
+  allocations++;
+  *stream = new Graph;
+  return 0;
+}
+int cuStreamDestroy_v2(void* stream) {
+  allocations--;
+  delete (Graph*)stream;
+  return 0;
+}
+int cuStreamBeginCapture_v2(void*, int) { return 0; }
+int cuStreamEndCapture(void* stream, void** graph) {
+  allocations++;
+  *graph = new Graph(std::move(*(Graph*)stream));
+  return 0;
+}
+int cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
+  allocations++;
+  *executable = new Graph(*(Graph*)graph);
+  return 0;
+}
+int cuGraphDestroy(void* graph) { return cuStreamDestroy_v2(graph); }
+int cuGraphExecDestroy(void* executable) { return cuStreamDestroy_v2(executable); }
+int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void**) {
+  ((Graph*)config->stream)->push_back({function, config->grid[0], config->shared, *(const laneformer::gpu::Params*)arguments[0]});
+  return 0;
+}
+int cuGraphLaunch(void* executable, void*) {
+  for (const Recorded& one : *(Graph*)executable)
+    if (const int result = launch(one.function, one.grid, one.shared, &one.params)) return result;
+  return 0;
 }
 
 int64_t emulated_allocations() { return allocations; }
+uint64_t emulated_launches() { return launches; }
 }

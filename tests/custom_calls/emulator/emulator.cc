@@ -1,5 +1,5 @@
 // Runs the decode kernel on the CPU: see port_host.h. Compiled for one model, like the kernel itself.
-#include "decode.cu"
+#include "kernel.cu"
 
 #include <vector>
 
@@ -52,6 +52,13 @@ uint64_t random_bits() {
   return random_state;
 }
 
+// Whether no CTA of this launch may wait for another: then they run one after the other.
+bool in_turn(const laneformer::gpu::Params& p) {
+  using namespace laneformer::gpu;
+  if (!kSteps || reading || p.op == kStepBegin || p.op == kStepHead) return false;
+  return kLanes == 1 || p.op == kStepEmbed || p.op == kStepQkv || p.op == kStepAttend || p.op == kStepGateUp;
+}
+
 void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
 
 void body() {
@@ -61,7 +68,11 @@ void body() {
   if (reading) {
     laneformer_read(*parameters);
   } else {
+#if LF_STEPS
+    laneformer_step(*parameters);
+#else
     laneformer_decode(*parameters);
+#endif
   }
   self->ended = true;
   leave();
@@ -124,13 +135,15 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;
   }
+  const bool alone = in_turn(*params);
   int running = count, result = 0;
   for (uint64_t idle = 0; running > 0;) {
     bool moved = false;
     // CTAs in a random order, threads of one in theirs.
-    const int first = (int)(random_bits() % (uint64_t)grid);
+    const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
+      if (alone && c > 0 && !fibers[c * kThreads - 1].ended) break;
       if (random_bits() % 8 == 0) continue;  // it sleeps for a while
       for (int i = c * kThreads; i < (c + 1) * kThreads; i++) {
         Fiber& f = fibers[i];

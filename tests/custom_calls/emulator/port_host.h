@@ -94,6 +94,7 @@ LF_DEVICE u64 clock_ns() {
   return (u64)t.tv_sec * 1000000000ull + (u64)t.tv_nsec;
 }
 LF_DEVICE void pause() { emulator::yield(); }
+LF_DEVICE void meet_launches() {}
 
 LF_DEVICE float bits_to_float(u32 v) {
   float f;

@@ -1,0 +1,340 @@
+// What a CTA does for a token, op by op. decode.cu does it all in one launch, steps.cu an op in each.
+//
+// Specialised for one model: model.h is made by custom_calls/gpu_layout.py.
+#pragma once
+
+#include "attention.h"
+#include "residual.h"
+#include "sampling.h"
+
+namespace laneformer {
+namespace gpu {
+
+// Tags of a pass: the residual stream's edges, by time, and the last one of the head.
+constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
+
+enum Ops { kOpEmbed, kOpQkv, kOpAttend, kOpMerge, kOpOut, kOpGateUp, kOpDown, kOpFinal, kOpHead, kOpSample };
+
+constexpr int kPartialFloats = kWarps * larger_of(larger_of(kPaddedRows<Qkv>, kPaddedRows<Out>),
+                                                  larger_of(larger_of(kPaddedRows<GateUp>, kPaddedRows<Down>), kPaddedRows<Head>));
+constexpr int kScratchFloats = larger_of(kAttentionFloats, kSampleFloats);
+constexpr int even(int n) { return n + n % 2; }
+
+static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has a tag of its own");
+
+// Shared memory after the ring: barriers, then floats.
+struct Shared {
+  float *partial[2], *squares[2], *scratch, *merged, *x, *history, *logits, *z;
+
+  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) + even(kHeads * kHeadDim) +
+                                 even(Out::kRows) + even(kHistory * Out::kRows) + 2 * even(Head::kRows);
+
+  static_assert(kFloats == kSharedFloats, "gpu_layout.py counts otherwise");
+
+  LF_DEVICE Shared(float* at) {
+    const auto take = [&](int n) {
+      float* taken = at;
+      at += n + n % 2;
+      return taken;
+    };
+    scratch = take(kScratchFloats);  // first, for it holds 8-byte numbers
+    partial[0] = take(kPartialFloats), partial[1] = take(kPartialFloats);
+    squares[0] = take(kWarps), squares[1] = take(kWarps);
+    merged = take(kHeads * kHeadDim);
+    x = take(Out::kRows), history = take(kHistory * Out::kRows);
+    logits = take(Head::kRows), z = take(Head::kRows);
+  }
+};
+
+constexpr bool kHeadOfAll = kHeadType != 2 && kLanes > 1;  // it reads what the lanes have made together
+
+struct Control {
+  int prompt, start, limit;
+
+  LF_DEVICE explicit Control(const Params& p) : prompt(p.control[0]), start(p.control[1]), limit(p.control[2]) {}
+};
+
+class Decoder {
+ public:
+  LF_DEVICE Decoder(const Params& p, Shared& shared, Stream& stream, Watch& watch, int lane_here, int c)
+      : residual{p, shared.x, shared.history, watch, p.first_lane + lane_here,
+                 c * Out::kRows, rows_of(c * Out::kRows, Out::kRows, kHidden)},
+        p_(p), shared_(shared), stream_(stream), watch_(watch), lane_here_(lane_here), lane_(p.first_lane + lane_here), c_(c),
+        boards_(p.boards + (i64)lane_here * kLaneWords) {}
+
+  Residual residual;
+
+  LF_DEVICE void embed(int token, u32 tag) {
+    const Clock clock(*this, kOpEmbed, -1);
+    residual.begin(token);
+    residual.publish(stream_board(0), tag);
+    clock.end();
+  }
+
+  LF_DEVICE void qkv(int layer, u32 tag) {
+    const Clock clock(*this, kOpQkv, layer);
+    float* partial = next_partial();
+    const FromBoard<Qkv> board = {stream_board(2 * layer), tag + 2 * layer, watch_};
+    product<Qkv>(stream_, partial, NormedFromBoard<Qkv>{board, norm(p_.attention_norms, layer), squares(turn_)});
+    sync_cta();
+    watch_.delay();
+    const float factor = norm_factor(squares(turn_));
+    const int first = c_ * Qkv::kRows, rows = rows_of(first, Qkv::kRows, Qkv::kAllRows);
+    for (int r = afresh(thread()); r < rows; r += kThreads)
+      store_word(boards_ + kQkvBoard + first + r, word_of(row_sum<Qkv>(partial, r) * factor, tag + layer));
+    clock.end();
+  }
+
+  LF_DEVICE Attention attention(int layer, int position, u32 tag) const {
+    return {p_, boards_ + kQkvBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer, position, tag + layer};
+  }
+
+  LF_DEVICE void attend(const Attention& attention, const Splits& splits) {
+    const Clock clock(*this, kOpAttend, attention.layer);
+    attention.run(c_, splits);
+    clock.end();
+  }
+
+  LF_DEVICE void out(const Attention& attention, const Splits& splits, u32 tag, u32 sequence) {
+    const int layer = attention.layer;
+    const Clock merge_clock(*this, kOpMerge, layer);
+    attention.merge(splits, shared_.merged);
+    sync_cta();
+    merge_clock.end();
+
+    const Clock clock(*this, kOpOut, layer);
+    float* partial = next_partial();
+    product<Out>(stream_, partial, FromShared<Out>{shared_.merged});
+    sync_cta();
+    residual.template finish<Out>(2 * layer, partial, sequence);
+    residual.publish(stream_board(2 * layer + 1), tag + 2 * layer + 1);
+    clock.end();
+  }
+
+  LF_DEVICE void gate_up(int layer, u32 tag) {
+    const Clock clock(*this, kOpGateUp, layer);
+    const int time = 2 * layer + 1;
+    float* partial = next_partial();
+    const FromBoard<GateUp> board = {stream_board(time), tag + time, watch_};
+    product<GateUp>(stream_, partial, NormedFromBoard<GateUp>{board, norm(p_.ffn_norms, layer), squares(turn_)});
+    sync_cta();
+    watch_.delay();
+    const float factor = norm_factor(squares(turn_));
+    constexpr int pairs = GateUp::kRows / 2;
+    const int first = c_ * pairs, count = rows_of(first, pairs, kFf);
+    for (int r = afresh(thread()); r < count; r += kThreads) {
+      const float gate = row_sum<GateUp>(partial, 2 * r) * factor, up = row_sum<GateUp>(partial, 2 * r + 1) * factor;
+      const float bounded = larger(gate, -87.0f);  // exp(87) is finite
+      store_word(boards_ + kHiddenBoard + first + r, word_of(gate / (1.0f + exp_of(-bounded)) * up, tag + layer));
+    }
+    clock.end();
+  }
+
+  LF_DEVICE void down(int layer, u32 tag, u32 sequence) {
+    const Clock clock(*this, kOpDown, layer);
+    const int time = 2 * layer + 1;
+    float* partial = next_partial();
+    product<Down>(stream_, partial, FromBoard<Down>{boards_ + kHiddenBoard, tag + layer, watch_});
+    sync_cta();
+    residual.template finish<Down>(time, partial, sequence);
+    if (layer == kLayers - 1) residual.template apply<Down>(2 * kLayers, sequence);
+    residual.publish(stream_board(time + 1), tag + time + 1);
+    clock.end();
+  }
+
+  // What a head over all lanes needs of them.
+  LF_DEVICE void final(u32 tag, u32 sequence) {
+    const Clock clock(*this, kOpFinal, kLayers);
+    if (kHeadOfAll) meet_lanes(final_gains(), tag, sequence);
+    clock.end();
+  }
+
+  // Logits of the CTA's rows into shared memory.
+  LF_DEVICE void head(u32 tag, int rows) {
+    const Clock clock(*this, kOpHead, kLayers);
+    constexpr bool normed = !kHeadOfAll || kNormOfSum;
+    float* partial = next_partial();
+    const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
+    const FromBoard<Head> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
+    float* squares = this->squares(turn_);
+    if constexpr (normed) {
+      if constexpr (Head::kColumns == kHidden) product<Head>(stream_, partial, NormedFromBoard<Head>{board, final_gains(), squares});
+    } else {
+      product<Head>(stream_, partial, board);
+    }
+    if (!kSteps) stream_.skip_padding(kHeadPadding);
+    sync_cta();
+    const float factor = normed ? norm_factor(squares) : 1.0f;
+    for (int r = afresh(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
+    clock.end();
+  }
+
+  // The end of a pass: the token of the next one, which the prompt has or the sampler draws.
+  LF_DEVICE void next(Sampler& sampler, const Control& control, u32 tag, Progress& now) {
+    const Clock clock(*this, kOpSample, kLayers);
+    const int parity = (int)(tag / kPassTags & 1);
+    if (now.pass + 1 < control.prompt) {
+      if (sampler.absorb(tag, parity)) now.end = kCancelled;
+      now.token = p_.prompt[now.pass + 1];
+    } else {
+      const Sampled sampled = sampler.sample(tag, parity, control.start + now.pass + 1, now.drawn);
+      now.token = sampled.token;
+      if (sampled.cancelled) {
+        now.end = kCancelled;
+      } else {
+        now.drawn++;
+        for (int i = 0; i < p_.num_stops; i++)
+          if (p_.stops[i] == now.token) now.end = kStop;
+      }
+    }
+    clock.end();
+    now.over = now.end != kLength || now.drawn == control.limit;
+    now.pass++;
+  }
+
+  // One op on the trace.
+  struct Clock {
+    Decoder& d;
+    int op, layer;
+    u64 began;
+    LF_DEVICE Clock(Decoder& d, int op, int layer) : d(d), op(op), layer(layer), began(d.p_.spans ? clock_ns() : 0) {}
+    LF_DEVICE void end() const {
+      if (!d.p_.spans || thread() != 0) return;
+      int& n = d.p_.num_spans[cta()];
+      if (n < d.p_.max_spans) d.p_.spans[(i64)cta() * d.p_.max_spans + n++] = {op, layer, began, clock_ns()};
+    }
+  };
+
+  LF_DEVICE static int rows_of(int first, int rows, int all) { return larger(0, smaller(rows, all - first)); }
+
+ private:
+  LF_DEVICE u64* stream_board(int time) const { return boards_ + (time % 2 == 0 ? kStreamBoard : kOtherStreamBoard); }
+
+  // Partial sums of one op are read while those of the next one are written.
+  LF_DEVICE float* next_partial() {
+    turn_ ^= 1;
+    return shared_.partial[0] + turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would lie in memory
+  }
+  LF_DEVICE float* squares(int turn) const { return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]); }
+
+  LF_DEVICE const float* final_gains() const { return p_.final_norm + (kLaneFinalNorm ? (i64)lane_here_ * kHidden : 0); }
+
+  LF_DEVICE const float* norm(const float* gains, int layer) const {
+    return gains + ((kLaneNorms ? (i64)lane_here_ * kLayers : 0) + layer) * kHidden;
+  }
+
+  // What a head over all lanes reads: the mean of their norms, the sum of their streams, or their norms end to end.
+  LF_DEVICE void meet_lanes(const float* gains, u32 tag, u32 sequence) {
+    float factor = 1;
+    if (!kNormOfSum) {
+      float sum = 0;
+      float* squares = this->squares(turn_ ^ 1);
+      constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
+      float values[each][2];
+      read_words<kHidden % (2 * kThreads) == 0>(stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_, kAtVector);
+      LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
+      sum = sum_over_warp(sum);
+      if (warp_lane() == 0) squares[warp()] = sum;
+      sync_cta();
+      factor = norm_factor(squares);
+    }
+    watch_.delay();
+    residual.each([&](int r) {
+      const int row = residual.first + r;
+      LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, row, kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
+    });
+    residual.each([&](int r) {
+      const int row = residual.first + r;
+      float values[kLanes];
+      LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, row, values, watch_, kAtLanding);
+      if (kHeadType == 1) {
+        LF_UNROLL for (int l = 0; l < kLanes; l++) store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
+      } else {
+        float total = values[0];
+        LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
+        store_word(boards_ + kHeadBoard + row, word_of(kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
+      }
+    });
+  }
+
+  const Params& p_;
+  Shared& shared_;
+  Stream& stream_;
+  Watch& watch_;
+  const int lane_here_, lane_, c_;
+  u64* boards_;
+  int turn_ = 0;
+};
+
+LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
+  const int place = lane * kCtas + c;
+  const int first = kHeadType == 2 ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
+  const int rows = Decoder::rows_of(first, Head::kRows, kHeadType == 2 ? (lane + 1) * (kVocab / kLanes) : kVocab);
+  return {p, shared.logits, shared.z, shared.scratch, watch, place, first, rows, cta() == 0};
+}
+
+// All CTAs of all devices are there, and have ended the call before: what they read in it may be written again.
+LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
+  if (thread() == 0)
+    for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
+  for (int from = afresh(thread()); from < kPackets; from += kThreads)
+    for (int spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
+      if (!watch.go_on(spins, kAtCheckIn, from / kCtas)) break;
+  sync_cta();
+}
+
+// The results of a device, by one of its CTAs; one of all tells the host.
+LF_DEVICE void finish(const Params& p, bool tells, int drawn, int end, int position) {
+  for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
+  if (thread() != 0) return;
+  if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
+  p.status[0] = drawn;
+  p.status[1] = load_word(p.shared[p.device]) ? kFailed : end;
+  p.status[2] = position;
+  if (!tells) return;
+  *(volatile unsigned*)&p.host->ended = p.pass_tag;
+  fence_system();
+  *(volatile int*)&p.host->done = 1;
+}
+
+// The host does not see these numbers: they are on the device.
+LF_DEVICE bool possible(const Params& p, const Control& control) {
+  const auto [prompt, start, limit] = control;
+  if (prompt < 1 || prompt > p.room_of_prompt || start < 0 || limit < 1 || limit > p.room) return false;
+  if ((i64)start + prompt + limit - 1 > p.capacity) return false;
+  for (int i = 0; i < prompt; i++)
+    if (p.prompt[i] < 0 || p.prompt[i] >= kVocab) return false;
+  return true;
+}
+
+// Whether there is a call to run; if not, that is its result.
+LF_DEVICE bool accept(const Params& p, const Control& control, bool tells) {
+  if (possible(p, control)) return true;
+  if (cta() == 0 && thread() == 0) p.host->failed = kBadCall;
+  if (cta() == 0) finish(p, tells, 0, kFailed, control.start);
+  return false;
+}
+
+LF_DEVICE void finish(const Params& p, const Control& control, bool tells, const Progress& now) {
+  if (cta() == 0) finish(p, tells, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
+}
+
+LF_DEVICE const char* weights_of_cta(const Params& p) { return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes; }
+
+// Reads the weights of p.room tokens and does nothing else: the bound of decoding.
+LF_KERNEL void laneformer_read(LF_PARAMS p) {
+  LF_SHARED(memory);
+  Ring<Passes> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), Passes{0});
+  u32 mixed = 0;
+  for (int pass = 0; pass < p.room; pass++)
+    for (int line = 0; line < kPassLines; line += 4) {
+      Vec lines[4];
+      stream.take(lines);
+      LF_UNROLL for (int i = 0; i < 4; i++) mixed ^= lines[i].word[0] ^ lines[i].word[1] ^ lines[i].word[2] ^ lines[i].word[3];
+    }
+  stream.drain();
+  if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that it is not left out
+}
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,107 @@
+// The same kernels with a launch for each op of each pass: what the persistent kernel is compared with. What CTAs need of each other goes
+// over the borders of launches; only the exchange between lanes and the sampling wait within one. The weights' ring begins anew in every
+// launch, and ends with it.
+#define LF_STEPS 1
+#include "decoder.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kOutAt = Qkv::kLines, kGateUpAt = kOutAt + Out::kLines, kDownAt = kGateUpAt + GateUp::kLines;
+constexpr int kLinesOfLayer = kDownAt + Down::kLines, kKeptRows = 1 + kHistory;
+
+// The op's weights in a pass.
+LF_DEVICE Stretch weights_of(int op, int layer) {
+  const u32 at = layer * kLinesOfLayer;
+  switch (op) {
+    case kStepQkv: return {at, Qkv::kLines};
+    case kStepOut: return {at + kOutAt, Out::kLines};
+    case kStepGateUp: return {at + kGateUpAt, GateUp::kLines};
+    case kStepDown: return {at + kDownAt, Down::kLines};
+    case kStepHead: return {kLayerLines, Head::kLines};
+    default: return {0, 0};
+  }
+}
+
+// The CTA's rows of the residual stream, and of the last modules' outputs, stay in memory between launches.
+LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptRows * Out::kRows; }
+
+LF_DEVICE void recall(const Params& p, const Residual& residual) {
+  const float* kept = kept_by(p);
+  residual.each([&](int r) {
+    residual.x[r] = kept[r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * Out::kRows + r] = kept[(h + 1) * Out::kRows + r];
+  });
+}
+
+LF_DEVICE void keep(const Params& p, const Residual& residual) {
+  float* kept = kept_by(p);
+  residual.each([&](int r) {
+    kept[r] = residual.x[r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * Out::kRows + r] = residual.history[h * Out::kRows + r];
+  });
+}
+
+LF_KERNEL void laneformer_step(LF_PARAMS p) {
+  LF_SHARED(memory);
+  Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), weights_of(p.op, p.layer));
+  meet_launches();
+  Shared shared((float*)(memory + kRingBytes + kBarrierBytes));
+  const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
+  const int op = p.op, layer = p.layer;
+  Watch watch(p, p.shared[p.device], lane);
+  watch.layer = layer;
+  const Control control(p);
+  if (op == kStepBegin) {
+    const bool accepted = accept(p, control, place == 0);
+    if (accepted) check_in(p, watch, place, p.pass_tag);
+    if (thread() == 0) p.progress[cta()] = {0, accepted ? p.prompt[0] : 0, 0, kLength, !accepted};
+    return;
+  }
+  Progress now = p.progress[cta()];
+  if (now.over) return stream.drain();
+
+  Decoder decoder(p, shared, stream, watch, lane_here, c);
+  const int position = control.start + now.pass;
+  const u32 tag = p.pass_tag + 1 + now.pass * kPassTags, sequence = p.exchange_tag + now.pass * (kNumSums + 1);
+  const bool draws = now.pass + 1 >= control.prompt;
+  switch (op) {
+    case kStepEmbed:
+      decoder.embed(now.token, tag);
+      keep(p, decoder.residual);
+      break;
+    case kStepQkv: decoder.qkv(layer, tag); break;
+    case kStepAttend: decoder.attend(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer])); break;
+    case kStepOut:
+      recall(p, decoder.residual);
+      decoder.out(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer]), tag, sequence);
+      keep(p, decoder.residual);
+      break;
+    case kStepGateUp: decoder.gate_up(layer, tag); break;
+    case kStepDown:
+      recall(p, decoder.residual);
+      decoder.down(layer, tag, sequence);
+      keep(p, decoder.residual);
+      break;
+    case kStepFinal:
+      recall(p, decoder.residual);
+      if (draws) decoder.final(tag, sequence);
+      break;
+    case kStepHead: {
+      Sampler sampler = sampler_of(p, shared, watch, lane, c);
+      sampler.configure();
+      sampler.look();
+      if (draws) {
+        decoder.head(tag, sampler.count);
+      } else {
+        stream.drain();
+      }
+      decoder.next(sampler, control, tag, now);
+      if (now.over) finish(p, control, place == 0, now);
+      if (thread() == 0) p.progress[cta()] = now;
+    }
+  }
+}
+
+}  // namespace gpu
+}  // namespace laneformer

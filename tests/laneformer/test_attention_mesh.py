@@ -1,0 +1,132 @@
+"""The path of cuDNN's kernel on meshes: with a stand-in for the kernel on CPU devices, and compiled for GPUs that need not be here."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_attention import assert_close, expected, random_inputs
+from tiny import config, token_ids
+
+from laneformer import Laneformer, attention, make_mesh
+from laneformer.attention import attend
+from laneformer.mesh import DATA, LANE
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch) -> list:
+    """Lets jax.nn's attention in plain XLA take cuDNN's place, for any dtype; what each call saw: q's shape and the manual axes."""
+    calls, dot_product_attention = [], jax.nn.dot_product_attention
+
+    def stand_in(q, k, v, *, implementation, **options):
+        calls.append((q.shape, set(jax.sharding.get_abstract_mesh().manual_axes)))
+        return dot_product_attention(q, k, v, implementation="xla", **options)
+
+    monkeypatch.setattr(attention, "_has_cudnn_kernel", lambda q: True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return calls
+
+
+def on_lanes(mesh, window=None, wrap=lambda f: f):
+    """o, dq, dk, dv of q, k, v, do as the model has them: lanes by hand, the batch by the compiler."""
+
+    def local(q, k, v, do):
+        o, pull = jax.vjp(wrap(partial(attend, window=window)), q, k, v)
+        return o, *pull(do)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(LANE), out_specs=P(LANE), axis_names={LANE}))
+
+
+@pytest.mark.parametrize(("data", "lane", "window"), [(2, 4, None), (1, 4, 20), (4, 2, 20)])
+def test_equals_float64_where_the_inputs_lie(kernel_calls, data, lane, window):
+    inputs, mesh = random_inputs(l=4, b=4, s=40, group=2), make_mesh(4, data=data, lane=lane)
+    here = NamedSharding(mesh, P(LANE, DATA))
+    args = jax.device_put(inputs, here)
+    program = on_lanes(mesh, window).lower(*args).compile()
+    assert kernel_calls == [((40, 4, 8), {DATA, LANE})]
+    found = program(*args)
+    assert all(x.sharding.is_equivalent_to(here, x.ndim) for x in found)
+    assert not [name for name in COLLECTIVES if name in program.as_text()]
+    assert_close(found, expected(*inputs, window=window))
+
+
+def test_a_batch_that_the_devices_cannot_share(kernel_calls):
+    """Each computes all of it."""
+    inputs = random_inputs(l=4, b=3, s=12)
+    assert_close(on_lanes(make_mesh(4, data=2, lane=4))(*inputs), expected(*inputs))
+    assert len(kernel_calls) == 1
+
+
+def test_within_a_checkpoint_in_a_loop(kernel_calls):
+    """As a step with remat and accumulated gradients has it."""
+    inputs, mesh = random_inputs(l=4, b=4, s=12), make_mesh(4, data=2, lane=4)
+
+    def twice(function):
+        checkpointed = jax.checkpoint(function, policy=jax.checkpoint_policies.nothing_saveable)
+        return lambda *qkv: jax.lax.scan(lambda o, _: (o + checkpointed(*qkv) / 2, None), 0 * qkv[0], length=2)[0]
+
+    assert_close(on_lanes(mesh, wrap=twice)(*inputs), expected(*inputs))
+    assert kernel_calls
+
+
+@pytest.mark.slow  # compiles two training programs
+def test_the_model_is_the_same(kernel_calls, monkeypatch):
+    """Its loss and every weight's gradient, through the kernel and through the tiles."""
+    model, ids = Laneformer.init(config(num_hidden_layers=1), mesh=make_mesh(4, data=2, lane=4)), token_ids(40, (4, 13))
+
+    def loss_and_gradients():
+        return jax.jit(jax.value_and_grad(lambda model: model.loss(ids[:, :-1], ids[:, 1:])[0]))(model)
+
+    found = loss_and_gradients()
+    assert kernel_calls == [((12, 2, 4), {DATA, LANE})]
+    monkeypatch.setattr(attention, "_has_cudnn_kernel", lambda q: False)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(loss_and_gradients()), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+
+
+def test_the_mesh_says_for_which_device():
+    """Not this machine's: a program can be compiled for GPUs elsewhere."""
+    h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    q = jax.ShapeDtypeStruct((1, 1, 4096, 2, 64), "bfloat16")
+    assert not attention._has_cudnn_kernel(q) and attention._block_sizes(4096, 4096) == (128, 128)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 4), (DATA, LANE), abstract_device=h200)):
+        assert attention._has_cudnn_kernel(q) and attention._block_sizes(4096, 4096) == (256, 256)
+
+
+COMPILE = """
+import sys
+import jax
+from laneformer import make_mesh
+from laneformer.mesh import DATA, LANE
+from test_attention_mesh import on_lanes
+from train.cluster import find_device
+from train.compile_only import OPTIONS, compile_only_devices
+
+data, lane = map(int, sys.argv[1:])
+mesh = make_mesh(8, data=data, lane=lane, devices=compile_only_devices("h200", find_device("h200", 8), 1, "cuda")[0])
+q, k = (jax.ShapeDtypeStruct((8, 8, 128, heads, 64), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(LANE, DATA))) for heads in (2, 1))
+print(on_lanes(mesh, 100).lower(q, k, k, q).compile(OPTIONS["cuda"]).as_text())
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'")
+@pytest.mark.parametrize("mesh", ["1 8", "2 4", "8 1"])
+def test_compiles_for_gpus(mesh):
+    """cuDNN's two kernels, each on the eighth of the sequences that its device holds, and nothing exchanged; no GPU is needed."""
+    run = [sys.executable, "-c", COMPILE, *mesh.split()]
+    folder = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1])))}
+    text = subprocess.run(run, capture_output=True, text=True, check=True, env=env, timeout=300).stdout
+    calls = re.findall(r"= \((bf16\S+?)\{.* custom_call_target=\"(__cudnn\S+)\"", text)
+    assert sorted(calls) == [("bf16[8,2,128,64]", "__cudnn$fmhaSoftmax"), ("bf16[8,2,128,64]", "__cudnn$fmhaSoftmaxBackward")]
+    assert not [name for name in COLLECTIVES if name in text]
