@@ -1,0 +1,285 @@
+"""python -m scripts.bench_peers: the CPU decode kernel beside llama.cpp, PyTorch and OpenVINO, in turn, with the memory's speed between.
+
+    python -m scripts.bench_peers --setup peers
+    python -m scripts.bench_peers peers --json bench/peers.json
+
+All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours with its lanes.
+Each is a process of its own (scripts/peers), stopped while another one is measured.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax.numpy as jnp
+import tyro
+
+import custom_calls
+from infer.bench_machine import hardware, software, utc_now
+from infer.bench_source import model_config
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
+from scripts.command import run_command
+from scripts.peers.environments import OURS, PEERS, Engine, set_up
+from scripts.peers.ours import full_attention
+from scripts.peers.process import EngineError, Process
+from scripts.peers.protocol import Shape, Task
+
+USUAL = "llama.cpp,torch,openvino"
+READ_BYTES = 1 << 30  # far more than any cache holds, and little beside an engine that keeps its weights three times
+READS = 5  # passes on each side of a sample, of which the median counts
+QUIET = 0.1  # cores that other processes may keep busy during a sample
+SEPARATE = 0.75  # of a perfect speedup of reading with all threads, from which on they have memory links of their own
+PROC_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure tokens per second of several engines, and the ratios of ours to each."""
+
+    folder: tyro.conf.Positional[Path]
+    """Where --setup puts the engines' environments, and every run its models and logs."""
+    setup: bool = False
+    """Make the environments, and measure nothing."""
+    peers: str = USUAL
+    """Engines to compare with, with commas: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our program in XLA)."""
+    shape: str = "laneformer_2b"
+    """A recipe, an HF folder or a training run, whose sizes all engines get."""
+    context: int = 512
+    """Tokens in the cache before the first one that counts."""
+    tokens: int = 32
+    """Drawn in each sample."""
+    rounds: int = 6
+    """Samples of ours and of the other engine, in turn."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Of every engine; by default one per core that may be used."""
+    seconds: float = 900
+    """Longest time for loading, compilation included, and for any sample."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write everything there, sample by sample."""
+
+
+def run(options: Options) -> str:
+    """What was installed, or the table. Raises ConfigError, after the table, if an engine could not be measured to the end."""
+    engines = chosen(options.peers)
+    if options.setup:
+        return set_up(options.folder, list(dict.fromkeys(engine.environment for engine in engines if engine.environment)))
+    config, task = prepare(options)
+    record = {
+        "date_utc": utc_now(), "shape": options.shape, "sizes": asdict(task.shape), "prompt_tokens": options.context,
+        "output_tokens": options.tokens, "threads": task.threads, "weights": "random", "batch": 1, "hardware": hardware(),
+        "software": software(), "load_before": os.getloadavg(), "pairs": [], "not_measured": {},
+    }  # fmt: skip
+    pythons = {engine: engine.python(options.folder) for engine in engines}
+    for engine, python in pythons.items():
+        if python is None:
+            record["not_measured"][engine.name] = f"not installed: python -m scripts.bench_peers --setup {options.folder}"
+            say(f"{engine.name}: skipped, {record['not_measured'][engine.name]}")
+    if not any(pythons.values()):
+        raise ConfigError(f"none of {options.peers} is installed: python -m scripts.bench_peers --setup {options.folder}")
+    failed = []
+    with start(OURS, sys.executable, task, options) as ours:
+        record["ours"] = ours.conditions
+        for engine, python in pythons.items():
+            if python is None:
+                continue
+            try:
+                with start(engine, python, task, options) as peer:
+                    record["pairs"].append(pair(ours, peer, config, options, task.threads))
+            except EngineError as error:
+                if error.engine == ours.name:
+                    raise
+                record["not_measured"][engine.name] = str(error)
+                failed.append(str(error))
+            record["load_after"] = os.getloadavg()
+            if options.json:  # after each engine: a later one may be interrupted
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = table(record)
+    if failed:
+        print(text)
+        raise ConfigError("; ".join(failed))
+    return text
+
+
+def chosen(names: str) -> list[Engine]:
+    """Raises ConfigError for an engine that there is not."""
+    if unknown := [name for name in names.split(",") if name not in PEERS]:
+        raise ConfigError(f"--peers {names}: there is no engine {unknown[0]}; take some of {', '.join(PEERS)}")
+    return list(dict.fromkeys(PEERS[name] for name in names.split(",")))
+
+
+def prepare(options: Options) -> tuple[ModelConfig, Task]:
+    """The model, and what every engine is told. Raises ConfigError for what cannot be compared."""
+    if sys.platform != "linux":
+        raise ConfigError(f"it stops processes and counts their time as Linux has it, and this is {sys.platform}")
+    try:
+        threads = custom_calls.default_threads() if options.threads is None else options.threads
+    except custom_calls.NativeError as error:
+        raise ConfigError(f"backend cpu is not available here: {error}") from None
+    for name, value, least in (("context", options.context, 1), ("tokens", options.tokens, 2), ("rounds", options.rounds, 1),
+                               ("threads", threads, 1)):  # fmt: skip
+        if value < least:
+            raise ConfigError(f"--{name} {value}: give at least {least}")
+    config = full_attention(model_config(options.shape))
+    positions = options.context + options.tokens
+    if positions > config.max_position_embeddings:
+        raise ConfigError(
+            f"--context {options.context} and --tokens {options.tokens} are more than the context of {options.shape}, "
+            f"{config.max_position_embeddings}"
+        )
+    folder = options.folder.absolute() / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    return config, Task(options.shape, dense_shape(config, options.shape), positions, threads, str(folder))
+
+
+def dense_shape(config: ModelConfig, name: str) -> Shape:
+    """The dense Llama that reads as many bytes for a token. Raises ConfigError where there is none."""
+    if config.lm_head_type == "lane" and config.num_lanes > 1:
+        raise ConfigError(f"--shape {name}: its lm_head_type lane is a head for each lane, which no dense model has")
+    return Shape(
+        hidden=config.hidden_size, layers=config.num_hidden_layers, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        head_dim=config.head_size, ff=config.intermediate_size, vocab=config.vocab_size, tied=config.tie_word_embeddings,
+        norm_eps=config.norm_eps, rope_theta=config.rope_theta,
+    )  # fmt: skip
+
+
+def start(engine: Engine, python: str, task: Task, options: Options) -> Process:
+    """The engine with its model loaded."""
+    say(f"{engine.name}: loading")
+    process = Process(engine, python, task, options.seconds)
+    say(f"{engine.name}: loaded in {process.conditions['load_seconds']:.0f} s")
+    return process
+
+
+def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, threads: int) -> dict:
+    """Both in turn, after a sample of each that does not count: it computes the prompt."""
+    for process in (ours, peer):
+        say(f"{process.name}: first request, with its prompt")
+        process.decode(options.context, options.tokens)
+    rounds = []
+    for number in range(options.rounds):
+        a, b = (sample(process, config, options, threads) for process in (ours, peer))
+        rounds.append({"ours": a, "peer": b, "ratio": a["tokens_per_s"] / b["tokens_per_s"], "links": links(a, b, threads)})
+        say(f"{peer.name}, round {number + 1} of {options.rounds}: ours {a['tokens_per_s']:.2f}, {peer.name} {b['tokens_per_s']:.2f} "
+            f"tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}")  # fmt: skip
+    return {"peer": peer.name, "conditions": peer.conditions, "rounds": rounds}
+
+
+def sample(process: Process, config: ModelConfig, options: Options, threads: int) -> dict:
+    """One request and how fast memory was read around it. Rates are over the tokens after the first."""
+    before, busy, cpu, began = read(threads), busy_seconds(), time.process_time(), time.perf_counter()
+    answer = process.decode(options.context, options.tokens)
+    seconds = time.perf_counter() - began
+    # Cores that other processes kept busy meanwhile.
+    foreign = (busy_seconds() - busy - answer["cpu_seconds"] - (time.process_time() - cpu)) / seconds
+    after = read(threads)
+    rate = len(answer["gaps"]) / sum(answer["gaps"])
+    bandwidth, one = ((before[n] + after[n]) / 2 for n in range(2))
+    return {
+        "tokens_per_s": rate, "bandwidth": bandwidth, "bandwidth_1_thread": one, "foreign_cores": foreign,
+        "gaps": answer["gaps"], "peak_bytes": answer["peak_bytes"],
+        "share": rate * bytes_per_token(process.conditions, config, options) / bandwidth,
+    }  # fmt: skip
+
+
+def read(threads: int) -> tuple[float, float]:
+    """Bytes per second that all threads read, and one of them alone."""
+    return tuple(statistics.median(custom_calls.read_bandwidth(READ_BYTES, n) for _ in range(READS)) for n in (threads, 1))
+
+
+def bytes_per_token(conditions: dict, config: ModelConfig, options: Options) -> float:
+    """Weights, and keys and values at the mean context, in the dtypes that the engine holds them in."""
+    weight, value = (jnp.dtype(conditions[name]).itemsize for name in ("weights", "kv"))
+    return weight_bytes_per_token(config, weight) + kv_bytes_per_token(config, options.context + options.tokens // 2, value)
+
+
+def links(a: dict, b: dict, threads: int) -> str:
+    """Whether the threads' cores had memory links of their own around both samples: separate, shared, or mixed if that changed."""
+    found = {s["bandwidth"] >= SEPARATE * threads * s["bandwidth_1_thread"] for s in (a, b)}
+    return "mixed" if len(found) > 1 else "separate" if found.pop() else "shared"
+
+
+def busy_seconds() -> float:
+    """Processor time that all processes have used."""
+    user, nice, system, _, _, irq, soft = (int(word) for word in PROC_STAT.read_text().split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def table(record: dict) -> str:
+    """Markdown: a row for each engine and state of the memory links, the conditions below."""
+    heads = ("ours over", "links", "rounds", "ratio, median (range)", "ours, tokens/s", "tokens/s", "ours of read bandwidth",
+             "of read bandwidth", "GB/s, all threads / 1", "foreign cores, most")  # fmt: skip
+    lines = [heads, ("---",) * len(heads)]
+    for one in record["pairs"]:
+        for state in dict.fromkeys(r["links"] for r in one["rounds"]):
+            lines.append(_row(one["peer"], state, [r for r in one["rounds"] if r["links"] == state]))
+    size = record["sizes"]
+    h, s = record["hardware"], record["software"]
+    text = ["| " + " | ".join(line) + " |" for line in lines] if record["pairs"] else []
+    text += [
+        "",
+        f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads, {size['kv_heads']} key/value heads of "
+        f"{size['head_dim']}, feed-forward {size['ff']}, vocabulary {size['vocab']}, all layers full; random weights, batch 1, greedy, "
+        f"prompt {record['prompt_tokens']}, {record['output_tokens']} tokens a sample, rate over those after the first.",
+        f"{h['host_cpu']}, {record['threads']} threads; load {record['load_before'][0]:.1f} -> {record['load_after'][0]:.1f}; "
+        f"Python {s['python']}, commit {(s['git_sha'] or 'unknown')[:12]}{' with changes' if s['dirty'] else ''}, {record['date_utc']}.",
+        "Links: whether the threads read memory faster together than one of them, as cores with links of their own do. Read bandwidth: "
+        f"all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after each sample.",
+    ]  # fmt: skip
+    if record["pairs"]:
+        text.append(f"- {OURS.name}: {_conditions(record['ours'], 'ours', record['pairs'][-1])}")
+    text += [f"- {one['peer']}: {_conditions(one['conditions'], 'peer', one)}" for one in record["pairs"]]
+    if loud := sum(not quiet(r) for one in record["pairs"] for r in one["rounds"]):
+        rounds = sum(len(one["rounds"]) for one in record["pairs"])
+        text.append(f"- Not quiet: in {loud} of {rounds} rounds other processes kept more than {QUIET} cores busy; do not quote these.")
+    text += [f"- {name}: not measured, {reason}" for name, reason in record["not_measured"].items()]
+    return "\n".join(text).strip()
+
+
+def quiet(one: dict) -> bool:
+    """Whether a round had the machine for itself."""
+    return all(one[who]["foreign_cores"] <= QUIET for who in ("ours", "peer"))
+
+
+def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
+    def median(who: str, name: str) -> float:
+        return statistics.median(r[who][name] for r in rounds)
+
+    samples = [r[who] for r in rounds for who in ("ours", "peer")]
+    ratios = [r["ratio"] for r in rounds]
+    return (
+        peer, state, str(len(rounds)), f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        *(f"{median(who, 'tokens_per_s'):.2f}" for who in ("ours", "peer")), *(f"{median(who, 'share'):.1%}" for who in ("ours", "peer")),
+        " / ".join(f"{statistics.median(s[name] for s in samples) / 1e9:.1f}" for name in ("bandwidth", "bandwidth_1_thread")),
+        f"{max(s['foreign_cores'] for s in samples):.2f}",
+    )  # fmt: skip
+
+
+def _conditions(c: dict, who: str, pair: dict) -> str:
+    peak = pair["rounds"][-1][who]["peak_bytes"]
+    versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
+    return (
+        f"{versions}; weights {c['weights']}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads; {c['load']}; "
+        f"{c['system']}; loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
+    )
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(run, Options, "python -m scripts.bench_peers", arguments, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""llama.cpp through the functions of its C interface: bfloat16 weights in its own buffers, not mapped from the file, cache float16."""
+
+import os
+import time
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from scripts.peers import gguf_file
+from scripts.peers.protocol import Task, serve
+
+BATCH = 512  # tokens of a prompt that are computed together
+
+
+class LlamaCpp:
+    def __init__(self, task: Task):
+        path = Path(task.folder) / f"{task.shape.name}.gguf"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            gguf_file.write(part, task.shape)
+            part.rename(path)
+        llama_cpp.llama_backend_init()
+        of_model = llama_cpp.llama_model_default_params()
+        of_model.n_gpu_layers, of_model.load_mode = 0, llama_cpp.LLAMA_LOAD_MODE_NONE
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), of_model)
+        of_context = llama_cpp.llama_context_default_params()
+        of_context.n_ctx, of_context.n_batch = task.positions, BATCH
+        of_context.n_threads = of_context.n_threads_batch = task.threads
+        self._context = self._model and llama_cpp.llama_init_from_model(self._model, of_context)
+        if not self._context:
+            raise SystemExit(f"llama.cpp could not load {path}")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab, self._absorbed = task.shape.vocab, 0
+        self.conditions = {
+            "versions": {"llama-cpp-python": llama_cpp.__version__}, "weights": "bfloat16", "compute": "as llama.cpp chooses for bfloat16",
+            "kv": "float16", "threads": task.threads, "load": "not mapped (load mode none)",
+            "system": llama_cpp.llama_print_system_info().decode().strip(),
+        }  # fmt: skip
+
+    def decode(self, prompt: int, tokens: int) -> list[float]:
+        ids = np.random.default_rng(0).integers(0, self._vocab, prompt).tolist()
+        if self._absorbed != prompt:
+            llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
+            for start in range(0, prompt - 1, BATCH):
+                self._compute(ids[start : min(start + BATCH, prompt - 1)])
+            self._absorbed = prompt
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1)
+        times, token = [], ids[-1]
+        for _ in range(tokens):
+            self._compute([token])
+            logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+            token = int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+            times.append(time.perf_counter())
+        return times
+
+    def _compute(self, ids: list[int]) -> None:
+        array = (llama_cpp.llama_token * len(ids))(*ids)
+        if status := llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(ids))):
+            raise SystemExit(f"llama_decode: status {status}")
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

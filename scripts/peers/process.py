@@ -1,0 +1,105 @@
+"""The driver's side of an engine: a process that is stopped whenever it is not asked, so that its threads cannot spin beside another's."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from laneformer.errors import ConfigError
+from scripts.peers.environments import Engine
+from scripts.peers.protocol import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+CLOSING = 10  # seconds that a process has to end by itself
+
+
+class EngineError(ConfigError):
+    """An engine that ended, or did not answer."""
+
+    def __init__(self, engine: str, text: str):
+        super().__init__(f"{engine} {text}")
+        self.engine = engine
+
+
+class Process:
+    """An engine with a loaded model. A context manager."""
+
+    def __init__(self, engine: Engine, python: str, task: Task, seconds: float):
+        """task: its option is the engine's. seconds: how long loading, and then any answer, may take. Raises EngineError."""
+        self.name, self.seconds = engine.name, seconds
+        self._log = Path(task.folder) / f"{engine.name}.log"
+        self._rest = b""
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | dict(engine.variables) | {"PYTHONPATH": paths}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, "-m", engine.module, replace(task, option=engine.option).text()], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+        try:
+            self.conditions = self._answer("loading")["ready"]
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, prompt: int, tokens: int) -> dict:
+        """The program's answer, as scripts/peers/protocol.py has it. Raises EngineError."""
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(f"decode {prompt} {tokens}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, as reading shows
+        answer = self._answer(f"decoding {tokens} tokens")
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        """Ends it, whatever state it is in."""
+        self._process.stdin.close()
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.wait(CLOSING)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _answer(self, doing: str) -> dict:
+        """The next line."""
+        output, until = self._process.stdout.fileno(), time.monotonic() + self.seconds
+        while b"\n" not in self._rest:
+            if not select.select([output], [], [], max(0, until - time.monotonic()))[0]:
+                self._signal(signal.SIGKILL)
+                raise EngineError(self.name, f"did not answer in {self.seconds:.0f} s while {doing}; what it said is in {self._log}")
+            read = os.read(output, 1 << 16)
+            if not read:
+                raise EngineError(self.name, f"ended while {doing}: {self._end()}")
+            self._rest += read
+        line, self._rest = self._rest.split(b"\n", 1)
+        return json.loads(line)
+
+    def _end(self) -> str:
+        """How it ended, and its last words."""
+        status = self._process.wait()
+        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        if status == -signal.SIGKILL:
+            how += ", as when the memory is not enough"
+        words = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(words) if line.strip()), "nothing was said")
+        return f"{how}; {last} ({self._log})"
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,309 @@
+"""scripts.bench_peers with engines that only speak the protocol, as real processes; the GGUF file as an independent reader sees it."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.stdlib import stdlib
+from infer.backend import Request
+from infer.cpu_engine import CpuBackend
+from infer.sampling import Sampling
+from laneformer.errors import ConfigError
+from scripts import bench_peers
+from scripts.peers import environments, gguf_file
+from scripts.peers.environments import Engine
+from scripts.peers.ours import Ours
+from scripts.peers.process import EngineError, Process
+from scripts.peers.protocol import XLA, Shape, Task
+
+SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=96, vocab=50, tied=False, norm_eps=1e-5, rope_theta=10000.0)
+RECIPE = """
+import dataclasses
+from configs.tiny import tiny
+def small():
+    config = tiny()
+    model = config.model.replace(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+    return dataclasses.replace(config, model=model, then={})
+"""
+# Draws a token every `option` seconds, by a clock of its own.
+FAKE = """
+import os, time
+from scripts.peers.protocol import serve
+
+class Fake:
+    def __init__(self, task):
+        print("noise on standard output")
+        self.conditions = {"versions": {"fake": "1"}, "weights": "bfloat16", "compute": "bfloat16", "kv": "float16",
+                           "threads": task.threads, "load": task.shape.name, "system": "none"}
+        self.option, self.requests = task.option, 0
+        if task.option == "refuses":
+            raise SystemExit("no room for it")
+
+    def decode(self, prompt, tokens):
+        self.requests += 1
+        if self.option == "dies":
+            if self.requests == 1:
+                return [1.0 * n for n in range(tokens)]
+            print("out of breath", flush=True)
+            os._exit(7)
+        if self.option == "hangs":
+            time.sleep(60)
+        return [float(self.option) * n for n in range(tokens)]
+
+serve(Fake)
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Engines of ours at 100 tokens per second and of others: slow at 25, dies, refuses, absent."""
+    (tmp_path / "fake_peer.py").write_text(FAKE)
+    (tmp_path / "recipes.py").write_text(RECIPE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(bench_peers, "OURS", fake("laneformer", "0.01"))
+    peers = [fake("slow", "0.04"), fake("dies", "dies"), fake("refuses", "refuses"), Engine("absent", "fake_peer", "torch")]
+    for engine in peers:
+        monkeypatch.setitem(environments.PEERS, engine.name, engine)
+    monkeypatch.setattr(bench_peers, "READ_BYTES", 1 << 22)
+    return tmp_path
+
+
+def fake(name, option):
+    return Engine(name, "fake_peer", option=option)
+
+
+def command(fakes, peers, *more):
+    return bench_peers.main([
+        str(fakes / "home"), "--peers", peers, "--shape", f"{fakes / 'recipes.py'}:small", "--context", "8", "--tokens", "5",
+        "--rounds", "3", "--threads", "2", "--json", str(fakes / "peers.json"), *more,
+    ])  # fmt: skip
+
+
+def task(folder, shape=SHAPE, **changes):
+    return Task(**{"checkpoint": "none", "shape": shape, "positions": 16, "threads": 2, "folder": str(folder)} | changes)
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] if Path(f"/proc/{pid}").exists() else "gone"
+
+
+def wait_for(pid, states):
+    until = time.monotonic() + 20
+    while state(pid) not in states and time.monotonic() < until:
+        time.sleep(0.01)
+    return state(pid)
+
+
+def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
+    assert command(fakes, "slow,absent") == 0
+    out, err = capsys.readouterr()
+    assert "| slow |" in out and "| 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out
+    assert "- absent: not measured, not installed: python -m scripts.bench_peers --setup" in out and "absent: skipped" in err
+    assert "fake 1; weights bfloat16, products bfloat16, cache float16; 2 threads" in out
+    record = json.loads((fakes / "peers.json").read_text())
+    (pair,) = record["pairs"]
+    assert [r["ratio"] for r in pair["rounds"]] == pytest.approx([4.0] * 3) and list(record["not_measured"]) == ["absent"]
+    assert (record["sizes"]["hidden"], record["sizes"]["layers"], record["prompt_tokens"]) == (32, 2, 8)
+    one = pair["rounds"][0]["peer"]
+    # 2 layers of q, o (32 x 32 each), k, v, gate, up and down, 5 norms, the head and a row of the embedding; 10 positions read, 1 written.
+    weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
+    assert one["share"] == pytest.approx(25 * 2 * (weights + 2 * 32 * 2 * 11) / one["bandwidth"])
+    assert one["gaps"] == pytest.approx([0.04] * 4) and one["bandwidth_1_thread"] > 0
+
+
+def test_an_engine_that_dies_is_told_in_a_line_and_the_others_are_measured(fakes, capsys):
+    assert command(fakes, "dies,refuses,slow") == 2
+    out, err = capsys.readouterr()
+    assert "| slow |" in out and "- dies: not measured" in out
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "dies ended while decoding 5 tokens: status 7; out of breath (" in line
+    assert "refuses ended while loading: status 1; no room" in line
+    assert "Traceback" not in err
+
+
+def test_our_own_death_ends_everything(fakes, capsys, monkeypatch):
+    monkeypatch.setattr(bench_peers, "OURS", fake("laneformer", "dies"))
+    assert command(fakes, "slow") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: laneformer ended while decoding 5 tokens: status 7; out of breath")
+
+
+def test_an_engine_is_stopped_unless_it_is_asked(fakes):
+    with Process(fake("one", "0.5"), sys.executable, task(fakes), 60) as process:
+        pid = process._process.pid
+        assert wait_for(pid, "T") == "T"
+        for _ in range(2):
+            assert process.decode(1, 3)["gaps"] == [0.5, 0.5]
+            assert wait_for(pid, "T") == "T"
+    assert process._process.returncode == 0, "it sees the end of its input, and ends by itself"
+
+
+def test_an_engine_ends_with_its_driver(fakes):
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from scripts.peers.environments import Engine; from scripts.peers.process import Process\n"
+        "from scripts.peers.protocol import Task\n"
+        "process = Process(Engine('one', 'fake_peer', option='1'), sys.executable, Task.read(sys.argv[1]), 60)\n"
+        "print(process._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, task(fakes).text()], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert wait_for(int(done.stdout), ("gone", "Z")) in ("gone", "Z")
+
+
+def test_an_engine_that_does_not_answer_is_ended(fakes):
+    with Process(fake("one", "hangs"), sys.executable, task(fakes), 60) as process:
+        process.seconds = 0.2
+        with pytest.raises(EngineError, match=r"one did not answer in 0 s while decoding 3 tokens"):
+            process.decode(1, 3)
+    assert process._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peers", "vllm"], "there is no engine vllm; take some of llama.cpp, torch"),
+        (["--peers", "absent"], "none of absent is installed: python -m scripts.bench_peers --setup"),
+        (["--tokens", "1"], "--tokens 1: give at least 2"),
+        (["--threads", "0"], "--threads 0: give at least 1"),
+        (["--context", "5000"], "are more than the context"),
+        (["--shape", "nosuch"], "nosuch"),
+    ],
+)
+def test_mistakes_are_told(fakes, arguments, words, capsys):
+    assert command(fakes, "slow", *arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert words in line
+
+
+def test_a_head_for_each_lane_has_no_dense_equivalent():
+    config = stdlib().model
+    with pytest.raises(ConfigError, match="lm_head_type lane"):
+        bench_peers.dense_shape(config.replace(lm_head_type="lane"), "stdlib")
+    assert bench_peers.dense_shape(config, "stdlib").heads == 8
+
+
+def test_links_are_separate_where_threads_read_faster_together():
+    def read(both, one):
+        return {"bandwidth": both, "bandwidth_1_thread": one}
+
+    assert bench_peers.links(read(82, 41), read(81, 41), 2) == "separate"
+    assert bench_peers.links(read(48, 41), read(50, 42), 2) == "shared"
+    assert bench_peers.links(read(82, 41), read(50, 42), 2) == "mixed"
+
+
+def test_rounds_beside_other_programs_are_told():
+    def one(*foreign):
+        return dict(zip(("ours", "peer"), ({"foreign_cores": cores} for cores in foreign), strict=True))
+
+    assert bench_peers.quiet(one(0.05, -0.01)) and not bench_peers.quiet(one(0.0, 0.4))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The task of the recipe, with all cores: backend xla would leave the others for good."""
+    (tmp_path / "recipes.py").write_text(RECIPE)
+    return task(tmp_path, checkpoint=f"{tmp_path / 'recipes.py'}:small", threads=len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("option", ["", pytest.param(XLA, marks=pytest.mark.slow)])
+def test_our_engine_decodes_with_all_layers_full(small, option):
+    ours = Ours(dataclasses.replace(small, option=option))
+    assert ours.conditions["weights"] == ("float32" if option else "bfloat16") and ours.conditions["threads"] == small.threads
+    assert set(ours._backend.source.config.layer_windows) == {None}
+    times = ours.decode(8, 5)
+    assert len(times) == 5 and times == sorted(times) and times[0] < times[-1]
+
+
+def test_a_prompt_is_computed_once(small):
+    resuming = Ours(small)._backend
+    request = Request(np.arange(9, dtype=np.int32), 6, Sampling(), ())
+
+    def drawn(backend):
+        return [pair for chunk in backend.start(request) for pair in zip(chunk.tokens, chunk.logprobs, strict=True)]
+
+    assert drawn(CpuBackend(resuming.source, threads=small.threads)) == drawn(resuming) == drawn(resuming)
+    assert resuming._absorb(request.prompt, [], [])[0] == 8 and resuming._absorb(request.prompt + 1, [], [])[0] == 0
+
+
+class Reader:
+    """Just enough of GGUF version 3, after its specification."""
+
+    def __init__(self, path):
+        self.data, self.at = path.read_bytes(), 0
+        assert self.take("<4sI") == (b"GGUF", 3)
+        tensors, fields = self.take("<QQ")
+        self.fields = {self.text(): self.value() for _ in range(fields)}
+        infos = [(self.text(), self.take(f"<{self.take('<I')[0]}Q"), *self.take("<IQ")) for _ in range(tensors)]
+        begin = -(-self.at // self.fields["general.alignment"]) * self.fields["general.alignment"]
+        self.tensors = {}
+        for name, sizes, kind, offset in infos:
+            assert offset % self.fields["general.alignment"] == 0
+            dtype, count = {0: np.float32, 30: np.uint16}[kind], math.prod(sizes)
+            array = np.frombuffer(self.data, dtype, count, begin + offset).reshape(sizes[::-1])
+            self.tensors[name] = array if kind == 0 else (array.astype(np.uint32) << 16).view(np.float32)
+            self.end = begin + offset + count * array.itemsize
+
+    def take(self, form):
+        found = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return found
+
+    def text(self):
+        (size,) = self.take("<Q")
+        self.at += size
+        return self.data[self.at - size : self.at].decode()
+
+    def value(self):
+        (kind,) = self.take("<I")
+        return self.text() if kind == 8 else self.take({4: "<I", 6: "<f"}[kind])[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gguf_file_has_the_model(tmp_path, tied):
+    shape = dataclasses.replace(SHAPE, hidden=40, tied=tied)
+    gguf_file.write(tmp_path / "m.gguf", shape)
+    read = Reader(tmp_path / "m.gguf")
+    assert {name: read.fields[f"llama.{name}"] for name in ("embedding_length", "block_count", "attention.head_count_kv")} == {
+        "embedding_length": 40, "block_count": 2, "attention.head_count_kv": 2,
+    }  # fmt: skip
+    assert read.fields["general.architecture"] == "llama" and read.fields["llama.vocab_size"] == 50
+    assert read.fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert ("output.weight" in read.tensors) != tied and len(read.tensors) == 2 * 9 + (2 if tied else 3)
+    assert read.tensors["blk.1.ffn_down.weight"].shape == (40, 96) and read.tensors["blk.0.attn_k.weight"].shape == (32, 40)
+    assert (read.tensors["blk.0.attn_norm.weight"] == 1).all()
+    matrices = [t for t in read.tensors.values() if t.ndim == 2]
+    assert all(0.015 < m.std() < 0.025 and len(np.unique(m[:, :8], axis=0)) == len(m) for m in matrices)
+    starts = {m.tobytes()[:64] for m in matrices}
+    assert len(starts) == len(matrices), "no two are equal"
+    assert read.end <= len(read.data) < read.end + 32
+
+
+def test_environments_are_made_once_and_again_when_their_versions_change(tmp_path, monkeypatch, capsys):
+    def create(place, **options):
+        (place / "bin").mkdir(parents=True, exist_ok=True)
+        python = place / "bin" / "python"
+        python.write_text('#!/bin/sh\necho "$@" "$CMAKE_ARGS"\ncase "$*" in *broken*) exit 1;; esac\n')
+        python.chmod(0o755)
+
+    monkeypatch.setattr(environments.venv, "create", create)
+    command = [str(tmp_path), "--setup", "--peers", "torch,llama.cpp,torch-cpp,xla"]
+    assert bench_peers.main(command) == 0
+    assert capsys.readouterr().out.splitlines() == ["torch: installed", "llama.cpp: installed"]
+    assert "-m pip install --no-binary llama-cpp-python llama-cpp-python==" in (said := (tmp_path / "llama.cpp.log").read_text())
+    assert "-DGGML_NATIVE=ON" in said
+    monkeypatch.setitem(environments.ENVIRONMENTS, "llama.cpp", (("broken",), ("never",)))
+    assert environments.installed(tmp_path, "llama.cpp") is None
+    assert bench_peers.main(command) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line == f"error: llama.cpp: pip failed, {tmp_path}/llama.cpp.log has what it said; torch: was there"
+    assert "never" not in (tmp_path / "llama.cpp.log").read_text()
