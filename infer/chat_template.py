@@ -130,6 +130,18 @@ class ChatTemplate:
             raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name a file that holds one")
         return cls(source, tokenizer, tokens, name=name, config=config, now=now)
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end an answer beside the model's end of text: the special token that the template writes behind one, if it does."""
+        answer = "<the answer>"
+        try:
+            text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}])
+        except InputError:  # it wants conversations of another kind
+            return ()
+        behind = text[text.rindex(answer) + len(answer) :] if answer in text else ""
+        first = self._tokenizer.encode(behind.lstrip(), add_special_tokens=False)
+        return tuple(first.ids[:1]) if first.tokens and first.tokens[0] in self._special else ()
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.source.encode()).hexdigest()

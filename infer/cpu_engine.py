@@ -14,6 +14,7 @@ class CpuBackend(NativeBackend):
     """Worker threads, each with its weights packed in the order in which it reads them."""
 
     name = "cpu"
+    patience = 0.05  # the host looks on a core that computes, and finds its own code pushed out of the caches
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:

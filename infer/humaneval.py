@@ -212,9 +212,11 @@ def _sample(
     engine: Engine, problem: Problem, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None, compiled: set[tuple[int, int]]
 ) -> Sample:
     """compiled: sizes of requests that the engine was warmed up for, so that compiling is not in the times."""
+    ends = engine.config.eos_token_id
     if chat is None:
         ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
     else:
+        ends = (*ends, *chat.ends)
         ids, stops = chat.encode([{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True), ()
     room = engine.config.max_position_embeddings - len(ids)
     if room < 1:
@@ -224,7 +226,7 @@ def _sample(
     if size not in compiled:
         engine.warmup(len(ids), max_new_tokens)
         compiled.add(size)
-    result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_strings=stops).result
+    result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends, stop_strings=stops).result
     answer = (from_completion if chat is None else from_chat)(problem, result.text)
     return Sample(
         task_id=problem.task_id,

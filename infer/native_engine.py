@@ -27,7 +27,6 @@ log = logging.getLogger("infer")
 
 SMALLEST_CACHE, SMALLEST_ROOM = 256, 16
 LARGE = 100_000_000  # parameters from which packing shows its progress
-PATIENCE = 0.002  # seconds between two looks at a fast stream of tokens: the host needs a core too
 
 
 class NativeBackend:
@@ -37,6 +36,8 @@ class NativeBackend:
     source: Source
     conditions: dict[str, Any]
     session: Running
+    patience: ClassVar[float] = 0.002
+    """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 
     def _use(self, session: Running) -> None:
         """Once, at the end of __init__."""
@@ -46,7 +47,7 @@ class NativeBackend:
         self._run = jax.jit(run, static_argnames=("room", "top", "logits"), donate_argnums=1)
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        return _Answer(self.session, request, partial(self._answer, request))
+        return _Answer(self.session, request, partial(self._answer, request), self.patience)
 
     def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
         """Tokens of the prompt that need not go through the call, at most all but one, and the caches with them."""
@@ -90,8 +91,9 @@ class NativeBackend:
 class _Answer(Iterator[Chunk]):
     """The tokens of a call, which runs on a thread of its own: the caller's stays free for Ctrl-C and for what is drawn meanwhile."""
 
-    def __init__(self, session: Running, request: Request, run: Callable[[], None]):
+    def __init__(self, session: Running, request: Request, run: Callable[[], None], patience: float):
         self._session, self._request = session, request
+        self._patience = patience if request.tokens_per_dispatch is None else 0.0
         self._have, self._looked = 0, 0.0
         self._errors: list[BaseException] = []
         session.begin()
@@ -115,7 +117,7 @@ class _Answer(Iterator[Chunk]):
 
     def _wait(self, count: int) -> int:
         """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
-        time.sleep(max(0.0, self._looked + PATIENCE - time.perf_counter()))
+        self._request.cancelled.wait(max(0.0, self._looked + self._patience - time.perf_counter()))
         while (drawn := self._session.wait(count - 1)) < count:
             if self._request.cancelled.is_set():
                 self._session.cancel()

@@ -160,6 +160,7 @@ class _Worker:
     ):
         """no_chat: why there is no chat template. special: names of tokens that have no text."""
         self._connection, self._engine, self._chat, self._no_chat, self._special = connection, engine, chat, no_chat, special
+        self._ends = (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order]] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
@@ -247,7 +248,7 @@ class _Worker:
             order.ids,
             max_new_tokens=order.max_new_tokens,
             sampling=Sampling(**order.sampling),
-            stop_tokens=(*order.stop_token_ids, *(() if order.ignore_eos else engine.config.eos_token_id)),
+            stop_tokens=(*order.stop_token_ids, *(() if order.ignore_eos else self._ends)),
             stop_strings=order.stop_strings,
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,

@@ -1,5 +1,6 @@
 """`python -m scripts.convert SOURCE TARGET`: writes any checkpoint as a Hugging Face folder."""
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Literal
 
 import tyro
 
+from infer.chat_template import ChatTemplate
 from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError
@@ -48,6 +50,9 @@ def convert(options: Options) -> str:
     for name in copied:
         shutil.copyfile(beside / name, options.target / name)
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
+    if "chat_template.jinja" in copied and "generation_config.json" not in copied:  # where other programs look for the end of a turn
+        ends = [*config.eos_token_id, *ChatTemplate.load(beside).ends]
+        (options.target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8")
     tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
     size = f"{parameter_count(config):,} parameters in {dtype}"
     return f"{options.target}: {size}, {config.num_lanes} lanes, layout {config.layout}; {tokenizer}"

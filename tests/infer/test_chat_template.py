@@ -93,6 +93,17 @@ def test_a_template_with_a_begin_token_and_the_end_token_as_end_of_turn():
     assert [BYTES.id_to_token(i) for i in (ids[0], ids[-1])] == ["<s>", "</s>"] and ids.count(BYTES.token_to_id("<s>")) == 1
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, sentencepiece_like()])
+@pytest.mark.parametrize(("source", "end"), [(CHATML, "<|im_end|>"), (GENERATION, "<|im_end|>"), (MISTRAL, "</s>")])
+def test_what_ends_an_answer(source, end, tokenizer):
+    assert template(source, tokenizer).ends == (tokenizer.token_to_id(end),)
+
+
+@pytest.mark.parametrize("source", ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"])
+def test_nothing_ends_an_answer(source):
+    assert template(source).ends == ()
+
+
 def test_a_template_without_special_tokens():
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     assert answers(template(source).render_with_answers(talk("a", "b", "c", "d"))) == ["b\n", "d\n"]

@@ -25,15 +25,16 @@ class Scripted:
     def __init__(self, answers, context=1000):
         self.answers, self.asked, self.warm = answers, [], []
         self.tokenizer = types.SimpleNamespace(encode=lambda text: [ord(character) for character in text])
-        self.config = types.SimpleNamespace(max_position_embeddings=context)
+        self.config = types.SimpleNamespace(eos_token_id=(0,), max_position_embeddings=context)
         self.conditions = {"model": "scripted", "device": "none"}
 
     def warmup(self, prompt_tokens, max_new_tokens):
         self.warm.append(prompt_tokens)
 
-    def generate(self, ids, *, max_new_tokens, sampling, stop_strings):
+    def generate(self, ids, *, max_new_tokens, sampling, stop_tokens, stop_strings):
         prompt = "".join(map(chr, ids))
         self.asked.append((prompt, sampling, stop_strings))
+        self.stop_tokens = stop_tokens
         text = next(answer(sampling) if callable(answer) else answer for name, answer in self.answers.items() if f"def {name}(" in prompt)
         result = types.SimpleNamespace(text=text, finish_reason="stop", tokens=tuple(text), total_time=0.5, time_per_token=0.01)
         return types.SimpleNamespace(result=result)
@@ -100,6 +101,7 @@ def test_prompts_that_do_not_fit_fail_and_are_told(problems, judge):
 def test_chat(problems, judge):
     class Template:
         sha256 = "0" * 64
+        ends = (1000,)
 
         def encode(self, messages, add_generation_prompt):
             assert add_generation_prompt and messages[0]["role"] == "user"
@@ -109,6 +111,7 @@ def test_chat(problems, judge):
     report = evaluate(engine, problems, max_new_tokens=50, judge=judge, chat=Template())
     assert [v.passed for v in report.verdicts] == [True, False]
     assert "self-contained Python script" in engine.asked[0][0] and engine.asked[0][2] == ()
+    assert engine.stop_tokens == (0, 1000), "the end of a turn ends an answer"
     assert report.settings["mode"] == "chat" and report.settings["template_sha256"] == "0" * 64
 
 

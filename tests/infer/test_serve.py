@@ -82,6 +82,21 @@ def test_a_chat_is_the_engines_streamed_or_not(server, engine, checkpoint):
     assert first["object"] == "chat.completion.chunk" and "usage" not in first
 
 
+def test_the_end_of_a_turn_ends_an_answer(server, engine, checkpoint):
+    template = ChatTemplate.load(checkpoint)
+    ids, [end] = template.encode(TALK, add_generation_prompt=True), template.ends
+    for seed in range(100):
+        tokens = list(engine.generate(ids, max_new_tokens=60, sampling=infer.Sampling(1.0, seed=seed)))
+        if end in tokens[1:]:
+            break
+    before = tokens[: tokens.index(end)]
+    asked = {"messages": TALK, "max_tokens": 60, "temperature": 1.0, "seed": seed, "return_token_ids": True}
+    [choice] = server.post("/v1/chat/completions", **asked)[1]["choices"]
+    assert choice["finish_reason"] == "stop" and choice["token_ids"] == before
+    [choice] = server.post("/v1/chat/completions", **asked, ignore_eos=True)[1]["choices"]
+    assert choice["finish_reason"] == "length" and choice["token_ids"] == tokens
+
+
 def test_stop_strings_end_the_text_before_them(server, engine):
     text = expected(engine).text
     start = next(n for n in range(5, 30) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)

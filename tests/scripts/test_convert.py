@@ -1,11 +1,14 @@
 """scripts.convert: what it writes loads again as the same model."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import laneformer
+from infer.chat_template import CHATML, TURN_END, TURN_START
 from scripts.convert import main
 
 TESTS = Path(__file__).parents[1]
@@ -30,6 +33,18 @@ def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
     assert model.tok_embeddings[...].dtype == "bfloat16" and model.config == laneformer.load(LANED).config
     assert '"model_type": "laneformer"' in (tmp_path / "out" / "config.json").read_text()
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_other_programs_learn_what_ends_a_turn(tmp_path):
+    source = tmp_path / "source"
+    laneformer.save_hf(laneformer.load(LANED), source)
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.add_special_tokens([TURN_START, TURN_END])
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "chat_template.jinja").write_text(CHATML)
+    assert main([str(source), str(tmp_path / "out")]) == 0
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [*laneformer.load(LANED).config.eos_token_id, tokenizer.token_to_id(TURN_END)]
 
 
 @pytest.mark.parametrize(
