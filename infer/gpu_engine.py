@@ -22,7 +22,10 @@ BLOCK, SMALLEST_BLOCK = 512, 64  # tokens of a prompt that go through XLA togeth
 
 
 class GpuBackend(NativeBackend):
-    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there twice."""
+    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there twice.
+
+    Where the devices belong to several processes, all of these make the engine and then the same requests; each has all tokens.
+    """
 
     platform: str
     launch = "persistent"
@@ -34,8 +37,10 @@ class GpuBackend(NativeBackend):
         here = "hip" if "rocm" in kind.lower() else "cuda" if device.platform == "gpu" else None
         if here != cls.platform:
             return f"JAX's devices here are {device.platform}: it needs GPUs of {'AMD' if cls.platform == 'hip' else 'NVIDIA'}"
-        if jax.process_count() > 1:
-            return "it runs in one process: use backend xla"
+        if jax.process_count() > 1 and (
+            source.mesh is None or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
+        ):
+            return "the job has several processes: give it a mesh with devices of each of them (devices=...), or use backend xla"
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use backend xla"
         try:

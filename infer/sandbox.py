@@ -107,15 +107,20 @@ class Sandbox:
             "python": f"{interpreter()} {'.'.join(map(str, sys.version_info[:3]))}",
         }
 
-    def run(self, solution: str, test: str, limits: Limits, *, longest_error: int = 500) -> Outcome:
-        """Runs `solution`, then `test`, in one module; passed if neither raises or ends the program. longest_error: in characters.
+    def run(
+        self, solution: str, test: str, limits: Limits, *, longest_error: int = 500, entry_point: str | None = None
+    ) -> Outcome:
+        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if neither raises or ends
+        the program. longest_error: in characters. entry_point: a function whose results must not be objects of the solution's own classes
+        that redefine operators, because these could equal anything.
 
         Raises HarnessError where the program could not be started, and after `close`.
         """
         if self._closed:
             raise HarnessError("the sandbox was closed")
         nonce = secrets.token_hex(16)
-        spec = {"solution": solution, "test": test, "path": [self.level.site(self._stage)], "longest_error": longest_error}
+        spec = {"solution": solution, "test": test, "path": [self.level.site(self._stage)], "longest_error": longest_error,
+                "entry_point": entry_point}  # fmt: skip
         spec["limits"] = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),

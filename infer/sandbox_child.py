@@ -1,10 +1,11 @@
 """Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by infer/sandbox.py alone.
 
-Standard input is a file: `size` bytes of JSON (solution, test, limits, path), then a nonce. The verdict goes to standard output as JSON
+Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict goes to standard output as JSON
 lines. The nonce is read only after the last test has passed, and only a report that carries it counts, so that ending early, whatever the
 exit status or the output, is not passing.
 """
 
+import builtins
 import json
 import os
 import resource
@@ -12,6 +13,43 @@ import signal
 import sys
 import time
 import types
+
+
+# What a class of the solution's own would answer the tests' questions with.
+OPERATORS = frozenset(
+    f"__{name}__"
+    for name in "eq ne lt le gt ge bool len iter next getitem contains abs add radd sub rsub mul rmul truediv rtruediv floordiv mod pow neg "
+    "pos float int index complex round array array_ufunc array_function getattr getattribute class".split()
+)
+
+
+def checked(function, module, isinstance=isinstance, type=type, id=id, vars=vars):
+    """`function`, whose results may not be objects that answer for themselves, such as one that equals everything."""
+
+    def own(kind):
+        """The first operator that a class of the solution's has redefined."""
+        for base in type.mro(kind):
+            if base.__flags__ & 1 << 9 and base.__module__ == module.__name__:  # made by a program, and by this one
+                for name in vars(base):
+                    if name in OPERATORS:
+                        return f"{base.__name__}.{name}"
+        return None
+
+    def call(*args, **named):
+        result = function(*args, **named)
+        left, seen = [result], set()
+        while left:
+            value = left.pop()
+            kind = type(value)
+            if redefined := own(kind):
+                raise AssertionError(f"the result has an object that answers for itself: {redefined} is the program's")
+            if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+                seen.add(id(value))
+                left += value
+                left += value.values() if isinstance(value, dict) else ()
+        return result
+
+    return call
 
 
 def main(size):
@@ -58,11 +96,15 @@ def main(size):
     except (SyntaxError, ValueError, RecursionError) as error:
         say("syntax", describe(error))
         leave(0)
-    test = compile(spec["test"], "<test>", "exec")
+    test, entry_point = compile(spec["test"], "<test>", "exec"), spec["entry_point"]
     del spec
+    originals = dict(vars(builtins))  # a test's abs() is not the solution's
     try:
         exec(solution, module.__dict__)
-        exec(test, module.__dict__)
+        names = {name: value for name, value in module.__dict__.items() if name not in originals or name == entry_point}
+        if isinstance(names.get(entry_point), types.FunctionType):
+            names[entry_point] = checked(names[entry_point], module)
+        exec(test, names | {"__builtins__": originals, "__name__": module.__name__})
     except MemoryError as error:
         say("memory", describe(error))
     except BaseException as error:

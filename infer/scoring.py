@@ -82,7 +82,7 @@ class Judge:
         pool = ThreadPoolExecutor(self.workers)
         try:
             jobs = {
-                pool.submit(self.sandbox.run, solution, problem.test, limit): n
+                pool.submit(self.sandbox.run, solution, problem.test, limit, entry_point=problem.entry_point): n
                 for n, ((problem, solution), limit) in enumerate(zip(programs, limits, strict=True))
             }
             for job in progress_bar(as_completed(jobs), what, len(jobs), "program", progress):

@@ -99,7 +99,9 @@ def test_what_ends_an_answer(source, end, tokenizer):
     assert template(source, tokenizer).ends == (tokenizer.token_to_id(end),)
 
 
-@pytest.mark.parametrize("source", ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"])
+@pytest.mark.parametrize(
+    "source", ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"]
+)
 def test_nothing_ends_an_answer(source):
     assert template(source).ends == ()
 

@@ -139,6 +139,51 @@ def test_ending_early_is_not_passing(box, solution):
     assert outcome.verdict in ("failed", "killed"), outcome
 
 
+ALWAYS = "class A{0}:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __eq__\n{1}\n"
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        ALWAYS.format("", "def f(): return A()"),
+        ALWAYS.format("", "def f(): return [1, (2, {3: A()})]"),
+        ALWAYS.format("(int)", "f = lambda: A(3)"),
+        ALWAYS.format("(type)", "class B(metaclass=A): pass\ndef f(): return B"),
+        "class L(list):\n    __getattribute__ = lambda self, name: None\ndef f(): return L()",
+    ],
+)
+def test_a_result_that_equals_everything_is_wrong(box, solution):
+    outcome = box.run(solution, "def check(f):\n    f() == 4\ncheck(f)", LIMITS, entry_point="f")
+    assert outcome.verdict == "failed" and "answers for itself" in outcome.error, outcome
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "abs = lambda x: 0", "def all(x): return True", "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.all = lambda x: True",
+        "def check(f): pass", "__builtins__ = {'abs': lambda x: 0}",
+    ],
+)  # fmt: skip
+def test_the_tests_have_functions_of_their_own(box, spoil):
+    test = "def check(f):\n    assert all([abs(f() - 3) < 1])\ncheck(f)"
+    assert box.run(f"def f(): return 3\n{spoil}", test, LIMITS, entry_point="f").verdict == "passed"
+    assert box.run(f"def f(): return 4\n{spoil}", test, LIMITS, entry_point="f").verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "from collections import *\nP = namedtuple('P', 'x y')\ndef f(n=2): return [P(1, 2), (1, 2), Counter(), deque(), {1}.union()][0]",
+        "def f(n=2): return (1, 2) if n == 0 else f(n - 1)",
+        "import numpy\ndef f(): return tuple(numpy.arange(1, 3))",
+        "def sorted(): return (1, 2)\nf = sorted",
+    ],
+)
+def test_results_of_every_honest_kind_are_compared(box, solution):
+    assert box.run(solution, "assert f() == (1, 2)", LIMITS, entry_point="f").verdict == "passed"
+    assert box.run(solution, "assert f() == (1, 3)", LIMITS, entry_point="f").verdict == "failed"
+
+
 def test_a_forked_child_does_not_pass_for_its_parent(box):
     fork = "import os\npid = os.fork()\nif pid:\n    os.waitpid(pid, 0)\n    os._exit(0)"
     assert verdict(box, fork, "assert True")[0] == "failed"
