@@ -75,7 +75,7 @@ def decode(
         jax.ShapeDtypeStruct((room, top), jnp.float32), jax.ShapeDtypeStruct((room if logits else 0, vocab), jnp.float32),
         jax.ShapeDtypeStruct((3,), jnp.int32),
     )  # fmt: skip
-    devices, places = (1, _everywhere()) if mesh is None else (mesh.shape["lane"], _places(mesh))
+    devices, places = (1, _everywhere()) if mesh is None else (len(_ordinals(mesh)), _places(mesh))
 
     if len(operands) != len(session.operands):
         raise ValueError(f"{len(operands)} operands: pass session.operands, which are {len(session.operands)}")
@@ -100,15 +100,23 @@ def decode(
     return mapped(inputs, operands, state)
 
 
-def _places(mesh: Mesh) -> np.ndarray:
-    """For each device's id its position on the lane axis, -1 for others: a handler knows the id alone."""
-    devices = mesh.devices.reshape(-1)
-    if devices.size != mesh.shape["lane"]:
+def _ordinals(mesh: Mesh) -> list[int]:
+    """Of this process's devices, in the order of the lanes: what a handler knows of its device."""
+    if mesh.size != mesh.shape["lane"]:
         raise ValueError(f"a mesh {dict(mesh.shape)}: decoding uses the lane axis alone; make the mesh with data = 1")
-    places = np.full(max(device.id for device in devices) + 1, -1, np.int32)
-    places[[device.id for device in devices]] = np.arange(devices.size, dtype=np.int32)
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return [device.id if device.platform == "cpu" else device.local_hardware_id for device in own]
+
+
+def _places(mesh: Mesh) -> np.ndarray:
+    """For each ordinal its device's position among this process's on the lane axis, -1 for others."""
+    ordinals = _ordinals(mesh)
+    if len(ordinals) == 1 < mesh.size:  # whichever it is: all processes must compile the same program
+        return np.zeros(1, np.int32)
+    places = np.full(max(ordinals) + 1, -1, np.int32)
+    places[ordinals] = np.arange(len(ordinals), dtype=np.int32)
     return places
 
 
 def _everywhere() -> np.ndarray:
-    return np.zeros(max(device.id for device in jax.devices()) + 1, np.int32)
+    return np.zeros(max(device.local_hardware_id for device in jax.local_devices()) + 1, np.int32)

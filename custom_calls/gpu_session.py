@@ -1,6 +1,8 @@
 """A model on GPUs: its packed weights, the kernel compiled for it, and the call that is running."""
 
 import ctypes
+import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,14 +10,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu_build import PERSISTENT, STEPS, image
 from custom_calls.gpu_layout import H200, MI300X, Layout, Machine
+from custom_calls.gpu_processes import Group, machine_name
 from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
 from custom_calls.schedule import Table
-from custom_calls.session import DTYPES, Running, Shapes
+from custom_calls.session import BIASES, DTYPES, Running, Shapes
 
 PARTS = {  # of a packed matrix: its weights, in the order of its rows
     "qkv": ("attention.wq", "attention.wk", "attention.wv"),
@@ -23,7 +27,8 @@ PARTS = {  # of a packed matrix: its weights, in the order of its rows
     "gate_up": ("feed_forward.w1", "feed_forward.w3"),
     "down": ("feed_forward.w2",),
 }
-BIASES = ("attention.wq_bias", "attention.wk_bias", "attention.wv_bias")
+MOST_DEVICES = 8  # gpu/params.h
+HANDLE_BYTES = 64  # gpu_host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
 LAUNCHES = {
@@ -34,7 +39,11 @@ LAUNCHES = {
 
 
 class GpuSession(Running):
-    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`."""
+    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`.
+
+    Where these belong to several processes (of one machine), all of them make the session, pack the weights and make the same calls. Close
+    it in all of them, once no call runs: `close` waits for the others, as they may still write to this one's memory.
+    """
 
     _prefix = "gpu_"
     ops = ("embed", "qkv", "attend", "merge", "out", "gate_up", "down", "final", "head", "sample")  # gpu/decode.cu
@@ -43,24 +52,29 @@ class GpuSession(Running):
     def __init__(
         self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
         platform: str = "cuda", machine: Machine | None = None, chaos_us: int = 0, timeout_ms: int = 10_000,
-        peer_ctas: int = 0, peer_delay_us: int = 0, launch: str = "persistent",
+        peer_ctas: int = 0, peer_delay_us: int = 0, launch: str = "persistent", join_seconds: float = 300,
         compile_with: Callable[[Path, Path, str], None] | None = None, driver: Path | None = None,
     ):  # fmt: skip
-        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane) of local devices; None for the first one.
+        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first local device.
 
         platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
         driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer
         after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of
         every pass by itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are there
-        to show what the persistent kernel saves. Raises NativeError, and BuildError if the kernel cannot be compiled.
+        to show what the persistent kernel saves. join_seconds: how long other processes may take to come here. Raises NativeError, and
+        BuildError if the kernel cannot be compiled.
         """
         if launch not in LAUNCHES:
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
-        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
+        self._group = Group(mesh, join_seconds)
+        devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
+        self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
         if shapes.lanes % len(devices):
             raise NativeError(f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them")
+        if len(devices) > MOST_DEVICES:
+            raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
         if shapes.layers > 128:
             raise NativeError(f"{shapes.layers} layers are more than the kernel's 128")
         table = Table.of(schedule, shapes.hidden)
@@ -74,26 +88,59 @@ class GpuSession(Running):
             raise NativeError(str(error)) from None
         self.target = TARGET if driver is None else EMULATED
         self._mesh, self._waiting = mesh, {}
-        compiled = image(header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS)
-        ordinals = (ctypes.c_int32 * len(devices))(
-            *(getattr(d, "local_hardware_id", None) or (0 if mesh is None else d.id) for d in devices)
-        )
+        with self._group:
+            compiled = image(header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS)
+            self._open_here(devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
+            self._connect(hashlib.sha256(repr((header, launch)).encode()).hexdigest())
+        self._group.share({})  # all have opened the others' memory
+        self._make_operands(rope_frequencies)
+
+    def _open_here(
+        self, devices: list, compiled: bytes, platform: str, driver: Path | None, launch: str, timeout_ms: int, chaos_us: int,
+        peer_delay_us: int,
+    ) -> None:  # fmt: skip
+        """This process's part of the session."""
         layout = self.layout
+        shapes = layout.shapes
+        places = np.array(self._places, np.int32)
+        ordinals = np.array([devices[place].local_hardware_id for place in self._places], np.int32)
         steps = np.array(() if launch == "persistent" else layout.steps, np.int32)
         self.launches_per_token = len(steps)  # 0: there is one for all of them
         model = GpuModel(
             layers=shapes.layers, lanes=shapes.lanes, lanes_here=layout.lanes_here, ctas=layout.ctas, threads=layout.threads,
             shared_bytes=layout.shared_bytes, vocab=shapes.vocab, context=shapes.context, kv_heads=shapes.kv_heads,
             head_dim=shapes.head_dim, cache_dtype=DTYPES[shapes.cache_dtype], weight_dtype=DTYPES[shapes.weight_dtype],
-            pass_tags=layout.pass_tags, exchanges=len(table.sums) + 1, lane_words=layout.lane_words, shared_words=layout.shared_words,
-            packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
+            pass_tags=layout.pass_tags, exchanges=len(layout.table.sums) + 1, lane_words=layout.lane_words,
+            shared_words=layout.shared_words, packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
             library=str(driver).encode() if driver else None, image=compiled, image_bytes=len(compiled),
             grid=layout.grid, peer_delay_us=peer_delay_us, steps=steps.ctypes.data, num_steps=len(steps),
             overlapping=launch == "overlapping graph", kept_floats=layout.kept_floats,
-            devices=ctypes.addressof(ordinals), num_devices=len(devices), timeout_ms=timeout_ms, chaos_us=chaos_us,
+            devices=ordinals.ctypes.data, places=places.ctypes.data, num_devices=len(places), all_devices=len(devices),
+            timeout_ms=timeout_ms, chaos_us=chaos_us,
         )  # fmt: skip
         self._open(shapes, timeout_ms, ctypes.byref(model))
-        self._make_operands(rope_frequencies)
+
+    def _connect(self, digest: str) -> None:
+        """Gives this process's memory to the others and opens theirs, where there are others."""
+        if not self._group.several:
+            return
+        self.close.detach()
+        self.close = weakref.finalize(self, _close, self._lib, self._id, self._group)
+        self.close.atexit = False  # the end of the process frees everything, and must not wait for others
+        own = (ctypes.c_char * (HANDLE_BYTES * len(self._places)))()
+        call("gpu_export", self.id, ctypes.addressof(own))
+        handles = {str(place): own.raw[i * HANDLE_BYTES : (i + 1) * HANDLE_BYTES].hex() for i, place in enumerate(self._places)}
+        said = self._group.share({"machine": machine_name(), "model": digest, "handles": handles})
+        for process, other in said.items():
+            if other["machine"] != said[self._group.index]["machine"]:
+                raise NativeError(
+                    f"processes {self._group.index} and {process} are on different machines: devices write to each other's memory on one "
+                    "machine only; use backend xla"
+                )
+            if other["model"] != digest:
+                raise NativeError(f"processes {self._group.index} and {process} have opened different models, or with other options")
+        by_place = {int(place): bytes.fromhex(handle) for other in said.values() for place, handle in other["handles"].items()}
+        call("gpu_connect", self.id, b"".join(by_place[place] for place in range(len(by_place))))
 
     # ---- weights
 
@@ -101,6 +148,12 @@ class GpuSession(Running):
         if self._mesh is None:
             return None
         return NamedSharding(self._mesh, P("lane") if of_lanes else P())
+
+    def _put(self, array: np.ndarray | jax.Array, of_lanes: bool) -> jax.Array:
+        """An array that is the same in all processes, on the devices."""
+        if self._group.several and isinstance(array, np.ndarray):  # device_put would compare the processes' arrays
+            return jax.make_array_from_callback(array.shape, self._sharding(of_lanes), lambda index: array[index])
+        return jax.device_put(array, self._sharding(of_lanes))
 
     def _make_operands(self, frequencies: np.ndarray) -> None:
         s = self.shapes
@@ -119,42 +172,27 @@ class GpuSession(Running):
         self._float_lanes = {name: split for name, (_, split) in floats.items()} | {"rotations": False}
         self._packed = jnp.zeros(self.layout.packed_shape, s.weight_dtype, device=self._sharding(True))
         self._embedding = None
-        self._left = self._weights_left()
         self._ready: tuple | None = None
-
-    def _weights_left(self) -> set[tuple[int, str]]:
-        """Layer and name of every weight that has not come."""
-        s = self.shapes
-        names = [*(name for parts in PARTS.values() for name in parts), "attention_norm", "ffn_norm"]
-        names += BIASES if s.qkv_bias else ()
-        names += ("attention.q_norm", "attention.k_norm") if s.qk_norm else ()
-        left = {(layer, name) for layer in range(s.layers) for name in names} | {(0, "tok_embeddings"), (0, "norm")}
-        return left if s.tied_head else left | {(0, "lm_head")}
 
     def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
         """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
-        layer, name = 0, path
-        if path.startswith("layers."):
-            _, number, name = path.split(".", 2)
-            layer = int(number)
-        if (layer, name) not in self._weights_left():
-            raise NativeError(f"the model has no weight called {path}")
+        layer, name = self._place_of(path)
         self._left.discard((layer, name))
         self._ready = None
         s = self.shapes
         if name in ("attention_norm", "ffn_norm"):
-            self._floats[name][:, layer] = np.asarray(weight, np.float32).reshape(-1, s.hidden)
+            self._floats[name][:, layer] = _whole(weight).reshape(-1, s.hidden)
         elif name == "norm":
-            self._floats[name][:] = np.asarray(weight, np.float32).reshape(-1, s.hidden)
+            self._floats[name][:] = _whole(weight).reshape(-1, s.hidden)
         elif name in ("attention.q_norm", "attention.k_norm"):
-            self._floats[name.removeprefix("attention.")][layer] = np.asarray(weight, np.float32)
+            self._floats[name.removeprefix("attention.")][layer] = _whole(weight)
         elif name in BIASES:
             first = {"q": 0, "k": s.heads * s.head_dim, "v": (s.heads + s.kv_heads) * s.head_dim}[name[len("attention.w")]]
-            flat = np.asarray(weight, np.float32).reshape(s.lanes, -1)
+            flat = _whole(weight).reshape(s.lanes, -1)
             self._floats["biases"][:, layer, first : first + flat.shape[1]] = flat
         elif name in ("tok_embeddings", "lm_head"):
             if name == "tok_embeddings":
-                self._embedding = jax.device_put(_kept(weight).astype(s.weight_dtype), self._sharding(False))
+                self._embedding = self._put(_kept(weight).astype(s.weight_dtype), False)
             if name == "lm_head" or s.tied_head:
                 self._pack_matrix("head", 0, (_kept(weight),), lanes=s.head_type != "replicate")
         else:
@@ -178,17 +216,15 @@ class GpuSession(Running):
     def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
         split = lanes and not (op == "head" and self.shapes.head_type == "lane")
-        arrays = [jax.device_put(part.astype(self.shapes.weight_dtype), self._sharding(split)) for part in parts]
+        arrays = [self._put(part.astype(self.shapes.weight_dtype), split) for part in parts]
         self._packed = _place(self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True))
 
     @property
     def operands(self) -> tuple:
         """Packed weights, embedding, norms, biases and rotations, on the devices. Raises NativeError while weights are missing."""
-        if self._left:
-            layer, name = min(self._left)
-            raise NativeError(f"{len(self._left)} weights have not been packed, among them {name} of layer {layer}")
+        self._require_weights()
         if self._ready is None:
-            floats = [jax.device_put(array, self._sharding(self._float_lanes[name])) for name, array in self._floats.items()]
+            floats = [self._put(array, self._float_lanes[name]) for name, array in self._floats.items()]
             self._ready = (self._packed, self._embedding, *floats)
         return self._ready
 
@@ -226,12 +262,20 @@ class GpuSession(Running):
         call("gpu_trace", self.id, spans_per_cta)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Each CTA's number, over all devices, and spans, a structured array (op, layer, begin_ns, end_ns)."""
-        for cta in range(self.layout.packed_shape[0] * self.layout.ctas):
+        """Number, among those of all devices, and spans of each CTA of this process, a structured array (op, layer, begin_ns, end_ns)."""
+        each = self.layout.lanes_here * self.layout.ctas
+        for cta in range(len(self._places) * each):
             count = call("gpu_spans", self.id, cta, None, 0)
             spans = (Span * count)()
             call("gpu_spans", self.id, cta, spans, count)
-            yield cta, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+            yield self._places[cta // each] * each + cta % each, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+
+
+def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
+    """Frees what nobody writes to any more; where another process does not say so, it stays until this one ends."""
+    call("gpu_leave", session)
+    if group.meet():
+        lib.laneformer_gpu_close(session)
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -239,6 +283,13 @@ def _normal(key: jax.Array, like: jax.Array) -> jax.Array:
     """Of the deviation that initial weights have; a block of them repeated where there are many."""
     block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
     return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)
+
+
+def _whole(weight) -> np.ndarray:
+    """On the host, in float32; from all processes where its lanes are theirs."""
+    if isinstance(weight, jax.Array) and not (weight.is_fully_addressable or weight.is_fully_replicated):
+        weight = multihost_utils.process_allgather(weight, tiled=True)
+    return np.asarray(weight, np.float32)
 
 
 def _kept(weight):

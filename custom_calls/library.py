@@ -52,7 +52,8 @@ class GpuModel(ctypes.Structure):
         + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p), ("image_bytes", ctypes.c_int64)]
         + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32), ("steps", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("num_steps", "overlapping", "kept_floats")]
-        + [("devices", ctypes.c_void_p), ("num_devices", ctypes.c_int32), ("timeout_ms", ctypes.c_int32), ("chaos_us", ctypes.c_int32)]
+        + [("devices", ctypes.c_void_p), ("places", ctypes.c_void_p)]
+        + [(name, ctypes.c_int32) for name in ("num_devices", "all_devices", "timeout_ms", "chaos_us")]
     )  # fmt: skip
 
 
@@ -91,6 +92,9 @@ _FUNCTIONS = {
     "spans": (ctypes.c_int64, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64),
     "gpu_open": (_ID, ctypes.POINTER(GpuModel), *_ERROR),
     "gpu_close": (None, _ID),
+    "gpu_export": (_ID, _ID, _POINTER, *_ERROR),
+    "gpu_connect": (_ID, _ID, _POINTER, *_ERROR),
+    "gpu_leave": (_ID, _ID, *_ERROR),
     "gpu_begin": (_ID, _ID, *_ERROR),
     "gpu_wait": (_INT, _ID, _INT, _INT),
     "gpu_finished": (_INT, _ID),

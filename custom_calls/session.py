@@ -14,6 +14,11 @@ from custom_calls.schedule import encode_schedule
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 HEADS = {"replicate": 0, "lane": 1, "vocab_parallel": 2}
+BIASES = ("attention.wq_bias", "attention.wk_bias", "attention.wv_bias")
+OF_LAYERS = (
+    "attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn_norm", "feed_forward.w1", "feed_forward.w2",
+    "feed_forward.w3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,13 @@ class Shapes:
     norm_eps: float
     rope_factor: float
 
+    @property
+    def weights(self) -> set[tuple[int, str]]:
+        """Layer and name of every weight, 0 for those of no layer; names as in laneformer's parameter table."""
+        names = [*OF_LAYERS, *(BIASES if self.qkv_bias else ()), *(("attention.q_norm", "attention.k_norm") if self.qk_norm else ())]
+        ends = ("tok_embeddings", "norm") if self.tied_head else ("tok_embeddings", "norm", "lm_head")
+        return {(layer, name) for layer in range(self.layers) for name in names} | {(0, name) for name in ends}
+
 
 class Drawn(NamedTuple):
     """Tokens of a call, in their order."""
@@ -73,6 +85,7 @@ class Running:
     def _open(self, shapes: Shapes, timeout_ms: int, *arguments) -> None:
         """Raises NativeError."""
         self.shapes, self.timeout_ms, self._lib = shapes, timeout_ms, library()
+        self._left = shapes.weights
         self._id = call(f"{self._prefix}open", *arguments)
         self.close = weakref.finalize(self, self._function("close"), self._id)
 
@@ -90,10 +103,29 @@ class Running:
     """Names of the ops in a trace, by their number in a span."""
     worker: str
     """What does them."""
-    operands: tuple = ()
-    """Arrays that the custom call reads beside those of the call."""
+    @property
+    def operands(self) -> tuple:
+        """Arrays that the custom call reads beside those of the call. Raises NativeError while weights are missing."""
+        self._require_weights()
+        return ()
+
     of_lanes: tuple[bool, ...] = ()
     """For each operand whether its first axis is that of the lanes."""
+
+    def _place_of(self, path: str) -> tuple[int, str]:
+        """Layer and name of a weight by its path in laneformer's parameter table. Raises NativeError if the model has none of it."""
+        layer, name = 0, path
+        if path.startswith("layers."):
+            _, number, name = path.split(".", 2)
+            layer = int(number)
+        if (layer, name) not in self.shapes.weights:
+            raise NativeError(f"the model has no weight called {path}")
+        return layer, name
+
+    def _require_weights(self) -> None:
+        if self._left:
+            layer, name = min(self._left)
+            raise NativeError(f"{len(self._left)} weights have not been packed, among them {name} of layer {layer}")
 
     failure: str | None = None
     """What went wrong in the last call beyond what XLA could report; None if nothing did."""
@@ -160,14 +192,12 @@ class Session(Running):
 
     def pack(self, path: str, weight: np.ndarray) -> None:
         """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
-        layer, name = 0, path
-        if path.startswith("layers."):
-            _, number, name = path.split(".", 2)
-            layer = int(number)
+        layer, name = self._place_of(path)
         weight = np.ascontiguousarray(weight)
         if weight.dtype.name not in DTYPES:
             raise NativeError(f"weight {path} is {weight.dtype}: the kernel packs {', '.join(DTYPES)}")
         call("pack", self.id, name.encode(), layer, weight.ctypes.data, weight.size, DTYPES[weight.dtype.name])
+        self._left.discard((layer, name))
 
     @property
     def threads(self) -> int:

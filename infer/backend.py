@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -81,6 +81,27 @@ class CheckpointSource:
         return self._checkpoint.model(self.mesh, self.precision)
 
 
+class Cancellation(threading.Event):
+    """Set when nobody wants more."""
+
+    def __init__(self):
+        super().__init__()
+        self._calling, self._then = threading.RLock(), None
+
+    def set(self) -> None:
+        super().set()
+        with self._calling:
+            if self._then is not None:
+                self._then()
+
+    def call(self, then: Callable[[], None] | None) -> None:
+        """`then` at the moment it is set, or now if it is; None for nothing any more."""
+        with self._calling:
+            self._then = then
+            if then is not None and self.is_set():
+                then()
+
+
 @dataclass(frozen=True)
 class Request:
     """One checked generation."""
@@ -96,8 +117,8 @@ class Request:
     """Tokens between two looks of the host; None lets the backend choose."""
     top_logprobs: int = 0
     """How many of the most likely tokens to tell at each position; no more than the vocabulary has."""
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody wants more. A backend that keeps the host waiting for longer than a dispatch must look at it."""
+    cancelled: Cancellation = field(default_factory=Cancellation)
+    """A backend that keeps the host waiting for longer than a dispatch must look at it, or be called."""
 
 
 class Chunk(NamedTuple):

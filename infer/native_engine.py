@@ -1,6 +1,7 @@
 """What the backends of the native library share: a whole answer in one custom call, its tokens taken while it runs."""
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from tqdm import tqdm
 import custom_calls
 from custom_calls import Inputs, Shapes, State
 from custom_calls.session import Running
-from infer.backend import Chunk, Request, Source, power_of_two
+from infer.backend import Cancellation, Chunk, Request, Source, power_of_two
 from laneformer.cache import make_cache
 from laneformer.mesh import LANE
 from laneformer.parameters import parameter_count, parameter_table
@@ -99,7 +100,9 @@ class _Answer(Iterator[Chunk]):
         session.begin()
         self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(self, _end, session, self._thread)  # also when it is dropped, and when the process ends
+        request.cancelled.call(session.cancel)
+        # Also when it is dropped, and when the process ends.
+        self.close = weakref.finalize(self, _end, session, self._thread, request.cancelled)
 
     def __next__(self) -> Chunk:
         request, have = self._request, self._have
@@ -117,10 +120,10 @@ class _Answer(Iterator[Chunk]):
 
     def _wait(self, count: int) -> int:
         """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
-        self._request.cancelled.wait(max(0.0, self._looked + self._patience - time.perf_counter()))
+        rest = self._looked + self._patience - time.perf_counter()
+        if rest > 0:  # unless the answer ends before
+            self._session.wait(self._request.limit - 1, math.ceil(1000 * rest))
         while (drawn := self._session.wait(count - 1)) < count:
-            if self._request.cancelled.is_set():
-                self._session.cancel()
             if self._session.finished or not self._thread.is_alive():
                 self._thread.join()
                 if self._errors:
@@ -146,8 +149,9 @@ def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def _end(session: Running, thread: threading.Thread) -> None:
+def _end(session: Running, thread: threading.Thread, cancelled: Cancellation) -> None:
     """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
+    cancelled.call(None)
     if thread.is_alive():
         session.cancel()
         if thread is not threading.current_thread():  # which may be where garbage is collected

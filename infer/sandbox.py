@@ -110,9 +110,9 @@ class Sandbox:
     def run(
         self, solution: str, test: str, limits: Limits, *, longest_error: int = 500, entry_point: str | None = None
     ) -> Outcome:
-        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if neither raises or ends
-        the program. longest_error: in characters. entry_point: a function whose results must not be objects of the solution's own classes
-        that redefine operators, because these could equal anything.
+        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if neither raises or
+        ends the program. longest_error: in characters. entry_point: a function whose results must not be objects of the solution's own
+        classes that redefine operators, because these could equal anything.
 
         Raises HarnessError where the program could not be started, and after `close`.
         """

@@ -1,8 +1,8 @@
 """Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by infer/sandbox.py alone.
 
-Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict goes to standard output as JSON
-lines. The nonce is read only after the last test has passed, and only a report that carries it counts, so that ending early, whatever the
-exit status or the output, is not passing.
+Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict goes to standard
+output as JSON lines. The nonce is read only after the last test has passed, and only a report that carries it counts, so that ending
+early, whatever the exit status or the output, is not passing.
 """
 
 import builtins
@@ -14,13 +14,13 @@ import sys
 import time
 import types
 
-
 # What a class of the solution's own would answer the tests' questions with.
-OPERATORS = frozenset(
-    f"__{name}__"
-    for name in "eq ne lt le gt ge bool len iter next getitem contains abs add radd sub rsub mul rmul truediv rtruediv floordiv mod pow neg "
-    "pos float int index complex round array array_ufunc array_function getattr getattribute class".split()
-)
+OPERATORS = {
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__len__", "__iter__", "__next__", "__getitem__"),
+    *("__contains__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+    *("__floordiv__", "__mod__", "__pow__", "__neg__", "__pos__", "__float__", "__int__", "__index__", "__complex__", "__round__"),
+    *("__array__", "__array_ufunc__", "__array_function__", "__getattr__", "__getattribute__", "__class__"),
+}
 
 
 def checked(function, module, isinstance=isinstance, type=type, id=id, vars=vars):

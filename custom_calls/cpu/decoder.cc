@@ -349,21 +349,20 @@ void Decoder::begin() {
   armed_ = true;
   cancel_.store(0);
   count_.raise(0);
-  done_.store(false);
+  done_.store(0);
 }
 
 void Decoder::settle() {
   const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
   if (!alone.owns_lock()) return;  // another call runs
   armed_ = false;
-  done_.store(true, std::memory_order_release);
+  done_.store(1, std::memory_order_release);
 }
 
 int32_t Decoder::wait(int32_t have, int timeout_ms) {
-  std::atomic<int> never{0};
   const int64_t until = now_ns() + timeout_ms * 1'000'000LL;
   while (drawn() <= have && !finished() && now_ns() < until) {
-    count_.wait((uint32_t)have + 1, never, std::max<int64_t>(0, until - now_ns()), 0);
+    count_.wait((uint32_t)have + 1, done_, std::max<int64_t>(0, until - now_ns()), 0);
   }
   return drawn();
 }
@@ -384,7 +383,7 @@ End Decoder::run(const Call& call) {
   call_ = &call;
   on_all([&](int w) { workers_[w]->generate(); });
   call_ = nullptr;
-  done_.store(true, std::memory_order_release);
+  done_.store(1, std::memory_order_release);
   wake_all(count_.value);
   if (stopped_.load()) throw std::runtime_error(reason_);
   return end_;

@@ -209,7 +209,7 @@ class Decoder {
   std::mutex reason_lock_;
   std::string reason_;
   Counter count_;
-  std::atomic<bool> done_{true};
+  std::atomic<int> done_{1};
   std::atomic<int> cancel_{0};
   bool armed_ = false;
   End end_ = End::length;

@@ -12,7 +12,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
   Watch watch(p, p.shared[p.device], lane);
   const Control control(p);
-  if (!accept(p, control, place == 0)) return;
+  if (!accept(p, control)) return;
   if constexpr (kPeerCtas > 0) {
     if (lane_here >= kLanesHere) return Peers{p, watch, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
   }
@@ -45,7 +45,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
     }
     decoder.next(sampler, control, tag, now);
     if (now.over) {
-      finish(p, control, place == 0, now);
+      finish(p, control, now);
       break;
     }
   }

@@ -283,15 +283,18 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   sync_cta();
 }
 
-// The results of a device, by one of its CTAs; one of all tells the host.
-LF_DEVICE void finish(const Params& p, bool tells, int drawn, int end, int position) {
+// The results of a device, by one of its CTAs; one of a process tells its host, also of what has failed in another one.
+LF_DEVICE void finish(const Params& p, int drawn, int end, int position) {
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
   if (thread() != 0) return;
   if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
   p.status[0] = drawn;
-  p.status[1] = load_word(p.shared[p.device]) ? kFailed : end;
+  const u64 failure = load_word(p.shared[p.device]);
+  const bool failed = has_failed(failure, p.pass_tag);
+  p.status[1] = failed ? kFailed : end;
   p.status[2] = position;
-  if (!tells) return;
+  if (!p.tells) return;
+  if (failed) p.host->failure = failure;
   *(volatile unsigned*)&p.host->ended = p.pass_tag;
   fence_system();
   *(volatile int*)&p.host->done = 1;
@@ -308,15 +311,15 @@ LF_DEVICE bool possible(const Params& p, const Control& control) {
 }
 
 // Whether there is a call to run; if not, that is its result.
-LF_DEVICE bool accept(const Params& p, const Control& control, bool tells) {
+LF_DEVICE bool accept(const Params& p, const Control& control) {
   if (possible(p, control)) return true;
-  if (cta() == 0 && thread() == 0) p.host->failed = kBadCall;
-  if (cta() == 0) finish(p, tells, 0, kFailed, control.start);
+  if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
+  if (cta() == 0) finish(p, 0, kFailed, control.start);
   return false;
 }
 
-LF_DEVICE void finish(const Params& p, const Control& control, bool tells, const Progress& now) {
-  if (cta() == 0) finish(p, tells, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
+LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
+  if (cta() == 0) finish(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }
 
 LF_DEVICE const char* weights_of_cta(const Params& p) { return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes; }

@@ -6,6 +6,7 @@
 // Two boards of that kind take turns, one is enough for every other. See docs/decode_kernel.md.
 #pragma once
 
+#include "model.h"
 #include "numbers.h"
 #include "params.h"
 
@@ -15,6 +16,22 @@ namespace gpu {
 LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_bits(value); }
 LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
 LF_DEVICE bool has_come(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
+
+// What ends a call, as one word: its first pass tag with the layer + 1 in the bits that are 0 there, then 21 bits of what was waited for, 8
+// of the lane that waited, and 3 of Waits. The first word of every device's shared memory; also told to the host.
+LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited_for) {
+  return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 11 | (u32)(lane << 3 | where));
+}
+LF_DEVICE bool has_failed(u64 word, u32 tag) { return (u32)(word >> 32) - tag < kPassTags; }
+
+// Tells the host and all devices; the first one says why.
+LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_for) {
+  if (has_failed(load_word(p.shared[p.device]), p.pass_tag)) return;
+  const u64 failure = failure_word(p.pass_tag, where, lane, layer, waited_for);
+  p.host->failure = failure;
+  fence_system();
+  for (int d = 0; d < p.devices; d++) store_word(p.shared[d], failure);
+}
 
 // The watchdog of every wait: whoever waits too long says so to all, and from then on nobody waits; the kernel ends with the pass.
 class Watch {
@@ -30,15 +47,16 @@ class Watch {
       pause();
       return true;
     }
-    if (load_word(abort_)) {
+    if (has_failed(load_word(abort_), p_.pass_tag)) {
       ended_ = true;
       return false;
     }
     const u64 now = clock_ns();
     if (spins == 64) {
       began_ = now;
-    } else if (now - began_ > p_.timeout_ns) {
-      fail(where, waited_for);
+    } else if (now - began_ > (where == kAtCheckIn || where == kAtLanding ? p_.timeout_ns : p_.later_timeout_ns)) {
+      ended_ = true;
+      fail(p_, where, lane_, layer, waited_for);
       return false;
     }
     return true;
@@ -55,16 +73,6 @@ class Watch {
   }
 
  private:
-  LF_DEVICE void fail(Waits where, int waited_for) {
-    ended_ = true;
-    p_.host->lane = lane_;
-    p_.host->layer = layer;
-    p_.host->waited_for = waited_for;
-    p_.host->failed = where;
-    fence_system();
-    for (int d = 0; d < p_.devices; d++) store_word(p_.shared[d], 1);  // the first word of each
-  }
-
   const Params& p_;
   u64* abort_;
   int lane_;
@@ -79,7 +87,7 @@ template <bool whole, int n, int per, class Place>
 LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   int spins = 0;
-  if ((!kSteps || where == kAtSample) && (whole || place(0) < end))  // an earlier launch's words have all come
+  if ((!kSteps || where == kAtPacket) && (whole || place(0) < end))  // an earlier launch's words have all come
     while (!has_come(load_word(board + place(0)), tag))
       if (!watch.go_on(spins, where, place(0))) break;
   for (;;) {

@@ -9,7 +9,9 @@ constexpr int kMaxLayers = 128, kMaxDevices = 8;
 enum Ends { kLength, kStop, kCancelled, kFailed };
 
 // Where a wait came to nothing: a device-side error.
-enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtSample, kBadCall };
+enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacket, kAtLogits, kBadCall };
+
+constexpr int kPacketWords = 6;  // what a CTA has to say at the end of a pass
 
 struct Told {  // about one token, in memory of the host
   int token;
@@ -17,13 +19,12 @@ struct Told {  // about one token, in memory of the host
   unsigned long long time_ns;
 };
 
-// Memory of the host that the kernel sees; one for all devices of a session.
+// Memory of the host that the kernel sees; one for all devices of a process.
 struct Host {
   int cancel;     // by the host
   int count;      // tokens told so far in this call
   int done;       // the call has ended
-  int failed;     // a value of Waits
-  int lane, layer, waited_for;
+  unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
   unsigned ended;  // the first pass tag of the last call that has ended
 };
@@ -75,10 +76,12 @@ struct Params {
 
   // Of the session.
   unsigned long long* boards;               // between CTAs of a lane, [lanes here][kLaneWords]
-  unsigned long long* shared[kMaxDevices];  // between lanes, one on each device
+  unsigned long long* shared[kMaxDevices];  // between lanes, one on each device of all processes
   int devices, device, first_lane;
-  unsigned int pass_tag, exchange_tag;  // the first of this call
-  unsigned long long timeout_ns, chaos_ns, peer_delay_ns;
+  int tells;  // whether this device tells the host of the call, and looks for a cancellation: one of each process
+  unsigned int pass_tag, exchange_tag;  // the first of this call; that of its passes is a multiple of kPassTags and not 0
+  unsigned long long timeout_ns, later_timeout_ns;  // for other lanes, and for all that may wait because of them
+  unsigned long long chaos_ns, peer_delay_ns;
   Host* host;
   Told* told;         // [context]
   int* told_tokens;   // [context][top]

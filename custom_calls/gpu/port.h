@@ -33,6 +33,7 @@ constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (st
 #elif defined(__HIP__)
 
 #define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define LF_COLD __attribute__((device)) static inline __attribute__((always_inline))
 #define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
 #define LF_CONSTANT static __attribute__((constant)) const
 #define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
@@ -114,6 +115,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) { __hip_atomic_fetch_add(p, v, __ATOMIC
 #else  // CUDA
 
 #define LF_DEVICE __device__ __forceinline__
+#define LF_COLD static __device__ __noinline__  // its values take no registers of what stands around it
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]

@@ -43,7 +43,7 @@ LF_DEVICE u32 order_of(float z) {
 }
 LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
 
-constexpr int kPacketWords = 6, kCancelWord = 5, kPackets = kLanes * kCtas;
+constexpr int kCancelWord = kPacketWords - 1, kPackets = kLanes * kCtas;
 constexpr int kBuckets = 1 << 11, kBucketGroups = 64;
 constexpr float kLowest = -3.4e38f;  // below every finite logit that matters
 
@@ -76,7 +76,7 @@ struct Sampler {
 
   // At the start of a pass: the host's memory is far away, and the answer is not needed before the end.
   LF_DEVICE void look() {
-    if (place == 0 && thread() == kCancelWord) cancel = *(volatile const int*)&p.host->cancel;
+    if (leader && p.tells && thread() == kCancelWord) cancel = *(volatile const int*)&p.host->cancel;
   }
 
   // A pass without a head: only whether to go on.
@@ -197,7 +197,7 @@ struct Sampler {
       const int from = i * kThreads + afresh(thread());
       float one[1][kPacketWords];
       read_words<kPackets % kThreads == 0>(memory, kPackets * kPacketWords, tag, [&](int) { return from < kPackets ? from * kPacketWords : kPackets * kPacketWords; },
-                 one, watch, kAtSample);
+                 one, watch, kAtPacket);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }
@@ -228,7 +228,7 @@ struct Sampler {
   LF_DEVICE void tell(int token, float logprob, int drawn) const {
     p.tokens[drawn] = token;
     p.logprobs[drawn] = logprob;
-    if (place != 0) return;
+    if (!p.tells) return;
     p.told[drawn] = {token, logprob, clock_ns()};
     for (int i = 0; i < p.top; i++) {
       p.told_tokens[(i64)drawn * p.top + i] = p.top_tokens[(i64)drawn * p.top + i];
@@ -243,7 +243,7 @@ struct Sampler {
     const u64* word = p.shared[p.device] + base + token;
     u64 v;
     for (int spins = 0; !has_come(v = load_word(word), tag);)
-      if (!watch.go_on(spins, kAtSample, token)) break;
+      if (!watch.go_on(spins, kAtLogits, token)) break;
     return value_of(v);
   }
 

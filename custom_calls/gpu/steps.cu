@@ -53,7 +53,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
   watch.layer = layer;
   const Control control(p);
   if (op == kStepBegin) {
-    const bool accepted = accept(p, control, place == 0);
+    const bool accepted = accept(p, control);
     if (accepted) check_in(p, watch, place, p.pass_tag);
     if (thread() == 0) p.progress[cta()] = {0, accepted ? p.prompt[0] : 0, 0, kLength, !accepted};
     return;
@@ -97,7 +97,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
         stream.drain();
       }
       decoder.next(sampler, control, tag, now);
-      if (now.over) finish(p, control, place == 0, now);
+      if (now.over) finish(p, control, now);
       if (thread() == 0) p.progress[cta()] = now;
     }
   }

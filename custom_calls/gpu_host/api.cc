@@ -27,7 +27,8 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
   const std::shared_ptr<Session> session = sessions.find(id);
   if (!session) return wrong("the decode session " + std::to_string(id) + " was closed");
   const LaneformerGpuModel& model = session->model();
-  const int position = device < (int32_t)position_of_device.size() ? position_of_device[(size_t)device] : -1;
+  const bool known = device < (int32_t)position_of_device.size();
+  const int position = model.num_devices == 1 ? 0 : known ? position_of_device[(size_t)device] : -1;
   if (position < 0 || position >= devices || devices != model.num_devices)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(model.num_devices) +
                  " devices of the decode session");
@@ -148,6 +149,26 @@ int64_t laneformer_gpu_open(const LaneformerGpuModel* model, char* error, int64_
 }
 
 void laneformer_gpu_close(int64_t id) { sessions.close(id); }
+
+// Between processes, see session.h.
+int64_t laneformer_gpu_export(int64_t id, Handle* handles, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->export_memory(handles);
+    return 0;
+  });
+}
+int64_t laneformer_gpu_connect(int64_t id, const Handle* handles, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->connect(handles);
+    return 0;
+  });
+}
+int64_t laneformer_gpu_leave(int64_t id, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->leave();
+    return 0;
+  });
+}
 
 int64_t laneformer_gpu_begin(int64_t id, char* error, int64_t size) {
   return guarded(error, size, [&] {

@@ -65,6 +65,9 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(can_share_, "cuDeviceCanAccessPeer", "hipDeviceCanAccessPeer");
   find(share_, "cuCtxEnablePeerAccess", nullptr);
   find(share_device_, nullptr, "hipDeviceEnablePeerAccess");
+  find(export_, "cuIpcGetMemHandle", "hipIpcGetMemHandle");
+  find(open_, "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle");
+  find(close_, "cuIpcCloseMemHandle", "hipIpcCloseMemHandle");
   find(launch_, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel");
   find(synchronize_, "cuCtxSynchronize", "hipDeviceSynchronize");
   find(make_stream_, "cuStreamCreate", "hipStreamCreateWithFlags");
@@ -165,6 +168,21 @@ void Driver::share(int device, int peer) const {
   const int status = hip_ ? share_device_(peer, 0) : share_(contexts_[peer], 0);
   if (status != kAlready) check(status, "let devices write to each other's memory");
 }
+
+Handle Driver::export_memory(Address address) const {
+  Handle handle;
+  check(export_(&handle, address), "give memory to other processes");
+  return handle;
+}
+
+Address Driver::open(const Handle& handle) const {
+  constexpr unsigned kLazyPeerAccess = 1;  // in both
+  Address address = 0;
+  check(open_(&address, handle, kLazyPeerAccess), "open memory of another process");
+  return address;
+}
+
+void Driver::close(Address address) const { close_(address); }
 
 void Driver::synchronize() const { check(synchronize_(), "finish its work"); }
 

@@ -12,6 +12,10 @@ namespace gpu {
 
 using Address = uint64_t;  // of a device's memory
 
+struct Handle {  // of memory, for other processes: CUipcMemHandle, hipIpcMemHandle_t
+  char bytes[64];
+};
+
 class Driver {
  public:
   // name: "cuda" or "hip"; library: its file, null for the usual one. Throws std::runtime_error with what is missing.
@@ -34,6 +38,9 @@ class Driver {
   void* allocate_host(size_t bytes) const;  // zeros, seen by every device under the same address
   void release_host(void*) const;
   void share(int device, int peer) const;  // lets `device`, which is in use, write to memory of `peer`
+  Handle export_memory(Address) const;     // all of an allocation
+  Address open(const Handle&) const;       // memory of another process on this machine, for the device in use
+  void close(Address) const;               // what was opened, likewise
 
   void synchronize() const;  // with the device in use
 
@@ -73,6 +80,9 @@ class Driver {
   int (*can_share_)(int*, int, int) = nullptr;
   int (*share_)(void*, unsigned) = nullptr;
   int (*share_device_)(int, unsigned) = nullptr;
+  int (*export_)(Handle*, Address) = nullptr;
+  int (*open_)(Address*, Handle, unsigned) = nullptr;
+  int (*close_)(Address) = nullptr;
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**) = nullptr;
   int (*synchronize_)() = nullptr;
   int (*make_stream_)(void**, unsigned) = nullptr;

@@ -26,6 +26,7 @@ Session::Session(const LaneformerGpuModel& model)
       devices_.emplace_back();
       Device& device = devices_.back();
       device.ordinal = ordinal;
+      device.place = model.places[d];
       device.module = driver_.load(model.image, (size_t)model.image_bytes);
       device.function = driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
@@ -43,6 +44,10 @@ Session::Session(const LaneformerGpuModel& model)
       for (int peer = 0; peer < model.num_devices; peer++)
         if (model.devices[peer] != ordinal) driver_.share(ordinal, model.devices[peer]);
     }
+    for (Device& device : devices_) {
+      device.peers.resize((size_t)model.all_devices);
+      for (const Device& peer : devices_) device.peers[(size_t)peer.place] = peer.shared;
+    }
     host_ = (Host*)driver_.allocate_host(sizeof(Host));
     told_ = (Told*)driver_.allocate_host(sizeof(Told) * (size_t)model.context);
     told_tokens_ = (int*)driver_.allocate_host(sizeof(int) * (size_t)model.context * kMaxTop);
@@ -56,6 +61,41 @@ Session::Session(const LaneformerGpuModel& model)
 
 Session::~Session() { free_all(); }
 
+void Session::export_memory(Handle* handles) const {
+  for (const Device& device : devices_) {
+    driver_.use(device.ordinal);
+    driver_.synchronize();  // the memory is zeros before others write there
+    *handles++ = driver_.export_memory(device.shared);
+  }
+}
+
+void Session::connect(const Handle* handles) {
+  const std::lock_guard<std::mutex> lock(launching_);
+  for (Device& device : devices_) {
+    driver_.use(device.ordinal);
+    for (size_t place = 0; place < device.peers.size(); place++)
+      if (!device.peers[place]) device.peers[place] = driver_.open(handles[place]);
+  }
+}
+
+bool Session::connected() const { return std::all_of(devices_[0].peers.begin(), devices_[0].peers.end(), [](Address a) { return a != 0; }); }
+
+void Session::leave() {
+  const std::lock_guard<std::mutex> lock(launching_);
+  for (Device& device : devices_) {
+    driver_.use(device.ordinal);
+    driver_.synchronize();
+    close_peers(device);
+  }
+}
+
+void Session::close_peers(Device& device) {
+  for (const Device& own : devices_)
+    if (!device.peers.empty()) device.peers[(size_t)own.place] = 0;
+  for (Address& peer : device.peers)
+    if (peer) driver_.close(peer), peer = 0;
+}
+
 void Session::free_all() {
   for (Device& device : devices_) {
     try {
@@ -63,6 +103,7 @@ void Session::free_all() {
     } catch (const std::exception&) {
       continue;  // the process ends, and the driver has gone before us
     }
+    close_peers(device);
     for (const Address address : {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept})
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
@@ -73,35 +114,42 @@ void Session::free_all() {
 
 void Session::begin() {
   const std::lock_guard<std::mutex> lock(launching_);
-  if (host_->failed) {  // all devices have ended that call
+  if (host_->failure) {  // nothing looks at it any more, until its tag comes again
     for (const Device& device : devices_) {
       driver_.use(device.ordinal);
       driver_.clear(device.shared, 8);
     }
   }
-  host_->cancel = host_->count = host_->done = host_->failed = 0;
+  host_->cancel = host_->count = host_->done = 0;
+  host_->failure = 0;
   armed_ = true;
 }
 
-void Session::launch(int position, Params params, int64_t passes, void* stream) {
+void Session::launch(int index, Params params, int64_t passes, void* stream) {
   std::unique_lock<std::mutex> lock(launching_);
-  Device& device = devices_[position];
-  if (position == 0) {
-    if (host_->failed) throw std::runtime_error("the call before has failed (" + failure() + "): call begin first");
+  Device& device = devices_[(size_t)index];
+  device.pass_tag += (uint32_t)model_.pass_tags;
+  if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // that of memory which nobody has written
+  params.pass_tag = device.pass_tag;
+  params.exchange_tag = device.exchange_tag;
+  // All devices of all processes count the same, whatever the call then does, and also if it is refused.
+  device.pass_tag += (uint32_t)(passes * model_.pass_tags);
+  device.exchange_tag += (uint32_t)(passes * model_.exchanges);
+  if (!connected()) throw std::runtime_error("the decode session was closed");
+  if (host_->failure && (uint32_t)(host_->failure >> 32) - params.pass_tag >= (uint32_t)model_.pass_tags)
+    throw std::runtime_error("the call before has failed (" + failure() + "): call begin first");
+  if (index == 0) {
     if (!armed_) host_->cancel = host_->count = host_->done = 0;
     armed_ = false;
   }
   params.boards = (unsigned long long*)device.boards;
-  params.devices = (int)devices_.size();
-  for (size_t d = 0; d < devices_.size(); d++) params.shared[d] = (unsigned long long*)devices_[d].shared;
-  params.device = position;
-  params.first_lane = position * model_.lanes_here;
-  params.pass_tag = device.pass_tag += (uint32_t)model_.pass_tags;
-  params.exchange_tag = device.exchange_tag;
-  // All devices count the same, whatever the call then does.
-  device.pass_tag += (uint32_t)(passes * model_.pass_tags);
-  device.exchange_tag += (uint32_t)(passes * model_.exchanges);
+  params.devices = (int)device.peers.size();
+  for (size_t d = 0; d < device.peers.size(); d++) params.shared[d] = (unsigned long long*)device.peers[d];
+  params.device = device.place;
+  params.first_lane = device.place * model_.lanes_here;
+  params.tells = index == 0;
   params.timeout_ns = (unsigned long long)model_.timeout_ms * 1'000'000ull;
+  params.later_timeout_ns = params.timeout_ns / 8 * 9;
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
   params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
@@ -171,13 +219,21 @@ void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, 
 }
 
 std::string Session::failure() const {
-  static const char* const what[] = {"", "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane", "logits or packets of CTA"};
-  const int failed = *(volatile int*)&host_->failed;
-  if (failed == kNothing) return "";
-  if (failed == kBadCall)
+  static const char* const missing[] = {"",  "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane",
+                                        "", "the logit of token"};
+  const unsigned long long failed = *(volatile unsigned long long*)&host_->failure;
+  if (failed == 0) return "";
+  const int what = failed & 7, lane = failed >> 3 & 0xff, waited_for = failed >> 11 & 0x1fffff;
+  const int layer = (int)((failed >> 32) % (unsigned)model_.pass_tags) - 1;
+  if (what == kBadCall)
     return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the vocabulary";
-  return "lane " + std::to_string(host_->lane) + (host_->layer < 0 ? "" : ", layer " + std::to_string(host_->layer)) + ": " + what[failed] + " " +
-         std::to_string(host_->waited_for) + " did not come within " + std::to_string(model_.timeout_ms) + " ms";
+  std::string which = std::string(missing[what]) + " " + std::to_string(waited_for);
+  if (what == kAtPacket) {
+    const int cta = waited_for / kPacketWords;
+    which = "the draw of CTA " + std::to_string(cta % model_.ctas) + " of lane " + std::to_string(cta / model_.ctas);
+  }
+  return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) + ": " + which + " did not come within " +
+         std::to_string(model_.timeout_ms) + " ms";
 }
 
 double Session::read_pass(const void* const* weights) {

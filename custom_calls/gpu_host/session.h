@@ -1,4 +1,4 @@
-// A model on one or more GPUs of this process: the loaded kernel, the memory of its edges, and the call that is running.
+// A model on one or more GPUs of this process, of all that have its lanes: the loaded kernel, the memory of its edges, and the call that is running.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,9 @@ struct LaneformerGpuModel {
   int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
   const int32_t* steps;         // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
   int32_t num_steps, overlapping, kept_floats;  // of a CTA
-  const int32_t* devices;  // ordinals of the driver, in the order of the lanes
-  int32_t num_devices, timeout_ms, chaos_us;
+  const int32_t* devices;  // of this process: ordinals of the driver, in the order of the lanes
+  const int32_t* places;   // of each of them among the devices of all processes
+  int32_t num_devices, all_devices, timeout_ms, chaos_us;
 };
 }
 
@@ -40,6 +41,12 @@ class Session {
   Session(const Session&) = delete;
 
   const LaneformerGpuModel& model() const { return model_; }
+
+  // Between processes that share the lanes. Each exports the memory of its devices in which others write, and opens that of all, by their
+  // places. They may write there until they have left; none may be destroyed before.
+  void export_memory(Handle* handles) const;  // one for each device here
+  void connect(const Handle* handles);
+  void leave();  // once no call runs, and no other one will
 
   // Puts a call of one device on its stream. `params` has the operands, the rest is filled in here; passes: at most.
   void launch(int device, Params params, int64_t passes, void* stream);
@@ -61,12 +68,15 @@ class Session {
 
  private:
   struct Device {
-    int ordinal;
+    int ordinal, place;
     void *module = nullptr, *function = nullptr, *read = nullptr;
+    std::vector<Address> peers;  // shared memory of all devices, as this one sees it
     Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0;
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory has come
   };
 
+  bool connected() const;
+  void close_peers(Device&);
   void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();
 

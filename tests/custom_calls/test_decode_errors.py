@@ -123,11 +123,22 @@ def test_a_session_may_be_closed_during_its_last_call(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "words"), [("wx", "float32", "no weight called attention.wx"), ("wq", "float64", "float64: the kernel packs")]
+    ("name", "dtype", "words"),
+    [("wx", "float32", r"no weight called layers\.0\.attention\.wx"), ("wq", "float64", "float64: the kernel packs")],
 )
 def test_refused_weights(name, dtype, words, session):
     with pytest.raises(custom_calls.NativeError, match=words):
         session.pack(f"layers.0.attention.{name}", np.zeros((2, 12, 20), dtype))
+
+
+def test_missing_weights_are_counted(model):
+    config, weights = model
+    session = small.make_session(config, {path: weight for path, weight in weights.items() if path not in ("norm", "layers.1.ffn_norm")})
+    with pytest.raises(custom_calls.NativeError, match="2 weights have not been packed, among them norm of layer 0"):
+        small.jitted(session, room=ROOM)(small.make_inputs([1], 2), small.make_state(config, CAPACITY))
+    session.pack("norm", weights["norm"])
+    session.pack("layers.1.ffn_norm", weights["layers.1.ffn_norm"])
+    small.jitted(session, room=ROOM)(small.make_inputs([1], 2), small.make_state(config, CAPACITY))
 
 
 def test_refused_threads(model):

@@ -78,6 +78,8 @@ class Engine:
 class Chat:
     """A template that is the last message alone."""
 
+    ends = ()
+
     def encode(self, messages, add_generation_prompt):
         return list(messages[-1]["content"].encode())
 

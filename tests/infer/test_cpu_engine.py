@@ -176,6 +176,21 @@ def test_cancel_and_abandon_leave_the_engine_right(engine):
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
 
 
+def test_between_two_looks_an_answer_can_end_and_be_cancelled(monkeypatch):
+    slow = Engine(ModelSource(model()), "cpu", chaos_us=300)
+    slow.warmup(1, 400)
+    monkeypatch.setattr(CpuBackend, "patience", 100.0)
+    began = time.perf_counter()
+    assert len(slow.generate([1], max_new_tokens=5).result.tokens) == 5
+    generation = slow.generate([1], max_new_tokens=400)
+    next(generation)
+    threading.Timer(0.1, generation.cancel).start()
+    assert generation.result.finish_reason == "cancelled"
+    assert time.perf_counter() - began < 50
+    assert len(list(slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1))) == 400, "who wants each token does not wait"
+    assert time.perf_counter() - began < 50
+
+
 def test_another_thread_can_cancel_a_prefill():
     slow = Engine(ModelSource(model()), "cpu", chaos_us=3000)
     generation = slow.generate(np.arange(1000) % 96, max_new_tokens=90)

@@ -139,7 +139,11 @@ def test_ending_early_is_not_passing(box, solution):
     assert outcome.verdict in ("failed", "killed"), outcome
 
 
-ALWAYS = "class A{0}:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __eq__\n{1}\n"
+ALWAYS = """class A{0}:
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __eq__
+{1}
+"""
 
 
 @pytest.mark.parametrize(

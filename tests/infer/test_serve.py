@@ -55,7 +55,7 @@ def test_a_completion_is_the_engines_streamed_or_not(server, engine):
 
 def test_timings_fit_together(server):
     began = time.perf_counter()
-    answer = server.complete(PROMPT, max_tokens=50)
+    answer = server.complete(PROMPT, max_tokens=50, ignore_eos=True)
     elapsed = 1000 * (time.perf_counter() - began)
     t, m = answer["timings"], answer["metrics"]
     assert (t["prompt_n"], t["predicted_n"]) == (len(PROMPT), 50)
@@ -152,8 +152,8 @@ def test_without_a_seed_answers_differ_and_the_seed_is_told(server):
 
 
 def test_requests_are_answered_in_the_order_they_came_in(server):
-    one = server.stream(prompt=PROMPT, max_tokens=2000 if BACKEND == "cpu" else 400)
-    two, three = (server.stream("/v1/chat/completions", messages=TALK, max_tokens=300) for _ in range(2))
+    one = server.stream(prompt=PROMPT, max_tokens=2000 if BACKEND == "cpu" else 400, ignore_eos=True)
+    two, three = (server.stream("/v1/chat/completions", messages=TALK, max_tokens=300, ignore_eos=True) for _ in range(2))
     with one as a, two as b, three as c:
         assert isinstance(next(a), dict)
         assert [next(b)["choices"][0]["delta"]["role"], next(b)] == ["assistant", ": queued 1"]
@@ -175,12 +175,12 @@ def test_a_client_that_goes_away_frees_the_engine(server, streamed):
     before = server.metric(cancelled)
     if streamed:
         for _ in range(2):  # the first time the engine may be compiling, which cannot be cancelled
-            with server.stream(prompt=PROMPT, max_tokens=CONTEXT) as stream:
+            with server.stream(prompt=PROMPT, max_tokens=CONTEXT, ignore_eos=True) as stream:
                 assert any(isinstance(event, dict) for event in stream)
         before += 1
     else:
         with socket.create_connection(("127.0.0.1", server.port)) as client:
-            body = json.dumps({"prompt": PROMPT, "max_tokens": CONTEXT}).encode()
+            body = json.dumps({"prompt": PROMPT, "max_tokens": CONTEXT, "ignore_eos": True}).encode()
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                            b"Content-Length: %d\r\n\r\n%b" % (len(body), body))  # fmt: skip
             server.wait_for_metric("num_requests_running", 1)
@@ -189,7 +189,7 @@ def test_a_client_that_goes_away_frees_the_engine(server, streamed):
 
 
 def test_one_that_goes_away_while_it_waits_leaves_the_queue(server):
-    with server.stream(prompt=PROMPT, max_tokens=CONTEXT) as running:
+    with server.stream(prompt=PROMPT, max_tokens=CONTEXT, ignore_eos=True) as running:
         next(running)
         with server.stream(prompt=PROMPT, max_tokens=5) as waiting:
             assert next(waiting) == ": queued 1"

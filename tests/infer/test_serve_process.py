@@ -42,9 +42,9 @@ def test_a_key_is_needed_for_everything_but_health(server):
 
 
 def test_an_answer_that_takes_too_long(server):
-    status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=CONTEXT)
+    status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True)
     assert (status, body["error"]["type"], body["error"]["code"]) == (504, "timeout", "timeout")
-    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT) as stream:
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         *chunks, error = stream
     assert f"not complete after {TIMEOUT:g} s" in error["error"]["message"]
     assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, "at least 100 ms lie between two events"
@@ -55,7 +55,7 @@ def test_an_answer_that_takes_too_long(server):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
 def test_an_engine_that_crashes_is_started_again(server):
     [engine] = server.children()
-    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT) as stream:
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         next(stream)
         os.kill(engine, signal.SIGKILL)
         *_, error = stream
@@ -71,7 +71,7 @@ def test_an_engine_that_crashes_is_started_again(server):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
 def test_a_signal_ends_both_processes_and_tells_clients(server):
     [engine] = server.children()
-    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT) as stream:
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         next(stream)
         code, err, seconds = server.end(signal.SIGTERM)
         *_, error = stream

@@ -1,12 +1,17 @@
 // A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu/driver.cc asks for. A module's image is
 // the path of a library made from emulator.cc; its kernel runs on the thread that launches it, to its end.
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -33,6 +38,40 @@ struct Config {  // CUlaunchConfig
   const void* attributes;
   unsigned num_attributes;
 };
+
+struct Handle {  // CUipcMemHandle
+  char bytes[64];
+};
+
+// A device's memory is a file without a name, which lives as long as any process has it open.
+struct Memory {
+  int process, file;
+  size_t bytes;
+};
+static_assert(sizeof(Memory) <= sizeof(Handle), "a handle tells it");
+std::mutex memory_lock;
+auto& memories = *new std::map<uint64_t, Memory>;  // of this process, and those that it has opened; sessions may end after us
+
+int map(uint64_t* address, const Memory& memory) {
+  void* mapped = mmap(nullptr, memory.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.file, 0);
+  if (mapped == MAP_FAILED) return 1;
+  *address = (uint64_t)mapped;
+  allocations++;
+  const std::lock_guard<std::mutex> lock(memory_lock);
+  memories[*address] = memory;
+  return 0;
+}
+
+int unmap(uint64_t address) {
+  const std::lock_guard<std::mutex> lock(memory_lock);
+  const auto found = memories.find(address);
+  if (found == memories.end()) return 1;
+  allocations--;
+  munmap((void*)address, found->second.bytes);
+  close(found->second.file);
+  memories.erase(found);
+  return 0;
+}
 
 int number(const char* variable, int otherwise) {
   const char* value = std::getenv(variable);
@@ -83,15 +122,27 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, void*, int, size_t) {
   return 0;
 }
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
-  allocations++;
-  *address = (uint64_t)std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  return *address == 0;
+  const int file = memfd_create("emulated device", 0);
+  return file < 0 || ftruncate(file, (off_t)bytes) != 0 || map(address, {getpid(), file, bytes});
 }
-int cuMemFree_v2(uint64_t address) {
-  allocations--;
-  std::free((void*)address);
+int cuMemFree_v2(uint64_t address) { return unmap(address); }
+int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
+  const std::lock_guard<std::mutex> lock(memory_lock);
+  const auto found = memories.find(address);
+  if (found == memories.end()) return 1;
+  std::memcpy(handle, &found->second, sizeof(Memory));
   return 0;
 }
+int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned) {
+  Memory memory;
+  std::memcpy(&memory, &handle, sizeof memory);
+  if (memory.process == getpid()) return 1;  // as the real one
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", memory.process, memory.file);
+  memory.file = open(path, O_RDWR);
+  return memory.file < 0 || map(address, memory);
+}
+int cuIpcCloseMemHandle(uint64_t address) { return unmap(address); }
 int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
   std::memset((void*)address, value, bytes);
   return 0;

@@ -11,6 +11,7 @@
 #include <ctime>
 
 #define LF_DEVICE inline
+#define LF_COLD inline
 #define LF_KERNEL extern "C"
 #define LF_PARAMS const Params
 #define LF_CONSTANT static const
