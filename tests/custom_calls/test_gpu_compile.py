@@ -20,12 +20,8 @@ needs_clang = pytest.mark.skipif(
     gpu_build.clang() is None or not all(map(shutil.which, ("ld.lld-19", "llvm-objdump-19", "llvm-readelf-19"))),
     reason="clang-19, lld-19 and llvm-19 are not installed",
 )
-CASES = [
-    pytest.param(8, "float16", id="8 lanes, float16"),
-    pytest.param(1, "float16", id="1 lane, float16", marks=pytest.mark.slow),
-    pytest.param(8, "bfloat16", id="8 lanes, bfloat16", marks=pytest.mark.slow),
-    pytest.param(1, "bfloat16", id="1 lane, bfloat16", marks=pytest.mark.slow),
-]
+CASES = [pytest.param(lanes, dtype, id=f"lanes {lanes}, {dtype}") for lanes in (8, 1) for dtype in ("float16", "bfloat16")]
+pytestmark = pytest.mark.slow
 
 
 def header(machine, lanes_here: int, dtype: str) -> str:
@@ -88,7 +84,6 @@ def test_nvidia_registers(lanes_here, dtype):
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("lanes_here", [8, 1])
 def test_nvidia_registers_of_steps(lanes_here):
     step = nvidia(lanes_here, "float16", gpu_build.STEPS)["laneformer_step"]
@@ -96,7 +91,6 @@ def test_nvidia_registers_of_steps(lanes_here):
 
 
 @needs_clang
-@pytest.mark.slow
 def test_amd_compiles_steps():
     assert gpu_build.image(header(MI300X, 8, "float16"), "gfx942", gpu_build.compiler("gfx942"), gpu_build.STEPS).startswith(b"\x7fELF")
 

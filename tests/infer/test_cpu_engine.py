@@ -97,6 +97,7 @@ def near_a_threshold(reference, ids, sampling) -> bool:
     return len(drawn) > 1
 
 
+@pytest.mark.slow
 def test_long_texts_and_windows_follow_the_xla_backend(engine, reference):
     for n in (17, 513, 1090):
         prompt = np.random.default_rng(n).integers(0, 96, n)

@@ -243,7 +243,7 @@ def test_the_conditions_of_a_speed():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_products_in_the_dtype_that_is_asked_for(compute, devices):
     """Greedy tokens of the model in that precision, which is not the default of a CPU, and whose logits are others."""
     engine = Engine.load(ORACLE / "case_03", "xla", devices=devices, precision=Precision(compute=compute))

@@ -74,11 +74,11 @@ def test_verdicts(judge, problems):
 
 def test_references_are_run_once_and_must_pass(judge, problems, monkeypatch):
     runs, run = [], judge.sandbox.run
-    monkeypatch.setattr(judge.sandbox, "run", lambda *args: runs.append(args) or run(*args))
+    monkeypatch.setattr(judge.sandbox, "run", lambda *args, **named: runs.append(args) or run(*args, **named))
     judge.verify(problems.problems)
     judge.verify(problems.problems)
     assert len(runs) == 2
-    monkeypatch.setattr(judge.sandbox, "run", lambda *_: Outcome("passed", "", 0.0))
+    monkeypatch.setattr(judge.sandbox, "run", lambda *_, **__: Outcome("passed", "", 0.0))
     judge.verify(problems.problems)
 
 
@@ -93,11 +93,11 @@ def test_a_failure_of_the_harness_is_raised(judge, problems, monkeypatch):
     judge.verify(problems.problems)
     runs, run = [], judge.sandbox.run
 
-    def breaks(*args):
+    def breaks(*args, **named):
         runs.append(args)
         if len(runs) > 2:
             raise HarnessError("a program did not start: no memory")
-        return run(*args)
+        return run(*args, **named)
 
     monkeypatch.setattr(judge.sandbox, "run", breaks)
     with pytest.raises(HarnessError, match="no memory"):

@@ -69,7 +69,7 @@ def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
     assert tiny.difference(logits, io["logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["case_06", "case_09", "case_11"])
+@pytest.mark.parametrize("case", ["case_06", *(pytest.param(case, marks=pytest.mark.slow) for case in ("case_09", "case_11"))])
 def test_pieces_equal_the_uncached_model_on_a_mesh(case):
     folder = tiny.TESTS / "oracle" / case
     io = np.load(folder / "io.npz")
@@ -77,6 +77,7 @@ def test_pieces_equal_the_uncached_model_on_a_mesh(case):
     assert tiny.difference(logits, io["logits"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_residual_streams_after_every_layer(monkeypatch):
     """The stream that each layer's attention reads is what the oracle has after the layer before it."""
     folder = tiny.TESTS / "oracle" / "case_03"

@@ -37,7 +37,10 @@ def expected_loss(logits, z_loss):
     return (WEIGHTS * (nll + z_loss * lse**2)).sum(), (WEIGHTS * nll).sum(), (WEIGHTS * lse**2).sum()
 
 
-@pytest.mark.parametrize("head", HEADS)
+FAST = ("replicate", "lane")
+
+
+@pytest.mark.parametrize("head", [pytest.param(head, marks=() if head in FAST else pytest.mark.slow) for head in HEADS])
 def test_the_loss_of_every_head_is_that_of_its_logits(head):
     values = tiny.values(num_hidden_layers=2, **HEADS[head])
     one = tiny.random_model(values)
@@ -91,6 +94,7 @@ def test_lane_statistics_against_the_streams(layout, lane_devices, monkeypatch):
         np.testing.assert_allclose(found["similarity"], 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_lane_has_nobody_to_be_like():
     found = tiny.random_model(tiny.values(num_lanes=1, num_hidden_layers=1)).lane_statistics(IDS)
     assert np.isnan(found["similarity"]).all() and np.isfinite(found["own"]).all()

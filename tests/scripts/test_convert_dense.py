@@ -55,6 +55,7 @@ def test_every_weight_is_a_dense_one_bit_for_bit(converted):
         np.testing.assert_array_equal(found, wanted, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_one_lane_laneformer_with_its_own_norms_and_head(tmp_path):
     config = laneformer.ModelConfig(
         vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,

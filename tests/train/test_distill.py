@@ -83,6 +83,7 @@ def test_the_objective_is_that_of_float64_numpy():
     assert float(sums["nll"]) == pytest.approx(float(jax.jit(t._sums)(params, without)[1]["nll"]), rel=1e-5), "the ordinary loss"
 
 
+@pytest.mark.slow
 def test_the_gradient_follows_the_teacher():
     """d/dlogits of T^2 KL is T (softmax(logits / T) - softmax(teacher / T)): seen through the head's gradient."""
     t = trainer(kl_weight=1.0, temperature=2.0)

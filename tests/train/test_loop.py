@@ -333,6 +333,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_shows_the_progress(finished_copy, command, monkeypatch, same_end):
     """And elsewhere plain lines: see the fixture `finished`."""
     shutil.rmtree(finished_copy / "checkpoints" / "60")

@@ -38,6 +38,7 @@ def whole(begin, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_every_phase_does_what_it_says(whole):
     steps = [line for line in records(whole) if "loss" in line]
     assert [line["phase"] for line in steps] == ["pretrain"] * 20 + ["long"] * 15 + ["instruct"] * 15
@@ -52,6 +53,7 @@ def test_every_phase_does_what_it_says(whole):
     assert losses(whole)[-1] < losses(whole)[0] - 1
 
 
+@pytest.mark.slow
 def test_every_phase_leaves_its_last_checkpoint_with_its_own_model(whole):
     kept = {int(step.name): json.loads((step / "meta" / "metadata").read_text()) for step in (whole / "checkpoints").iterdir()}
     assert {20: "pretrain", 35: "long", 50: "instruct"}.items() <= {step: meta["phase"] for step, meta in kept.items()}.items()

@@ -59,6 +59,7 @@ def by_fresh_engine(weights, prompts, sampling, precision=None):
     return [list(engine.generate(prompt, max_new_tokens=12, sampling=sampling)) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
     samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), PROMPTS, max_new_tokens=12)
     drawn, programs = [], set()

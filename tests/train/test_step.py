@@ -83,11 +83,13 @@ def test_accumulating_over_parts_changes_nothing(reference, data, parts):
     close(run(trainer(data, 8 // data, accumulate=parts)), reference)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("block", marks=pytest.mark.slow), "dots"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["block", "dots"])
 def test_recomputing_activations_changes_nothing(reference, remat):
     close(run(trainer(remat=remat)), reference)
 
 
+@pytest.mark.slow
 def test_the_chunk_of_the_loss_changes_nothing(reference):
     close(run(trainer(loss_chunk=24)), reference)  # 3 of 16 positions at a time
 
@@ -186,6 +188,7 @@ def test_a_later_phase_keeps_the_moments_of_its_own_kind_of_optimizer():
     assert int(state.step) == 2 and np.isfinite(float(values["loss"]))
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_phase_counts_from_its_beginning():
     optimizer = OptimizerConfig(learning_rate=2e-3, warmup_steps=4)
     config = changed(tiny(), then={"next": LaterPhase(steps=10, data=tiny().data, optimizer=optimizer)})
@@ -217,6 +220,7 @@ def test_any_process_can_ask_to_stop():
     assert int(t.put_asked(True).sum()) == 8
 
 
+@pytest.mark.slow
 def test_bfloat16_products_leave_float32_masters(reference):
     losses, state = run(trainer(compute_dtype="bfloat16"))
     assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"float32", "int32"}
