@@ -121,7 +121,7 @@ def test_tokens_do_not_depend_on_threads_devices_exchange_or_instructions(engine
         np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_16_bit_weights_are_exact_in_float32_and_close_when_activations_are_rounded(dtype):
     stored = model(dtype=dtype)  # on a CPU products are float32
     exact = Engine(stored, "cpu")

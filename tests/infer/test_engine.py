@@ -72,6 +72,7 @@ def test_tokens_follow_the_definition(engine, sampling):
     np.testing.assert_allclose(generation.result.logprobs, logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_long_prompts_go_in_blocks(engine):
     for n in (513, 1090):  # a block and one token; two blocks and a tail whose padding is cut at the context's end
         prompt = np.random.default_rng(n).integers(0, 96, n)
@@ -242,7 +243,7 @@ def test_the_conditions_of_a_speed():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_products_in_the_dtype_that_is_asked_for(compute, devices):
     """Greedy tokens of the model in that precision, which is not the default of a CPU, and whose logits are others."""
@@ -281,6 +282,7 @@ def test_top_logprobs_take_the_lowest_id_first_among_equals():
     np.testing.assert_allclose(logprobs, logits[tokens] - np.log(np.exp(logits).sum()), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_top_logprobs_are_the_same_on_eight_devices(engine):
     spread = Engine(model(laneformer.make_mesh(8)), "xla")
     one, eight = (e.generate(PROMPT, max_new_tokens=8, top_logprobs=5).result.top_logprobs for e in (engine, spread))

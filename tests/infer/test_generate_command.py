@@ -69,6 +69,7 @@ def test_json_over_eight_devices_with_a_stop_string(checkpoint):
     assert report["conditions"]["devices"] == 8 and report["conditions"]["sampling"]["temperature"] == 1.0
 
 
+@pytest.mark.slow
 def test_json_with_top_logprobs_of_products_in_bfloat16(checkpoint):
     done = run("generate", "--checkpoint", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--backend", "xla", "--json",
                "--compute", "bfloat16", "--top-logprobs", 2)  # fmt: skip

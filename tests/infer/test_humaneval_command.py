@@ -72,6 +72,7 @@ def generation(folder, name):
             "--max-new-tokens", 40, "--temperature", 1, "--seed", 3, "--samples-per-problem", 2)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_generation_killed_and_started_again_is_the_same(folder, capsys):
     killed = folder / "killed.jsonl"
     kill_when(start(*generation(folder, "killed")), killed, 3)

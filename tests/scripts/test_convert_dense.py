@@ -30,7 +30,8 @@ def converted(tmp_path_factory):
     return convert
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama2"])  # grouped heads, biases, tied; qk-norm; one KV head per head, untied
+# Grouped heads, biases, tied; qk-norm; one KV head per head, untied.
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", pytest.param("llama2", marks=pytest.mark.slow)])
 def test_the_lanes_give_the_dense_logits(converted, family):
     lanes = laneformer.load(converted(family))
     assert lanes.config.num_lanes == 4 and lanes.config.layout == "dtp(1)"

@@ -93,6 +93,7 @@ def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, beg
         same(run, whole)
 
 
+@pytest.mark.slow
 def test_settings_of_any_phase_belong_to_the_run(begin, whole, tmp_path):
     status, _, err = finish(begin(whole, "--then.instruct.optimizer.learning-rate", "0.5"))
     assert status == 2 and "then.instruct.optimizer.learning_rate (0.001 before, 0.5 now)" in err

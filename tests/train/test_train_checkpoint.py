@@ -178,6 +178,7 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_used(finished_co
     assert saved_steps(finished_copy) == [40, 50] and (finished_copy / "damaged-60").is_dir()
 
 
+@pytest.mark.slow
 def test_after_damage_the_run_ends_bitwise_the_same_also_a_second_time(finished_copy, command, same_end):
     for names, damaged in ((["damaged-60"], (60,)), (["damaged-50", "damaged-60", "damaged-60-1"], (60, 50))):
         for step in damaged:
