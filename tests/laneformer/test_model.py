@@ -57,10 +57,10 @@ def _run_in_pieces(model: Laneformer, ids, splits, capacity):
     return np.concatenate(pieces, axis=1)
 
 
-SPLITS = [(24,), (5, 1, 1, 10, 1, 6), (1, 10, 5, *[1] * 8)]
+SPLITS = [(24,), pytest.param((5, 1, 1, 10, 1, 6), marks=pytest.mark.slow), (1, 10, 5, *[1] * 8)]
 
 
-@pytest.mark.parametrize("splits", [SPLITS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SPLITS[1:2]), *SPLITS[2:]], ids=str)
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
     """Case 03 slides over 8 keys in two of its layers, so that pieces begin within, at and beyond the window."""
     folder = tiny.TESTS / "oracle" / "case_03"
