@@ -306,7 +306,10 @@ def test_chaos_changes_nothing(layout):
     chaos(3, 300, 5, layout=layout, broadcast_delay=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dtp(1)", "dtp(3)", "laneformer", "tp"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("laneformer", marks=pytest.mark.slow),
+     *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dtp(1)", "dtp(3)", "tp"))]
+)
 def test_chaos_changes_nothing_in_ten_thousand_tokens(layout):
     chaos(4, 10_000, 20, layout=layout, broadcast_delay=1)

@@ -278,7 +278,7 @@ def test_delays_change_no_bit(chaos_us, model, call):
     assert same(outputs, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_tokens_under_delays():
     config = small.make_config(lanes=3, layout="dtp(2)", max_position_embeddings=512, num_hidden_layers=2)
     weights = small.make_weights(config)

@@ -147,9 +147,10 @@ def test_mistakes_are_told(arguments, words, capsys):
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
-@pytest.mark.parametrize("number", range(len(gpu_check.RINGS)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(gpu_check.RINGS))]
+)
 def test_the_microbenchmarks_compile(number, tmp_path):
     command = gpu_check.filled(of("build").commands[1 + number], tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

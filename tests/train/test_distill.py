@@ -156,7 +156,7 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path, dense, command, sto
     assert status == 2 and "distill.json is damaged or missing" in err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_mesh_gives_the_same_losses(tmp_path, dense, student, command):
     options = (*STEPS[:6], "--model.num-lanes", "2", "--model.layout", "dtp(1)", "--distill.teacher", str(dense), "--distill.student",
                str(student))  # fmt: skip

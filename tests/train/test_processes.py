@@ -83,7 +83,7 @@ def test_two_processes_go_on_where_one_stopped(tmp_path, store, compiled, finish
     np.testing.assert_allclose(losses(finished_copy), losses(finished), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store, compiled):
     """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""
     run = tmp_path / "run"
