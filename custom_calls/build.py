@@ -100,14 +100,16 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
     return out
 
 
-def compile_objects(cxx: list[str], work: Path, sanitizer: str | None = None, api: bool = True) -> list[str]:
-    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers."""
+def compile_objects(
+    cxx: list[str], work: Path, sanitizer: str | None = None, api: bool = True, sets: dict[str, tuple[str, ...]] | None = None
+) -> list[str]:
+    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers; sets: instead of this machine's."""
     jobs = []
     include = ["-isystem", str(headers())] if api else []
     for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):
         if path.name == "kernels.cc":
-            sets = instruction_sets().items()
-            jobs += [(path, f"kernels_{name}.o", [*flags, f"-DLF_ISA={name}"]) for name, flags in sets]
+            named = (sets or instruction_sets()).items()
+            jobs += [(path, f"kernels_{name}.o", [*flags, f"-DLF_ISA={name}"]) for name, flags in named]
         elif api or path.name != "api.cc":
             jobs.append((path, f"{path.parent.name}_{path.stem}.o", include))
 

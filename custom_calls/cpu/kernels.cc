@@ -25,7 +25,7 @@ struct Count {
 
 constexpr int kVectors = kTile / kWidth;                         // of one line of a tile
 constexpr int kBatch = kWidth == 16 ? 16 : kWidth == 8 ? 4 : 2;  // accumulators: kVectors x kBatch registers
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
 constexpr bool kHasDot = true;
 #else
 constexpr bool kHasDot = false;
@@ -121,7 +121,7 @@ void some_tiles(const char* w, const float* x, int64_t lines, int positions, flo
 
 template <class Line, int N>
 void tiles_times(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
-  constexpr int kSums = kVectors * N, kChains = kSums >= 4 ? 1 : 2, kTiles = kSums == 1 ? 4 : 1;
+  constexpr int kSums = kVectors * N, kChains = kSums >= 4 ? 1 : 2, kTiles = kSums == 1 ? 8 : 1;
   const int64_t lines = (columns + Line::columns - 1) / Line::columns, tile = lines * Line::bytes;
   const int64_t block = lines * Line::step * N;  // floats of x for N positions
   int64_t t = 0;
@@ -131,6 +131,9 @@ void tiles_times(const char* w, const float* x, int64_t columns, int64_t tiles, 
     t += count();
   };
   while (t + kTiles <= tiles) several(Count<kTiles>{});
+  if constexpr (kTiles > 1) {
+    if (t + kTiles / 2 <= tiles) several(Count<kTiles / 2>{});
+  }
   while (t < tiles) several(Count<1>{});
 }
 
@@ -261,93 +264,159 @@ void narrow(Dtype dtype, const float* from, int64_t n, void* to) {
 }
 
 constexpr int kKeys = 32;  // positions whose scores are made together: their keys and values stay in the first-level cache
+constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, that share what is loaded of it
+constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
 
-// Rows that will be wanted soon, fetched bit by bit while others are used.
+// Lines of keys and of values that will be wanted soon, fetched in so many steps while others are used: memory is never idle, nor is one
+// burst more than it takes.
 struct Ahead {
-  const char* next;
-  int64_t stride;   // bytes from row to row
-  int bytes, rows;  // of a row; left
+  const char *keys, *values;
+  int64_t lines;  // of each
+  int64_t due = 0;
 
-  void fetch(int count) {
-    for (; count > 0 && rows > 0; count--, rows--, next += stride)
-      for (int i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+  __attribute__((always_inline)) void step(int steps) {
+    for (due += lines; due >= steps; due -= steps, keys += 64, values += 64) {
+      __builtin_prefetch(keys);
+      __builtin_prefetch(values);
+    }
   }
 };
 
-// scores[j] = q . key[j], -inf up to a whole vector behind them; returns the largest.
-template <Dtype dtype>
-float score(const float* q, const void* keys, int64_t offset, int64_t stride, int count, int e, float* scores, Ahead ahead) {
-  const int whole = e / kWidth * kWidth, rest = e - whole, share = (ahead.rows * kWidth + count - 1) / count;
-  int j = 0;
-  for (; j + kWidth <= count; j += kWidth) {  // so many keys at once, whose sums make a vector
-    vf acc[kWidth] = {};
-    ahead.fetch(share);
+// Some rows of a lane's keys or values.
+struct Rows {
+  const void* data;
+  int64_t offset, stride;  // elements to the first row, and from row to row
+};
+
+template <int S, int... I>
+LF_INLINE vf exchange(vf v, Numbers<I...>) {
+  return __builtin_shufflevector(v, v, (I ^ S)...);
+}
+
+// Element i becomes the largest, or the sum, of all whose numbers leave the same rest divided by G.
+template <int G, int S = kWidth / 2>
+LF_INLINE vf largest_by_rest(vf v) {
+  if constexpr (S < G) {
+    return v;
+  } else {
+    return largest_by_rest<G, S / 2>(max(v, exchange<S>(v, CountUp<kWidth>{})));
+  }
+}
+template <int G, int S = kWidth / 2>
+LF_INLINE vf sum_by_rest(vf v) {
+  if constexpr (S < G) {
+    return v;
+  } else {
+    return sum_by_rest<G, S / 2>(v + exchange<S>(v, CountUp<kWidth>{}));
+  }
+}
+
+// scores[j G + g] = q[g] . key[j] for G queries of e channels, -inf up to a whole vector behind them.
+template <Dtype dtype, int G>
+void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
+  constexpr int kAtOnce = kWidth / G;  // keys, whose sums make a vector
+  const int whole = e / kWidth * kWidth, rest = e - whole, steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
+  for (int j = 0; j < count; j += kAtOnce) {
+    int64_t row[kAtOnce];
+    for (int c = 0; c < kAtOnce; c++) row[c] = keys.offset + (j + c < count ? j + c : count - 1) * keys.stride;
+    vf acc[kWidth];
+    for (int c = 0; c < kWidth; c++) acc[c] = vf{};
     for (int i = 0; i < whole; i += kWidth) {
-      const vf qv = loadf(q + i);
-      for (int c = 0; c < kWidth; c++) acc[c] += qv * element(dtype, keys, offset + (j + c) * stride + i);
+      ahead.step(steps);
+      for (int c = 0; c < kAtOnce; c++) {
+        const vf key = element(dtype, keys.data, row[c] + i);
+        for (int g = 0; g < G; g++) acc[c * G + g] += loadf(q + g * e + i) * key;
+      }
     }
     if (rest) {
-      const vf qv = load_first<vf>(q + whole, rest);
-      for (int c = 0; c < kWidth; c++) acc[c] += qv * first_elements(dtype, keys, offset + (j + c) * stride + whole, rest);
+      ahead.step(steps);
+      for (int c = 0; c < kAtOnce; c++) {
+        const vf key = first_elements(dtype, keys.data, row[c] + whole, rest);
+        for (int g = 0; g < G; g++) acc[c * G + g] += load_first<vf>(q + g * e + whole, rest) * key;
+      }
     }
-    storef(scores + j, sums(acc));
+    storef(scores + j * G, sums(acc));
   }
-  for (; j < count; j++) {
-    vf acc = {};
-    for (int i = 0; i < whole; i += kWidth) acc += loadf(q + i) * element(dtype, keys, offset + j * stride + i);
-    if (rest) acc += load_first<vf>(q + whole, rest) * first_elements(dtype, keys, offset + j * stride + whole, rest);
-    scores[j] = sum(acc);
-    ahead.fetch(share);
-  }
-  for (j = count; j % kWidth; j++) scores[j] = -INFINITY;
-  vf best = loadf(scores);
-  for (int i = kWidth; i < j; i += kWidth) best = max(best, loadf(scores + i));
-  return largest(best);
+  for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
 }
 
-// out[i] = out[i] shrink + sum_j weights[j] value[j][i] over N vectors of channels, the last one with `rest` of them if that is not 0.
-template <Dtype dtype, int N>
-void mix_channels(const float* weights, const void* values, int64_t offset, int64_t stride, int count, int rest, float shrink, float* out,
-                  Ahead ahead) {
-  const int share = ahead.rows;
-  vf acc[N];
+// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels, the last one with `rest` of them if
+// that is not 0.
+template <Dtype dtype, int G, int N>
+void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo, Ahead& ahead,
+                  int steps) {
   constexpr int last = (N - 1) * kWidth;
-  for (int n = 0; n < N; n++) acc[n] = (n == N - 1 && rest ? load_first<vf>(out + last, rest) : loadf(out + n * kWidth)) * splat(shrink);
-  if (!rest) {
-    for (int j = 0, due = 0; j < count; j++) {
-      for (due += ahead.rows ? share : 0; due >= count; due -= count) ahead.fetch(1);
-      for (int n = 0; n < N; n++) acc[n] += splat(weights[j]) * element(dtype, values, offset + j * stride + n * kWidth);
+  vf acc[G][N];
+  for (int g = 0; g < G; g++)
+    for (int n = 0; n < N; n++) {
+      const float* from = out + g * ldo + n * kWidth;
+      acc[g][n] = (n == N - 1 && rest ? load_first<vf>(from, rest) : loadf(from)) * splat(shrink[g]);
     }
-  } else {
-    for (int j = 0; j < count; j++) {
-      for (int n = 0; n < N - 1; n++) acc[n] += splat(weights[j]) * element(dtype, values, offset + j * stride + n * kWidth);
-      acc[N - 1] += splat(weights[j]) * first_elements(dtype, values, offset + j * stride + last, rest);
+  const auto add = [&](int j, auto ragged) {
+    for (int n = 0; n < N; n++) {
+      const int64_t at = values.offset + j * values.stride + n * kWidth;
+      const vf value = n == N - 1 && ragged() ? first_elements(dtype, values.data, at, rest) : element(dtype, values.data, at);
+      for (int g = 0; g < G; g++) acc[g][n] += splat(weights[j * G + g]) * value;
+    }
+  };
+  for (int j = 0; j < count; j++) {
+    ahead.step(steps);
+    if (rest) {
+      add(j, Count<1>{});
+    } else {
+      add(j, Count<0>{});
     }
   }
-  for (int n = 0; n < N - 1; n++) storef(out + n * kWidth, acc[n]);
-  std::memcpy(out + last, &acc[N - 1], rest ? rest * sizeof(float) : sizeof(vf));
+  for (int g = 0; g < G; g++) {
+    for (int n = 0; n < N - 1; n++) storef(out + g * ldo + n * kWidth, acc[g][n]);
+    std::memcpy(out + g * ldo + last, &acc[g][N - 1], rest ? rest * sizeof(float) : sizeof(vf));
+  }
 }
 
-template <Dtype dtype>
-void mix(const float* weights, const void* values, int64_t offset, int64_t stride, int count, int e, float shrink, float* out,
-         Ahead ahead) {
-  for (int i = 0; i < e; i += 8 * kWidth) {
-    const int channels = e - i < 8 * kWidth ? e - i : 8 * kWidth, rest = channels % kWidth;
-    switch ((channels + kWidth - 1) / kWidth) {
-#define LF_MIX(N) \
-  case N: mix_channels<dtype, N>(weights, values, offset + i, stride, count, rest, shrink, out + i, ahead); break;
-      LF_MIX(1) LF_MIX(2) LF_MIX(3) LF_MIX(4) LF_MIX(5) LF_MIX(6) LF_MIX(7) LF_MIX(8)
-#undef LF_MIX
-    }
+template <Dtype dtype, int G, int N = kMixed / G>
+void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo, Ahead& ahead, int steps) {
+  // As many channels at a time as registers hold, then what is left.
+  for (; e >= N * kWidth; e -= N * kWidth, values.offset += N * kWidth, out += N * kWidth)
+    mix_channels<dtype, G, N>(weights, values, count, 0, shrink, out, ldo, ahead, steps);
+  if (e > (N - 1) * kWidth) return mix_channels<dtype, G, N>(weights, values, count, e % kWidth, shrink, out, ldo, ahead, steps);
+  if constexpr (N > 1) {
+    if (e > 0) mix<dtype, G, N - 1>(weights, values, count, e, shrink, out, ldo, ahead, steps);
   }
+}
+
+// G queries of one key/value head and position over a block of keys.
+template <Dtype dtype, int G>
+void attend_block(const float* q, Rows keys, Rows values, int count, int e, float* out, Ahead first_half, Ahead second_half) {
+  const int64_t ldo = e + 2;
+  const int end = (count * G + kWidth - 1) / kWidth * kWidth;
+  float scores[kKeys * G], shrink[G], before[kWidth], most[kWidth];
+  score<dtype, G>(q, keys, count, e, scores, first_half);
+  for (int i = 0; i < kWidth; i++) before[i] = out[i % G * ldo + e];
+  vf largest = loadf(before);
+  for (int i = 0; i < end; i += kWidth) largest = max(largest, loadf(scores + i));
+  largest = largest_by_rest<G>(largest);
+  storef(most, largest);
+  for (int g = 0; g < G; g++) {
+    shrink[g] = before[g] == most[g] ? 1.0f : std::exp(before[g] - most[g]);
+    out[g * ldo + e] = most[g];
+  }
+  vf total = {};
+  for (int i = 0; i < end; i += kWidth) {
+    const vf weight = exp(loadf(scores + i) - largest);
+    storef(scores + i, weight);
+    total += weight;
+  }
+  storef(most, sum_by_rest<G>(total));
+  constexpr int channels = kMixed / G * kWidth;
+  mix<dtype, G>(scores, values, count, e, shrink, out, ldo, second_half, count * ((e + channels - 1) / channels));
+  for (int g = 0; g < G; g++) out[g * ldo + e + 1] = out[g * ldo + e + 1] * shrink[g] + most[g];
 }
 
 template <Dtype dtype>
 void attend_in(const Attend& a) {
   const int heads = a.kv_heads * a.group;
   const int64_t stride = (int64_t)a.kv_heads * a.e;
-  constexpr int kQueries = 8, width = dtype == Dtype::f32 ? 4 : 2;
-  float scores[kQueries][kKeys];
+  const int64_t row = stride * (dtype == Dtype::f32 ? 4 : 2);
   for (int p = 0; p < a.positions; p++)
     for (int h = 0; h < heads; h++) {
       float* out = a.out + ((int64_t)p * heads + h) * (a.e + 2);
@@ -357,7 +426,13 @@ void attend_in(const Attend& a) {
     }
   // Blocks of keys outermost, then heads and queries: keys and values come from memory once.
   for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
-    const int64_t end = t0 + kKeys < a.last ? t0 + kKeys : a.last, next = end + kKeys < a.last ? end + kKeys : a.last;
+    const bool more = a.last - t0 > kKeys;
+    const int64_t end = more ? t0 + kKeys : a.last;
+    // What comes next, in the order of memory: a share with each head's scores, and with its mixture.
+    const int64_t rows = more ? a.last - end : a.next;
+    const Ahead next = {(const char*)(more ? a.keys : a.next_keys) + (more ? end * row : 0),
+                        (const char*)(more ? a.values : a.next_values) + (more ? end * row : 0),
+                        ((rows < kKeys ? rows : kKeys) * row + 63) / 64};
     for (int n = 0; n < a.kv_heads; n++)
       for (int p = 0; p < a.positions; p++) {
         const int64_t position = a.start + p, oldest = position - a.window + 1;
@@ -366,32 +441,26 @@ void attend_in(const Attend& a) {
         const int count = (int)(high - low);
         if (count <= 0) continue;
         const int64_t offset = low * stride + (int64_t)n * a.e;
-        for (int g0 = 0; g0 < a.group; g0 += kQueries) {
-          const int queries = a.group - g0 < kQueries ? a.group - g0 : kQueries;
-          const bool first = p == 0 && g0 == 0;  // to read these keys and values
-          // A query's share of the values that will be mixed, and of the next block's keys.
-          const auto ahead = [&](const void* data, int64_t from, int64_t to, int g) {
-            const int64_t begin = from + (to - from) * g / queries, stop = from + (to - from) * (g + 1) / queries;
-            return Ahead{(const char*)data + (begin * stride + (int64_t)n * a.e) * width, stride * width, a.e * width,
-                         first && stop > begin ? (int)(stop - begin) : 0};
+        for (int g = 0; g < a.group;) {
+          const auto share = [&](int part) {  // for the first to read this block
+            const int64_t begin = next.lines * part / (2 * a.kv_heads), stop = next.lines * (part + 1) / (2 * a.kv_heads);
+            return Ahead{next.keys + 64 * begin, next.values + 64 * begin, p == 0 && g == 0 ? stop - begin : 0};
           };
-          float largest[kQueries];
-          for (int g = 0; g < queries; g++)
-            largest[g] = score<dtype>(a.q + ((int64_t)p * heads + n * a.group + g0 + g) * a.e, a.keys, offset, stride, count, a.e,
-                                      scores[g], ahead(a.values, low, high, g));
-          for (int g = 0; g < queries; g++) {
-            float* out = a.out + ((int64_t)p * heads + n * a.group + g0 + g) * (a.e + 2);
-            const float before = out[a.e], m = largest[g] > before ? largest[g] : before;
-            const float shrink = before == m ? 1.0f : std::exp(before - m);
-            vf total = {};
-            for (int j = 0; j < count; j += kWidth) {
-              const vf weight = exp(loadf(scores[g] + j) - splat(m));
-              storef(scores[g] + j, weight);
-              total += weight;
-            }
-            mix<dtype>(scores[g], a.values, offset, stride, count, a.e, shrink, out, ahead(a.keys, end, next, g));
-            out[a.e] = m;
-            out[a.e + 1] = out[a.e + 1] * shrink + sum(total);
+          const int64_t head = (int64_t)p * heads + n * a.group + g;
+          const auto some = [&](auto queries) {
+            attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride}, count, a.e,
+                                           a.out + head * (a.e + 2), share(2 * n), share(2 * n + 1));
+            g += queries();
+          };
+          const int left = a.group - g;
+          if (left >= 8 && kQueries >= 8) {
+            some(Count<kQueries>{});
+          } else if (left >= 4) {
+            some(Count<4>{});
+          } else if (left >= 2) {
+            some(Count<2>{});
+          } else {
+            some(Count<1>{});
           }
         }
       }

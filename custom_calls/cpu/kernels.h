@@ -32,6 +32,8 @@ struct Attend {
   int64_t start;        // position of query 0
   int64_t window;       // keys seen, own position included
   int positions;
+  const void *next_keys, *next_values;  // rows that will be wanted after these
+  int64_t next;                         // how many of each; 0 where that is not known
 };
 
 struct Best {

@@ -107,7 +107,13 @@ LF_INLINE bool any(vi mask) {
 }
 
 // 16-bit floats. bf16 is the upper half of a float32.
-LF_INLINE vf widen_bf16(vh h) { return as_float(__builtin_convertvector(h, vu) << 16); }
+LF_INLINE vf widen_bf16(vh h) {
+#if defined(__AVX512F__)
+  return as_float((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);  // GCC 12 converts two halves and joins them
+#else
+  return as_float(__builtin_convertvector(h, vu) << 16);
+#endif
+}
 
 LF_INLINE vf widen_f16(vh h) {
 #if defined(__AVX512F__)

@@ -235,11 +235,14 @@ void Worker::attention(int layer) {
     first = (int64_t)m_.lanes * chunks * index_ / count_;
     last = (int64_t)m_.lanes * chunks * (index_ + 1) / count_;
   }
+  const auto keys_of = [&](int64_t unit) {
+    const int64_t begin = (first_chunk + unit % chunks) * size;
+    return Keys{(int)(unit / chunks), std::max(begin, low), std::min(begin + size, high)};
+  };
   for (int64_t unit = first; unit < last; unit++) {
-    const int lane = (int)(unit / chunks), chunk = (int)(unit % chunks);
-    if (unit == first || chunk == 0) queries(layer, lane);
-    const int64_t begin = (first_chunk + chunk) * size;
-    attend(layer, lane, chunk, std::max(begin, low), std::min(begin + size, high), window);
+    const Keys keys = keys_of(unit);
+    if (unit == first || unit % chunks == 0) queries(layer, keys.lane);
+    attend(layer, keys, unit + 1 < last ? keys_of(unit + 1) : Keys{keys.lane, 0, 0}, (int)(unit % chunks), window);
   }
   mark(kAttend, layer, began);
   meet_if_shared();
@@ -286,13 +289,13 @@ void Worker::round_trip(float* x, int64_t n) {
 }
 
 // The new keys and values among first..last - 1 into the cache, then all queries over these keys.
-void Worker::attend(int layer, int lane, int chunk, int64_t first, int64_t last, int64_t window) {
+void Worker::attend(int layer, Keys part, Keys next, int chunk, int64_t window) {
   const int64_t e = m_.head_dim, n = m_.kv_heads, width = bytes_of(d_.cache_);
-  char* keys = (char*)d_.call_->keys[layer * m_.lanes + lane];
-  char* values = (char*)d_.call_->values[layer * m_.lanes + lane];
-  for (int64_t t = std::max(first, start_); t < last; t++) {
+  const auto cache = [&](const std::vector<void*>& caches, int lane) { return (char*)caches[layer * m_.lanes + lane]; };
+  char *keys = cache(d_.call_->keys, part.lane), *values = cache(d_.call_->values, part.lane);
+  for (int64_t t = std::max(part.first, start_); t < part.last; t++) {
     const int p = (int)(t - start_);
-    const float* k = d_.qkv_.floats() + (lane * kBlock + p) * d_.qkv_padded_ + m_.heads * e;
+    const float* k = d_.qkv_.floats() + (part.lane * kBlock + p) * d_.qkv_padded_ + m_.heads * e;
     for (int64_t head = 0; head < n; head++) {
       std::memcpy(key_.data(), k + head * e, e * sizeof(float));
       turn(key_.data(), d_.k_norms_, layer, p);
@@ -300,9 +303,10 @@ void Worker::attend(int layer, int lane, int chunk, int64_t first, int64_t last,
     }
     k_.narrow(d_.cache_, k + n * e, n * e, values + t * n * e * width);
   }
-  float* out = d_.parts_.floats() + (int64_t)(lane * kChunks + chunk) * kBlock * m_.heads * (e + 2);
-  k_.attend(
-      {q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, first, last, start_, window, positions_});
+  float* out = d_.parts_.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * m_.heads * (e + 2);
+  const int64_t ahead = next.first * n * e * width;
+  k_.attend({q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, part.first, part.last, start_, window,
+             positions_, cache(d_.call_->keys, next.lane) + ahead, cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
 }
 
 // a[p][heads][head_dim] from the chunks' parts, in their order.

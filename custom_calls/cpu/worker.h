@@ -25,6 +25,10 @@ class Worker {
 
  private:
   struct Stopped {};
+  struct Keys {  // positions first <= t < last of a lane's cache
+    int lane;
+    int64_t first, last;
+  };
   using Op = Decoder::Op;
 
   // Meeting the others. All workers come to the same points in the same order.
@@ -45,7 +49,7 @@ class Worker {
   void times(Op op, const Share& share, const char*& weights, const float* prepared, float* y, int64_t ldy);
   void turn(float* head, const std::vector<float>& norms, int layer, int p);
   void queries(int layer, int lane);
-  void attend(int layer, int lane, int chunk, int64_t first, int64_t last, int64_t window);
+  void attend(int layer, Keys part, Keys next, int chunk, int64_t window);
   void merge(int lane, int chunks);
   void round_trip(float* x, int64_t n);
 

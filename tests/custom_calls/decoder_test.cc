@@ -244,7 +244,6 @@ void refusing() {
 
 }  // namespace
 
-// An argument asks for what takes longer.
 int main() {
   for (const int lanes : {2, 3})
     for (const Layout layout : {Layout::delayed, Layout::ladder, Layout::desync, Layout::early})

@@ -158,7 +158,8 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
   const std::vector<float> q = random.floats((int64_t)positions * heads * e, -3, 3);
   const Stored keys(k, dtype, random.floats(last * stride)), values(k, dtype, random.floats(last * stride));
   std::vector<float> out((int64_t)positions * heads * (e + 2) + 1, 7);
-  k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start, window, positions});
+  k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start, window, positions,
+            keys.data.data(), values.data.data(), last % 2 ? first : 0});
   CHECK(out.back() == 7, "%s: attend wrote behind its result", k.name);
   for (int p = 0; p < positions; p++)
     for (int h = 0; h < heads; h++) {
@@ -202,6 +203,7 @@ void attends(const Kernels& k) {
     attend(k, dtype, 24, 1, 4, 10, 40, 24, 1, 16);
     attend(k, dtype, 24, 1, 2, 0, 16, 20, 8, 4);
     for (int last = 1; last < 12; last++) attend(k, dtype, 8, 1, 1, 0, last, last - 1, all, 1);
+    for (int group = 1; group < 20; group++) attend(k, dtype, 40, 2, group, 3, 60, 55, 30, 5);
   }
 }
 

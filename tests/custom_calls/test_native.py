@@ -1,7 +1,9 @@
 """The C++ tests beside this file, linked to the library as it ships, and to its sources under the compiler's checkers."""
 
 import os
+import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,8 @@ pytestmark = small.needs_library
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*_test.cc"))
+ARM = ["aarch64-linux-gnu-g++", "-static"]  # what it links runs without an ARM system's libraries
+ARM_EMULATOR = "qemu-aarch64"
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +35,21 @@ def objects(tmp_path_factory):
     return made
 
 
-def run(program: str, sanitizer: str | None, link: list[str], work: Path, *arguments: str) -> None:
+def run(
+    program: str, sanitizer: str | None, link: list[str], work: Path, cxx: list[str] | None = None, emulator: Sequence[str] = ()
+) -> str:
+    """What it printed."""
     checked = [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
     command = [
-        *build.compiler(), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES[0]}",
+        *(cxx or build.compiler()), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES[0]}",
         str(HERE / f"{program}.cc"), *link, "-pthread", "-o", str(work / program),
     ]  # fmt: skip
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
     env = os.environ | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
-    done = subprocess.run([work / program, *arguments], capture_output=True, text=True, check=False, env=env, timeout=600)
+    done = subprocess.run([*emulator, work / program], capture_output=True, text=True, check=False, env=env, timeout=600)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -56,3 +64,20 @@ def test_as_shipped(program, objects, tmp_path):
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_a_checker(program, sanitizer, objects, tmp_path):
     run(program, sanitizer, objects(sanitizer), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
+    """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by side."""
+    sets = {name: (*flags, "-DLF_DOT", "-O1") for name, flags in build.instruction_sets().items()}
+    objects = build.compile_objects(build.compiler(), tmp_path, api=False, sets=sets)
+    assert "portable" in run("kernels_test", None, objects, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
+def test_on_arm(tmp_path):
+    """All of it as 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""
+    objects = build.compile_objects(ARM, tmp_path, api=False, sets={"portable": ("-O1",)})
+    printed = {program: run(program, None, objects, tmp_path, ARM, [ARM_EMULATOR]) for program in PROGRAMS}
+    assert printed["kernels_test"] == "portable\n"
