@@ -208,9 +208,9 @@ def links(a: dict, b: dict, threads: int) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor time that all processes have used."""
-    user, nice, system, _, _, irq, soft = (int(word) for word in PROC_STAT.read_text().split()[1:8])
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+    """Processor time that all processes have used, and that a virtual machine's host has kept for others."""
+    user, nice, system, _, _, irq, soft, stolen = (int(word) for word in PROC_STAT.read_text().split()[1:9])
+    return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def table(record: dict) -> str:
