@@ -467,11 +467,162 @@ void attend_in(const Attend& a) {
   }
 }
 
+// A prompt's queries are enough for vectors that run over them: a panel of two vectors shares every key and value, and nothing is summed
+// across a vector.
+constexpr int kPanel = 2 * kWidth;
+constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums stay in registers
+constexpr int kLongestHead = 256;
+
+struct Panel {
+  float q[kLongestHead][kPanel], mixed[kLongestHead][kPanel], scores[kKeys][kPanel], rows[kKeys * kLongestHead];
+  vf largest[2], total[2];
+  vi first[2], last[2];  // the keys of a block that each query sees
+};
+
+// Rows as float32, where they are or widened into `space`.
+template <Dtype dtype>
+const float* widened(Rows rows, int count, int e, float* space, int64_t* stride) {
+  if (dtype == Dtype::f32) {
+    *stride = rows.stride;
+    return (const float*)rows.data + rows.offset;
+  }
+  *stride = e;
+  for (int j = 0; j < count; j++) {
+    const int64_t at = rows.offset + j * rows.stride;
+    int i = 0;
+    for (; i + kWidth <= e; i += kWidth) storef(space + j * e + i, element(dtype, rows.data, at + i));
+    if (i < e) {
+      const vf rest = first_elements(dtype, rows.data, at + i, e - i);
+      std::memcpy(space + j * e + i, &rest, (e - i) * sizeof(float));
+    }
+  }
+  return space;
+}
+
+// The scores of a block of keys, -inf where a query does not see one.
+template <Dtype dtype>
+void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
+  int64_t stride;
+  const float* rows = widened<dtype>(keys, count, e, panel.rows, &stride);
+  for (int j = 0; j < count; j += kTogether) {
+    const float* key[kTogether];
+    vf acc[kTogether][2];
+    for (int c = 0; c < kTogether; c++) key[c] = rows + (j + c < count ? j + c : count - 1) * stride, acc[c][0] = acc[c][1] = vf{};
+    for (int i = 0; i < e; i++) {
+      const vf low = loadf(panel.q[i]), high = loadf(panel.q[i] + kWidth);
+      for (int c = 0; c < kTogether; c++) {
+        const vf x = splat(key[c][i]);
+        acc[c][0] += x * low;
+        acc[c][1] += x * high;
+      }
+    }
+    for (int c = 0; c < kTogether && j + c < count; c++)
+      for (int v = 0; v < 2; v++) {
+        const vi number = vi{} + (j + c);
+        const vf seen = all ? acc[c][v] : select((number >= panel.first[v]) & (number <= panel.last[v]), acc[c][v], splat(-INFINITY));
+        storef(panel.scores[j + c] + v * kWidth, seen);
+      }
+  }
+}
+
+// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not see does not reach it, were it not even a number.
+template <Dtype dtype, bool all>
+void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2]) {
+  int64_t stride;
+  const float* rows = widened<dtype>(values, count, e, panel.rows, &stride);
+  for (int i = 0; i < e; i += kTogether) {
+    int channel[kTogether];
+    vf acc[kTogether][2];
+    for (int c = 0; c < kTogether; c++) {
+      channel[c] = i + c < e ? i + c : e - 1;
+      for (int v = 0; v < 2; v++) acc[c][v] = loadf(panel.mixed[channel[c]] + v * kWidth) * shrink[v];
+    }
+    for (int j = 0; j < count; j++) {
+      const vf weight[2] = {loadf(panel.scores[j]), loadf(panel.scores[j] + kWidth)};
+      for (int c = 0; c < kTogether; c++) {
+        const vf x = splat(rows[j * stride + channel[c]]);
+        for (int v = 0; v < 2; v++)
+          acc[c][v] = all ? acc[c][v] + x * weight[v] : select(weight[v] != vf{}, acc[c][v] + x * weight[v], acc[c][v]);
+      }
+    }
+    for (int c = 0; c < kTogether; c++)
+      for (int v = 0; v < 2; v++) storef(panel.mixed[channel[c]] + v * kWidth, acc[c][v]);
+  }
+}
+
+template <Dtype dtype>
+void attend_panels(const Attend& a) {
+  const int heads = a.kv_heads * a.group, queries = a.positions * a.group;
+  const int64_t stride = (int64_t)a.kv_heads * a.e;
+  Panel panel;
+  for (int n = 0; n < a.kv_heads; n++)
+    for (int begin = 0; begin < queries; begin += kPanel) {
+      const int used = queries - begin < kPanel ? queries - begin : kPanel;
+      int position[kPanel];
+      int64_t row[kPanel];  // of q and out; the last one again where there is none
+      for (int c = 0; c < kPanel; c++) {
+        const int query = begin + (c < used ? c : used - 1);
+        position[c] = query / a.group;
+        row[c] = (int64_t)position[c] * heads + n * a.group + query % a.group;
+        for (int i = 0; i < a.e; i++) panel.q[i][c] = a.q[row[c] * a.e + i];
+      }
+      std::memset(panel.mixed, 0, a.e * sizeof panel.mixed[0]);
+      for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
+      const int64_t oldest = a.start + position[0], newest = a.start + position[kPanel - 1];  // of the panel's positions
+      for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
+        int64_t low = t0, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
+        if (low < oldest - a.window + 1) low = oldest - a.window + 1;
+        if (high > newest + 1) high = newest + 1;
+        if (high <= low) continue;
+        const int count = (int)(high - low);
+        const bool all = high <= oldest + 1 && low >= newest - a.window + 1;
+        for (int c = 0; c < kPanel && !all; c++) {
+          const int64_t last = a.start + position[c] - low, first = last - a.window + 1;
+          panel.first[c / kWidth][c % kWidth] = first < 0 ? 0 : first > kKeys ? kKeys : (int)first;
+          panel.last[c / kWidth][c % kWidth] = last < 0 ? -1 : last > kKeys ? kKeys : (int)last;
+        }
+        const int64_t offset = low * stride + (int64_t)n * a.e;
+        score_panel<dtype>(panel, {a.keys, offset, stride}, count, a.e, all);
+        vf shrink[2];
+        for (int v = 0; v < 2; v++) {
+          vf most = panel.largest[v];
+          for (int j = 0; j < count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
+          const vf from = max(most, splat(-3e38f));  // a number even before anything was seen
+          shrink[v] = exp(panel.largest[v] - from);
+          panel.total[v] *= shrink[v];
+          for (int j = 0; j < count; j++) {
+            const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);
+            storef(panel.scores[j] + v * kWidth, weight);
+            panel.total[v] += weight;
+          }
+          panel.largest[v] = most;
+        }
+        if (all) {
+          mix_panel<dtype, true>(panel, {a.values, offset, stride}, count, a.e, shrink);
+        } else {
+          mix_panel<dtype, false>(panel, {a.values, offset, stride}, count, a.e, shrink);
+        }
+      }
+      for (int c = 0; c < used; c++) {
+        float* out = a.out + row[c] * (a.e + 2);
+        for (int i = 0; i < a.e; i++) out[i] = panel.mixed[i][c];
+        out[a.e] = panel.largest[c / kWidth][c % kWidth];
+        out[a.e + 1] = panel.total[c / kWidth][c % kWidth];
+      }
+    }
+}
+
+template <Dtype dtype>
+void attend_as(const Attend& a) {
+  const bool panels = a.positions > 1 && a.positions * a.group >= kWidth && a.e <= kLongestHead;
+  return panels ? attend_panels<dtype>(a) : attend_in<dtype>(a);
+}
+
 void attend(const Attend& a) {
   switch (a.dtype) {
-    case Dtype::bf16: return attend_in<Dtype::bf16>(a);
-    case Dtype::f16: return attend_in<Dtype::f16>(a);
-    case Dtype::f32: return attend_in<Dtype::f32>(a);
+    case Dtype::bf16: return attend_as<Dtype::bf16>(a);
+    case Dtype::f16: return attend_as<Dtype::f16>(a);
+    case Dtype::f32: return attend_as<Dtype::f32>(a);
   }
 }
 

@@ -177,15 +177,16 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
         continue;
       }
       const double largest = *std::max_element(scores.begin(), scores.end());
+      const double tolerance = 2e-5 + 1e-6 * std::fabs(largest);
       double sum = 0;
       for (const double score : scores) sum += std::exp(score - largest);
-      CHECK(std::fabs(got[e] - largest) < 2e-5 && std::fabs(got[e + 1] / sum - 1) < 1e-4, "%s: largest %g, sum %g; not %g, %g", k.name,
-            got[e], got[e + 1], largest, sum);
+      CHECK(std::fabs(got[e] - largest) < tolerance && std::fabs(got[e + 1] / sum - 1) < 1e-4 + tolerance,
+            "%s: largest %g, sum %g; not %g, %g", k.name, got[e], got[e + 1], largest, sum);
       for (int i = 0; i < e; i++) {
         double exact = 0;
         for (size_t t = 0; t < scores.size(); t++)
           exact += std::exp(scores[t] - largest) / sum * values.values[(low + (int64_t)t) * stride + h / group * e + i];
-        CHECK(std::fabs(got[i] / got[e + 1] - exact) < 2e-5, "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g",
+        CHECK(std::fabs(got[i] / got[e + 1] - exact) < tolerance, "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g",
               k.name, (int)dtype, e, (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
       }
     }
@@ -203,8 +204,25 @@ void attends(const Kernels& k) {
     attend(k, dtype, 24, 1, 4, 10, 40, 24, 1, 16);
     attend(k, dtype, 24, 1, 2, 0, 16, 20, 8, 4);
     for (int last = 1; last < 12; last++) attend(k, dtype, 8, 1, 1, 0, last, last - 1, all, 1);
+    for (const int e : {5, 64, 256, 260})
+      for (const int group : {1, 3, 8})
+        for (const int64_t window : {all, int64_t{20}, int64_t{60}}) attend(k, dtype, e, 2, group, 0, 150, 118, window, 32);
+    attend(k, dtype, 24, 1, 2, 64, 128, 110, 40, 32);  // some see none of the first keys, some none of the last
     for (int group = 1; group < 20; group++) attend(k, dtype, 40, 2, group, 3, 60, 55, 30, 5);
   }
+}
+
+// What a later position left in the cache does not reach an earlier one, were it not even a number.
+void causal(const Kernels& k) {
+  constexpr int kPositions = 32, kE = 24, kHeads = 2, kPoisoned = 20;
+  Random random(3);
+  const std::vector<float> q = random.floats(kPositions * kHeads * kE);
+  std::vector<float> keys = random.floats(kPositions * kE), values = random.floats(kPositions * kE), out(kPositions * kHeads * (kE + 2));
+  for (auto* rows : {&keys, &values})
+    for (int i = 0; i < kE; i++) (*rows)[kPoisoned * kE + i] = i % 2 ? kInfinity : NAN;
+  k.attend({q.data(), keys.data(), values.data(), out.data(), Dtype::f32, 1, kHeads, kE, 0, kPositions, 0, INT64_MAX / 2, kPositions,
+            nullptr, nullptr, 0});
+  for (int i = 0; i < kPoisoned * kHeads * (kE + 2); i++) CHECK(std::isfinite(out[i]), "%s: a later position changed number %d", k.name, i);
 }
 
 void norms(const Kernels& k) {
@@ -362,6 +380,7 @@ void all_of(const Kernels& k) {
   }
   products(k);
   attends(k);
+  causal(k);
   norms(k);
   exponentials(k);
   sums(k);
