@@ -54,9 +54,9 @@ class Options:
     """A recipe, an HF folder or a training run, whose sizes all engines get."""
     context: int = 512
     """Tokens in the cache before the first one that counts."""
-    tokens: int = 32
-    """Drawn in each sample."""
-    rounds: int = 6
+    tokens: int = 12
+    """Drawn in each sample: short ones, so that what disturbs the machine for seconds meets both engines."""
+    rounds: int = 16
     """Samples of ours and of the other engine, in turn."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Of every engine; by default one per core that may be used."""
