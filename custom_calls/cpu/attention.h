@@ -1,0 +1,400 @@
+// Attention over a lane's keys and values, for one position or a block of a prompt. Included by kernels.cc alone, as simd.h is.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace LF_ISA {
+namespace {
+
+using laneformer::Attend;
+using laneformer::Dtype;
+
+template <int N>
+struct Count {
+  constexpr int operator()() const { return N; }
+};
+
+LF_INLINE vf element(Dtype dtype, const void* p, int64_t i) {
+  switch (dtype) {
+    case Dtype::bf16: return widen_bf16(load<vh>((const uint16_t*)p + i));
+    case Dtype::f16: return widen_f16(load<vh>((const uint16_t*)p + i));
+    default: return loadf((const float*)p + i);
+  }
+}
+
+LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
+  switch (dtype) {
+    case Dtype::bf16: return widen_bf16(load_first<vh>((const uint16_t*)p + i, n));
+    case Dtype::f16: return widen_f16(load_first<vh>((const uint16_t*)p + i, n));
+    default: return load_first<vf>((const float*)p + i, n);
+  }
+}
+
+constexpr int kKeys = 32;  // positions whose scores are made together: their keys and values stay in the first-level cache
+constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, that share what is loaded of it
+constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
+
+// Lines of keys and of values that will be wanted soon, fetched in so many steps while others are used: memory is never idle, nor is one
+// burst more than it takes.
+struct Ahead {
+  const char *keys, *values;
+  int64_t lines;  // of each
+  int64_t due = 0;
+
+  __attribute__((always_inline)) void step(int steps) {
+    for (due += lines; due >= steps; due -= steps, keys += 64, values += 64) {
+      __builtin_prefetch(keys);
+      __builtin_prefetch(values);
+    }
+  }
+};
+
+// Some rows of a lane's keys or values.
+struct Rows {
+  const void* data;
+  int64_t offset, stride;  // elements to the first row, and from row to row
+};
+
+template <int S, int... I>
+LF_INLINE vf exchange(vf v, Numbers<I...>) {
+  return __builtin_shufflevector(v, v, (I ^ S)...);
+}
+
+// Element i becomes the largest, or the sum, of all whose numbers leave the same rest divided by G.
+template <int G, int S = kWidth / 2>
+LF_INLINE vf largest_by_rest(vf v) {
+  if constexpr (S < G) {
+    return v;
+  } else {
+    return largest_by_rest<G, S / 2>(max(v, exchange<S>(v, CountUp<kWidth>{})));
+  }
+}
+template <int G, int S = kWidth / 2>
+LF_INLINE vf sum_by_rest(vf v) {
+  if constexpr (S < G) {
+    return v;
+  } else {
+    return sum_by_rest<G, S / 2>(v + exchange<S>(v, CountUp<kWidth>{}));
+  }
+}
+
+// scores[j G + g] = q[g] . key[j] for G queries of e channels, -inf up to a whole vector behind them.
+template <Dtype dtype, int G>
+void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
+  constexpr int kAtOnce = kWidth / G;  // keys, whose sums make a vector
+  const int whole = e / kWidth * kWidth, rest = e - whole, steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
+  for (int j = 0; j < count; j += kAtOnce) {
+    int64_t row[kAtOnce];
+    for (int c = 0; c < kAtOnce; c++) row[c] = keys.offset + (j + c < count ? j + c : count - 1) * keys.stride;
+    vf acc[kWidth];
+    for (int c = 0; c < kWidth; c++) acc[c] = vf{};
+    for (int i = 0; i < whole; i += kWidth) {
+      ahead.step(steps);
+      for (int c = 0; c < kAtOnce; c++) {
+        const vf key = element(dtype, keys.data, row[c] + i);
+        for (int g = 0; g < G; g++) acc[c * G + g] += loadf(q + g * e + i) * key;
+      }
+    }
+    if (rest) {
+      ahead.step(steps);
+      for (int c = 0; c < kAtOnce; c++) {
+        const vf key = first_elements(dtype, keys.data, row[c] + whole, rest);
+        for (int g = 0; g < G; g++) acc[c * G + g] += load_first<vf>(q + g * e + whole, rest) * key;
+      }
+    }
+    storef(scores + j * G, sums(acc));
+  }
+  for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
+}
+
+// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels, the last one with `rest` of them if
+// that is not 0.
+template <Dtype dtype, int G, int N>
+void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo, Ahead& ahead,
+                  int steps) {
+  constexpr int last = (N - 1) * kWidth;
+  vf acc[G][N];
+  for (int g = 0; g < G; g++)
+    for (int n = 0; n < N; n++) {
+      const float* from = out + g * ldo + n * kWidth;
+      acc[g][n] = (n == N - 1 && rest ? load_first<vf>(from, rest) : loadf(from)) * splat(shrink[g]);
+    }
+  const auto add = [&](int j, auto ragged) {
+    for (int n = 0; n < N; n++) {
+      const int64_t at = values.offset + j * values.stride + n * kWidth;
+      const vf value = n == N - 1 && ragged() ? first_elements(dtype, values.data, at, rest) : element(dtype, values.data, at);
+      for (int g = 0; g < G; g++) acc[g][n] += splat(weights[j * G + g]) * value;
+    }
+  };
+  for (int j = 0; j < count; j++) {
+    ahead.step(steps);
+    if (rest) {
+      add(j, Count<1>{});
+    } else {
+      add(j, Count<0>{});
+    }
+  }
+  for (int g = 0; g < G; g++) {
+    for (int n = 0; n < N - 1; n++) storef(out + g * ldo + n * kWidth, acc[g][n]);
+    std::memcpy(out + g * ldo + last, &acc[g][N - 1], rest ? rest * sizeof(float) : sizeof(vf));
+  }
+}
+
+template <Dtype dtype, int G, int N = kMixed / G>
+void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo, Ahead& ahead, int steps) {
+  // As many channels at a time as registers hold, then what is left.
+  for (; e >= N * kWidth; e -= N * kWidth, values.offset += N * kWidth, out += N * kWidth)
+    mix_channels<dtype, G, N>(weights, values, count, 0, shrink, out, ldo, ahead, steps);
+  if (e > (N - 1) * kWidth) return mix_channels<dtype, G, N>(weights, values, count, e % kWidth, shrink, out, ldo, ahead, steps);
+  if constexpr (N > 1) {
+    if (e > 0) mix<dtype, G, N - 1>(weights, values, count, e, shrink, out, ldo, ahead, steps);
+  }
+}
+
+// G queries of one key/value head and position over a block of keys.
+template <Dtype dtype, int G>
+void attend_block(const float* q, Rows keys, Rows values, int count, int e, float* out, Ahead first_half, Ahead second_half) {
+  const int64_t ldo = e + 2;
+  const int end = (count * G + kWidth - 1) / kWidth * kWidth;
+  float scores[kKeys * G], shrink[G], before[kWidth], most[kWidth];
+  score<dtype, G>(q, keys, count, e, scores, first_half);
+  for (int i = 0; i < kWidth; i++) before[i] = out[i % G * ldo + e];
+  vf largest = loadf(before);
+  for (int i = 0; i < end; i += kWidth) largest = max(largest, loadf(scores + i));
+  largest = largest_by_rest<G>(largest);
+  storef(most, largest);
+  for (int g = 0; g < G; g++) {
+    shrink[g] = before[g] == most[g] ? 1.0f : std::exp(before[g] - most[g]);
+    out[g * ldo + e] = most[g];
+  }
+  vf total = {};
+  for (int i = 0; i < end; i += kWidth) {
+    const vf weight = exp(loadf(scores + i) - largest);
+    storef(scores + i, weight);
+    total += weight;
+  }
+  storef(most, sum_by_rest<G>(total));
+  constexpr int channels = kMixed / G * kWidth;
+  mix<dtype, G>(scores, values, count, e, shrink, out, ldo, second_half, count * ((e + channels - 1) / channels));
+  for (int g = 0; g < G; g++) out[g * ldo + e + 1] = out[g * ldo + e + 1] * shrink[g] + most[g];
+}
+
+template <Dtype dtype>
+void attend_in(const Attend& a) {
+  const int heads = a.kv_heads * a.group;
+  const int64_t stride = (int64_t)a.kv_heads * a.e;
+  const int64_t row = stride * (dtype == Dtype::f32 ? 4 : 2);
+  for (int p = 0; p < a.positions; p++)
+    for (int h = 0; h < heads; h++) {
+      float* out = a.out + ((int64_t)p * heads + h) * (a.e + 2);
+      std::memset(out, 0, a.e * sizeof(float));
+      out[a.e] = -INFINITY;
+      out[a.e + 1] = 0;
+    }
+  // Blocks of keys outermost, then heads and queries: keys and values come from memory once.
+  for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
+    const bool more = a.last - t0 > kKeys;
+    const int64_t end = more ? t0 + kKeys : a.last;
+    // What comes next, in the order of memory: a share with each head's scores, and with its mixture.
+    const int64_t rows = more ? a.last - end : a.next;
+    const Ahead next = {(const char*)(more ? a.keys : a.next_keys) + (more ? end * row : 0),
+                        (const char*)(more ? a.values : a.next_values) + (more ? end * row : 0),
+                        ((rows < kKeys ? rows : kKeys) * row + 63) / 64};
+    for (int n = 0; n < a.kv_heads; n++)
+      for (int p = 0; p < a.positions; p++) {
+        const int64_t position = a.start + p, oldest = position - a.window + 1;
+        const int64_t low = t0 > oldest ? t0 : oldest;
+        const int64_t high = end < position + 1 ? end : position + 1;
+        const int count = (int)(high - low);
+        if (count <= 0) continue;
+        const int64_t offset = low * stride + (int64_t)n * a.e;
+        for (int g = 0; g < a.group;) {
+          const auto share = [&](int part) {  // for the first to read this block
+            const int64_t begin = next.lines * part / (2 * a.kv_heads), stop = next.lines * (part + 1) / (2 * a.kv_heads);
+            return Ahead{next.keys + 64 * begin, next.values + 64 * begin, p == 0 && g == 0 ? stop - begin : 0};
+          };
+          const int64_t head = (int64_t)p * heads + n * a.group + g;
+          const auto some = [&](auto queries) {
+            attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride}, count, a.e,
+                                           a.out + head * (a.e + 2), share(2 * n), share(2 * n + 1));
+            g += queries();
+          };
+          const int left = a.group - g;
+          if (left >= 8 && kQueries >= 8) {
+            some(Count<kQueries>{});
+          } else if (left >= 4) {
+            some(Count<4>{});
+          } else if (left >= 2) {
+            some(Count<2>{});
+          } else {
+            some(Count<1>{});
+          }
+        }
+      }
+  }
+}
+
+// A prompt's queries are enough for vectors that run over them: a panel of two vectors shares every key and value, and nothing is summed
+// across a vector.
+constexpr int kPanel = 2 * kWidth;
+constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums stay in registers
+constexpr int kLongestHead = 256;
+
+struct Panel {
+  float q[kLongestHead][kPanel], mixed[kLongestHead][kPanel], scores[kKeys][kPanel], rows[kKeys * kLongestHead];
+  vf largest[2], total[2];
+  vi first[2], last[2];  // the keys of a block that each query sees
+};
+
+// Rows as float32, where they are or widened into `space`.
+template <Dtype dtype>
+const float* widened(Rows rows, int count, int e, float* space, int64_t* stride) {
+  if (dtype == Dtype::f32) {
+    *stride = rows.stride;
+    return (const float*)rows.data + rows.offset;
+  }
+  *stride = e;
+  for (int j = 0; j < count; j++) {
+    const int64_t at = rows.offset + j * rows.stride;
+    int i = 0;
+    for (; i + kWidth <= e; i += kWidth) storef(space + j * e + i, element(dtype, rows.data, at + i));
+    if (i < e) {
+      const vf rest = first_elements(dtype, rows.data, at + i, e - i);
+      std::memcpy(space + j * e + i, &rest, (e - i) * sizeof(float));
+    }
+  }
+  return space;
+}
+
+// The scores of a block of keys, -inf where a query does not see one.
+template <Dtype dtype>
+void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
+  int64_t stride;
+  const float* rows = widened<dtype>(keys, count, e, panel.rows, &stride);
+  for (int j = 0; j < count; j += kTogether) {
+    const float* key[kTogether];
+    vf acc[kTogether][2];
+    for (int c = 0; c < kTogether; c++) key[c] = rows + (j + c < count ? j + c : count - 1) * stride, acc[c][0] = acc[c][1] = vf{};
+    for (int i = 0; i < e; i++) {
+      const vf low = loadf(panel.q[i]), high = loadf(panel.q[i] + kWidth);
+      for (int c = 0; c < kTogether; c++) {
+        const vf x = splat(key[c][i]);
+        acc[c][0] += x * low;
+        acc[c][1] += x * high;
+      }
+    }
+    for (int c = 0; c < kTogether && j + c < count; c++)
+      for (int v = 0; v < 2; v++) {
+        const vi number = vi{} + (j + c);
+        const vf seen = all ? acc[c][v] : select((number >= panel.first[v]) & (number <= panel.last[v]), acc[c][v], splat(-INFINITY));
+        storef(panel.scores[j + c] + v * kWidth, seen);
+      }
+  }
+}
+
+// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not see does not reach it, were it not even a number.
+template <Dtype dtype, bool all>
+void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2]) {
+  int64_t stride;
+  const float* rows = widened<dtype>(values, count, e, panel.rows, &stride);
+  for (int i = 0; i < e; i += kTogether) {
+    int channel[kTogether];
+    vf acc[kTogether][2];
+    for (int c = 0; c < kTogether; c++) {
+      channel[c] = i + c < e ? i + c : e - 1;
+      for (int v = 0; v < 2; v++) acc[c][v] = loadf(panel.mixed[channel[c]] + v * kWidth) * shrink[v];
+    }
+    for (int j = 0; j < count; j++) {
+      const vf weight[2] = {loadf(panel.scores[j]), loadf(panel.scores[j] + kWidth)};
+      for (int c = 0; c < kTogether; c++) {
+        const vf x = splat(rows[j * stride + channel[c]]);
+        for (int v = 0; v < 2; v++)
+          acc[c][v] = all ? acc[c][v] + x * weight[v] : select(weight[v] != vf{}, acc[c][v] + x * weight[v], acc[c][v]);
+      }
+    }
+    for (int c = 0; c < kTogether; c++)
+      for (int v = 0; v < 2; v++) storef(panel.mixed[channel[c]] + v * kWidth, acc[c][v]);
+  }
+}
+
+template <Dtype dtype>
+void attend_panels(const Attend& a) {
+  const int heads = a.kv_heads * a.group, queries = a.positions * a.group;
+  const int64_t stride = (int64_t)a.kv_heads * a.e;
+  Panel panel;
+  for (int n = 0; n < a.kv_heads; n++)
+    for (int begin = 0; begin < queries; begin += kPanel) {
+      const int used = queries - begin < kPanel ? queries - begin : kPanel;
+      int position[kPanel];
+      int64_t row[kPanel];  // of q and out; the last one again where there is none
+      for (int c = 0; c < kPanel; c++) {
+        const int query = begin + (c < used ? c : used - 1);
+        position[c] = query / a.group;
+        row[c] = (int64_t)position[c] * heads + n * a.group + query % a.group;
+        for (int i = 0; i < a.e; i++) panel.q[i][c] = a.q[row[c] * a.e + i];
+      }
+      std::memset(panel.mixed, 0, a.e * sizeof panel.mixed[0]);
+      for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
+      const int64_t oldest = a.start + position[0], newest = a.start + position[kPanel - 1];  // of the panel's positions
+      for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
+        int64_t low = t0, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
+        if (low < oldest - a.window + 1) low = oldest - a.window + 1;
+        if (high > newest + 1) high = newest + 1;
+        if (high <= low) continue;
+        const int count = (int)(high - low);
+        const bool all = high <= oldest + 1 && low >= newest - a.window + 1;
+        for (int c = 0; c < kPanel && !all; c++) {
+          const int64_t last = a.start + position[c] - low, first = last - a.window + 1;
+          panel.first[c / kWidth][c % kWidth] = first < 0 ? 0 : first > kKeys ? kKeys : (int)first;
+          panel.last[c / kWidth][c % kWidth] = last < 0 ? -1 : last > kKeys ? kKeys : (int)last;
+        }
+        const int64_t offset = low * stride + (int64_t)n * a.e;
+        score_panel<dtype>(panel, {a.keys, offset, stride}, count, a.e, all);
+        vf shrink[2];
+        for (int v = 0; v < 2; v++) {
+          vf most = panel.largest[v];
+          for (int j = 0; j < count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
+          const vf from = max(most, splat(-3e38f));  // a number even before anything was seen
+          shrink[v] = exp(panel.largest[v] - from);
+          panel.total[v] *= shrink[v];
+          for (int j = 0; j < count; j++) {
+            const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);
+            storef(panel.scores[j] + v * kWidth, weight);
+            panel.total[v] += weight;
+          }
+          panel.largest[v] = most;
+        }
+        if (all) {
+          mix_panel<dtype, true>(panel, {a.values, offset, stride}, count, a.e, shrink);
+        } else {
+          mix_panel<dtype, false>(panel, {a.values, offset, stride}, count, a.e, shrink);
+        }
+      }
+      for (int c = 0; c < used; c++) {
+        float* out = a.out + row[c] * (a.e + 2);
+        for (int i = 0; i < a.e; i++) out[i] = panel.mixed[i][c];
+        out[a.e] = panel.largest[c / kWidth][c % kWidth];
+        out[a.e + 1] = panel.total[c / kWidth][c % kWidth];
+      }
+    }
+}
+
+template <Dtype dtype>
+void attend_as(const Attend& a) {
+  const bool panels = a.positions > 1 && a.positions * a.group >= kWidth && a.e <= kLongestHead;
+  return panels ? attend_panels<dtype>(a) : attend_in<dtype>(a);
+}
+
+void attend(const Attend& a) {
+  switch (a.dtype) {
+    case Dtype::bf16: return attend_as<Dtype::bf16>(a);
+    case Dtype::f16: return attend_as<Dtype::f16>(a);
+    case Dtype::f32: return attend_as<Dtype::f32>(a);
+  }
+}
+
+}  // namespace
+}  // namespace LF_ISA
