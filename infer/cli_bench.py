@@ -13,12 +13,11 @@ from custom_calls.trace import spans_needed, write_perfetto
 from infer import bench_record, bench_table
 from infer.bench import Case, Measured, measure
 from infer.bench_source import is_recipe, model_config, open_engine
-from infer.cli_generate import show_log
+from infer.cli_start import show_log, speaks, take_devices
 from infer.engine import Engine
-from infer.options import Compute, Dtype
+from infer.options import Compute, Distributed, Dtype
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
-from laneformer.mesh import use_host_devices
 
 USUAL_OUTPUT = 2048
 TRACED = 32  # tokens of the traced run
@@ -60,6 +59,7 @@ class Options:
     """Workers of backend cpu; by default one per core that may be used."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
     lanes: Optional = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     bandwidth_spec: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None
@@ -80,8 +80,7 @@ def run(options: Options) -> int:
         print(bench_table.markdown([record for path in options.table for record in bench_record.read(path)]))
         return 0
     check(options)
-    if options.devices > 1:
-        use_host_devices(options.devices)
+    take_devices(options.devices, options.distributed)
     wanted = cases(options, model_config(options.checkpoint, options.lanes).max_position_embeddings)
     engines = open_engines(options)
     records, measured = [], []
@@ -89,7 +88,7 @@ def run(options: Options) -> int:
         found = measure(engines, case, say)
         records += make_records(options, found)
         measured += found
-        if options.json:  # after each case: a later one may be interrupted
+        if options.json and speaks():  # after each case: a later one may be interrupted
             bench_record.write(options.json, records, measured)
     print(bench_table.terminal(records))
     if options.layouts:
@@ -103,8 +102,6 @@ def run(options: Options) -> int:
 
 def check(options: Options) -> None:
     """Raises ConfigError for what would fail only after minutes of measuring, or cannot be meant."""
-    if options.devices < 1:
-        raise ConfigError(f"--devices {options.devices}: give at least 1")
     if options.bandwidth_spec is not None and options.bandwidth_spec <= 0:
         raise ConfigError(f"--bandwidth-spec {options.bandwidth_spec}: give 10^9 bytes per second of one device, as in 4800")
     if options.compare and options.backend != "auto":
@@ -186,13 +183,13 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
 
 
 def trace(path: Path, engine: Engine, case: Case) -> None:
-    """One more run, of a few tokens: it shows where the microseconds go."""
+    """One more run, of a few tokens: it shows where the microseconds go. The file has the devices of this process."""
     tokens = min(TRACED, case.output_tokens)
     engine.session.trace(spans_needed(engine.config.num_hidden_layers, case.prompt_tokens, tokens))
     try:
         prompt = case.prompt(0, engine.config.vocab_size)
         list(engine.generate(prompt, max_new_tokens=tokens, sampling=case.sampling, stop_tokens=()))
-        count = write_perfetto(path, engine.session)
+        count = write_perfetto(path, engine.session) if speaks() else 0
     finally:
         engine.session.trace(0)
     say(f"{path}: {count:,} spans of a prompt of {case.prompt_tokens} and {tokens} tokens, for ui.perfetto.dev")
@@ -200,4 +197,5 @@ def trace(path: Path, engine: Engine, case: Case) -> None:
 
 def say(line: str) -> None:
     """Progress."""
-    print(line, file=sys.stderr, flush=True)
+    if speaks():
+        print(line, file=sys.stderr, flush=True)

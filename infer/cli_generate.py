@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 import tyro
 
 from infer.bench import weight_bytes
+from infer.cli_start import show_log, speaks, take_devices
 from infer.engine import Engine
 from infer.generation import Generation, Result
-from infer.options import Compute, Dtype
+from infer.options import Compute, Distributed, Dtype
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
-from laneformer.mesh import use_host_devices
 from laneformer.parameters import kv_bytes_per_token
 from laneformer.precision import Precision
 
@@ -49,6 +48,7 @@ class Options:
     """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there to compare with."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -64,13 +64,10 @@ class Options:
 
 def run(options: Options) -> int:
     show_log()
-    if options.devices < 1:
-        raise ConfigError(f"--devices {options.devices}: give at least 1")
     if options.top_logprobs and not options.json:
         raise ConfigError("--top-logprobs goes with --json")
     prompt = read_prompt(options)
-    if options.devices > 1:
-        use_host_devices(options.devices)
+    take_devices(options.devices, options.distributed)
     engine = Engine.load(
         options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
         precision=None if options.compute is None else Precision(compute=options.compute),
@@ -96,7 +93,8 @@ def run(options: Options) -> int:
         print(json.dumps(report(engine, options, result, compiled), ensure_ascii=False))
     else:
         print(file=sys.stdout, flush=True)
-        print(summary(engine, options, result), file=sys.stderr)
+        if speaks():
+            print(summary(engine, options, result), file=sys.stderr)
     return 130 if result.finish_reason == "cancelled" else 0
 
 
@@ -190,13 +188,3 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
         "conditions": {**engine.conditions, "sampling": dataclasses.asdict(options.sampling), "ignore_eos": options.ignore_eos},
         "warmup_seconds": compiled,
     }
-
-
-def show_log() -> None:
-    """What the engine says of its choices goes to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    for name in ("infer", "laneformer"):
-        logging.getLogger(name).handlers = [handler]
-        logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger().handlers = []  # one that an imported library made would print each line again

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infer.chat_template import ChatTemplate
-from infer.cli_generate import show_log
+from infer.cli_start import show_log, take_devices
 from infer.engine import Engine
 from infer.humaneval import Report, data_report, generate, generation_settings, score
 from infer.options import Compute, Dtype
@@ -19,7 +19,6 @@ from infer.sampling import Sampling
 from infer.scoring import Judge
 from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
 from laneformer.errors import ConfigError, InputError
-from laneformer.mesh import use_host_devices
 from laneformer.precision import Precision
 
 OPTIONAL = {"metavar": "FILE"}
@@ -121,8 +120,7 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
 
 def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path) -> tuple[list[Sample], dict[str, Any]]:
     """The samples in the file, after those were generated that it lacked of the chosen problems; and how they are made."""
-    if options.devices > 1:
-        use_host_devices(options.devices)
+    take_devices(options.devices)
     weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
     engine = Engine.load(
         options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,

@@ -107,15 +107,13 @@ def main(connection: Connection, options: EngineOptions) -> None:
     from infer.bench_machine import on_host
     from infer.bench_source import is_recipe, open_engine
     from infer.chat_template import ChatTemplate
-    from infer.cli_generate import show_log
+    from infer.cli_start import show_log, take_devices
     from laneformer.checkpoint import checkpoint_files
-    from laneformer.mesh import use_host_devices
 
     show_log()
     began = time.perf_counter()
     try:
-        if options.devices > 1:
-            use_host_devices(options.devices)
+        take_devices(options.devices)
         engine = open_engine(
             options.checkpoint, options.backend, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
             threads=options.threads,

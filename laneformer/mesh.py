@@ -28,11 +28,13 @@ def use_host_devices(count: int) -> None:
 
 
 def join_hosts() -> None:
-    """Connects this process with the others of its job through `jax.distributed`. Call before the first JAX operation.
+    """Connects this process with the others of its job through `jax.distributed`, unless it is. Call before the first JAX operation.
 
     SLURM, Open MPI and Kubernetes are recognised by JAX; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process 0),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found.
     """
+    if jax.distributed.is_initialized():
+        return
     named = [os.environ.get(name) for name in JOB]
     try:
         count, index = (number and int(number) for number in named[1:])

@@ -1,8 +1,11 @@
-"""One process of a job that decodes together, each with an emulated GPU: run by test_gpu_processes.py with a port, its index and a folder.
+"""One process of a job that decodes together, each with an emulated GPU: run by test_gpu_processes.py with its index and a folder.
 
 Everything that is asked of the session and of the engine happens in all processes alike; what this one got goes into a file.
 """
 
+import contextlib
+import functools
+import io
 import json
 import os
 import signal
@@ -20,6 +23,7 @@ from test_gpu import jitted
 
 import infer
 import laneformer
+from infer.__main__ import main as command
 from infer.gpu_engine import CudaBackend
 
 PROCESSES, ROOM = 2, 16
@@ -77,10 +81,19 @@ def cancelled_by(index: int, session, config, mesh) -> list:
     return [status[0], session.finished, session.drawn(0, status[0][0]).tokens.tolist()]
 
 
-def load_engine(path: Path):
-    options = {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
-    CudaBackend.unavailable = classmethod(lambda cls, source: None)  # emulated devices are not JAX's
-    return infer.Engine.load(path, "cuda", devices=PROCESSES, **options)
+def use_emulated_devices() -> None:
+    """For backend cuda; they are not JAX's."""
+    CudaBackend.unavailable = classmethod(lambda cls, source: None)
+    CudaBackend.__init__ = functools.partialmethod(
+        CudaBackend.__init__, machine=MACHINE, compile_with=emulated.compile_with(MACHINE), driver=emulated.driver()
+    )
+
+
+def said(*arguments) -> tuple[int, str, str]:
+    """Status and output of a command that all processes run."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = command([*map(str, arguments), "--backend", "cuda", "--devices", str(PROCESSES), "--distributed"])
+    return status, out.getvalue(), err.getvalue()
 
 
 def generations(engine) -> list:
@@ -96,8 +109,13 @@ def generations(engine) -> list:
     return [tokens, reason]
 
 
-def main(port: str, index: int, folder: Path) -> None:
-    jax.distributed.initialize(f"localhost:{port}", PROCESSES, index)
+def main(index: int, folder: Path) -> None:
+    use_emulated_devices()
+    model, few = ("--checkpoint", folder / "model"), ("--context", 5, "--output-tokens", 6, "--runs", 1, "--warmup-runs", 0)
+    files = ("--json", folder / f"record{index}.json", "--trace", folder / f"trace{index}.json")
+    generate = said("generate", *model, "--prompt-ids", "3,1,4", "--max-new-tokens", 6, "--ignore-eos")
+    (folder / f"commands{index}.json").write_text(json.dumps([generate, said("bench", *model, *few, *files)]))
+
     config, weights = tiny()
     mesh = laneformer.make_mesh(4, lane=PROCESSES)
     session = emulated.make_session(config, weights, mesh=mesh, machine=MACHINE, chaos_us=20)
@@ -105,7 +123,7 @@ def main(port: str, index: int, folder: Path) -> None:
     graph = emulated.make_session(config, weights, mesh=mesh, machine=MACHINE, launch="graph")
     np.savez(folder / f"graph{index}.npz", *answers(graph, config, mesh))
     told = {f"cancelled by {by}": cancelled_by(by, session, config, mesh) for by in range(PROCESSES)}
-    told["engine"] = generations(load_engine(folder / "model"))
+    told["engine"] = generations(infer.Engine.load(folder / "model", "cuda", devices=PROCESSES))
     before = emulated.allocations()
     session.close()
     told["given back"] = before - emulated.allocations()
@@ -122,4 +140,4 @@ def main(port: str, index: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -53,14 +53,15 @@ def expected():
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, expected):
     """What the processes of decode_process.py have written, and how long the one that was left alone took to end."""
-    folder, port = tmp_path_factory.mktemp("job"), str(free_port())
+    folder = tmp_path_factory.mktemp("job")
     paths = os.pathsep.join(map(str, (ROOT / "tests/custom_calls", ROOT / "tests", ROOT)))
     save_hf(decode_process.with_lanes_own(), folder / "model")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    command = [sys.executable, decode_process.__file__, port]
+    environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(decode_process.PROCESSES)}
+    piped = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = [
-        subprocess.Popen([*command, str(i), str(folder)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for i in range(decode_process.PROCESSES)
+        subprocess.Popen([sys.executable, decode_process.__file__, i, str(folder)], env=environment | {"JAX_PROCESS_ID": i}, **piped)
+        for i in map(str, range(decode_process.PROCESSES))
     ]
     try:
         said = [processes[1].communicate(timeout=300)[0]]
@@ -101,6 +102,20 @@ def test_engines_generate_together(job):
     xla = infer.Engine(decode_process.with_lanes_own(), "xla")
     assert tokens == [list(xla.generate(prompt, max_new_tokens=6)) for prompt in (small.prompt_of(xla.config, 100), [1])]
     assert reason == "cancelled", "by the other process"
+
+
+@pytest.mark.slow
+def test_commands_join_the_job_and_the_first_process_speaks(job):
+    folder = job[0]
+    (generate, bench), others = (json.loads((folder / f"commands{i}.json").read_text()) for i in range(decode_process.PROCESSES))
+    tokens = infer.Engine(decode_process.with_lanes_own(), "xla").generate([3, 1, 4], max_new_tokens=6, stop_tokens=())
+    assert generate[:2] == [0, ",".join(map(str, tokens)) + "\n"] and "backend cuda, 2 x" in generate[2]
+    assert bench[0] == 0 and "model, cuda" in bench[1] and "run 1 of 1" in bench[2]
+    assert others == [[0, "", ""]] * 2
+    assert sorted(path.name for path in folder.glob("record*") if path.suffix == ".json") == ["record0.json"]
+    spans = json.loads((folder / "trace0.json").read_text())["traceEvents"]
+    assert {span["tid"] for span in spans if span["ph"] == "X"} == set(range(decode_process.MACHINE.ctas)), "those of its own device"
+    assert not (folder / "trace1.json").exists()
 
 
 @pytest.mark.slow

@@ -126,11 +126,12 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
         (("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs = 21: give a whole number from 0 to 20"),
         (("--prompt", "a", "--devices", "0"), "--devices 0: give at least 1"),
         (("--prompt", "a", "--devices", "3"), "8 lanes spread over 1, 2, 4, 8"),
+        (("--prompt", "a", "--distributed"), "cannot join the other processes"),
         (("--prompt-file", "/nonexistent"), "No such file"),
     ],
 )
 def test_errors_are_one_line(checkpoint, capsys, monkeypatch, args, message):
-    monkeypatch.setattr("infer.cli_generate.use_host_devices", lambda count: None)  # this process has its eight already
+    monkeypatch.setattr("infer.cli_start.use_host_devices", lambda count: None)  # this process has its eight already
     assert main(["generate", "--checkpoint", str(checkpoint), "--backend", "xla", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
