@@ -27,8 +27,10 @@ HIP_FLAGS = (
     "-std=c++17",
     "-ffp-contract=fast",
     "-mllvm",
-    "-disable-machine-licm",
-)  # what it moves out of the loop over passes does not fit the registers
+    "-disable-machine-licm",  # what it moves out of the loop over passes does not fit the registers
+    "-mllvm",
+    "-instcombine-max-copied-from-constant-users=100000",  # or the launch's parameters are copied into each thread's own memory
+)
 
 
 def image(

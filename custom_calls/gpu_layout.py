@@ -223,7 +223,7 @@ class Layout:
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
             2 * even(partial) + 2 * even(warps) + even(max(self._attention_floats, sampler)) + even(s.heads * s.head_dim)
-            + even(p["out"].rows) + even(self.table.history * p["out"].rows) + 2 * even(p["head"].rows)
+            + even(p["out"].rows) + even(self.table.history * p["out"].rows) + 2 * even(p["head"].rows) + 2
         )  # fmt: skip
 
     @cached_property

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,11 +32,18 @@ MOST_DEVICES = 8  # gpu/params.h
 HANDLE_BYTES = 64  # gpu_host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
+CAPABILITIES = {"cuda": ("9.0", "H100 and H200"), "hip": ("gfx942", "MI300X")}  # as JAX tells it of a device, and who has it
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",
     "overlapping graph": "one kernel per op, under a CUDA graph with programmatic dependent launches",
 }
+
+
+def machine_of(platform: str, device: jax.Device) -> Machine:
+    """An H200 or MI300X, with fewer CTAs where the device has fewer multiprocessors."""
+    machine = MACHINES[platform]
+    return replace(machine, ctas=min(machine.ctas, getattr(device, "core_count", machine.ctas)))
 
 
 class GpuSession(Running):
@@ -57,7 +65,7 @@ class GpuSession(Running):
     ):  # fmt: skip
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first local device.
 
-        platform: "cuda" or "hip". machine: by default an H200 or MI300X; ctas and warps may be chosen with it. chaos_us, compile_with and
+        platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it. chaos_us, compile_with and
         driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer
         after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of
         every pass by itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are there
@@ -80,7 +88,7 @@ class GpuSession(Running):
         table = Table.of(schedule, shapes.hidden)
         try:
             self.layout = Layout(
-                shapes, table, tuple(window or 0 for window in windows), machine or MACHINES[platform],
+                shapes, table, tuple(window or 0 for window in windows), machine or machine_of(platform, devices[0]),
                 1 if peer_ctas else shapes.lanes // len(devices), peer_ctas,
             )
             header = self.layout.header

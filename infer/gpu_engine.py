@@ -11,7 +11,7 @@ import custom_calls
 from custom_calls.build import BuildError
 from custom_calls.gpu_build import compiler
 from custom_calls.gpu_layout import Machine
-from custom_calls.gpu_session import ARCHITECTURES, LAUNCHES, GpuSession
+from custom_calls.gpu_session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.backend import Source, device_name, power_of_two
 from infer.native_engine import NativeBackend, kernel_shapes
 from laneformer.cache import Cache
@@ -41,6 +41,9 @@ class GpuBackend(NativeBackend):
             source.mesh is None or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
         ):
             return "the job has several processes: give it a mesh with devices of each of them (devices=...), or use backend xla"
+        capability, (wanted, which) = str(device.compute_capability), CAPABILITIES[cls.platform]
+        if not capability.startswith(wanted):
+            return f"{device.device_kind} has compute capability {capability}: the kernel is written for {wanted} ({which})"
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use backend xla"
         try:

@@ -4,6 +4,8 @@ scripts/gpu_check.sh runs this. It needs nothing but Python: `--wheels` brings p
 """
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "custom_calls" / "gpu" / "bench"
 RESERVE = 15  # seconds for the report
 RINGS = {  # warps, lines of 512 bytes in a slot, slots of a warp; the first is the one for everything, as the decode kernel has it
-    "micro": (8, 8, 6), "ring_2k": (8, 4, 12), "ring_4k_128": (8, 8, 4), "ring_4k_64": (8, 8, 2), "ring_8k": (8, 16, 3),
-    "ring_8k_4_warps": (4, 16, 6), "ring_16k_4_warps": (4, 32, 3),
+    "micro": (8, 8, 6), "ring_unfenced": (8, 8, 6, 1), "ring_2k": (8, 4, 12), "ring_4k_128": (8, 8, 4), "ring_4k_64": (8, 8, 2),
+    "ring_8k": (8, 16, 3), "ring_8k_4_warps": (4, 16, 6), "ring_16k_4_warps": (4, 32, 3),
 }  # fmt: skip
 MODEL = "laneformer_2b"
 PYTHON = sys.executable
@@ -28,7 +30,9 @@ SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
 # The reference must not be rounded to TF32, and several processes share the memory.
 TESTS = {"LANEFORMER_TEST_GPU": "cuda", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/custom_calls/test_gpu_steps.py", "tests/infer/test_gpu_engine.py")
-SMALLEST = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", TEST_FILES[0], "-k", "test_layouts and dtp")
+PYTEST = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark")  # pytest-benchmark warns of xdist, and ends it
+SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
+NEEDED = {"infer": "tyro", "scripts.gpu_rank": "tyro", "pytest": "xdist"}  # by programs of ours, or tests, that not every machine has
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def stages() -> list[Stage]:
     """All of them, what matters most first: the last ones are left out if the time is over."""
 
     def nvcc(name: str, ring: tuple[int, int, int]) -> tuple[str, ...]:
-        options = (f"-DLF_{option}={value}" for option, value in zip(("WARPS", "SLOT_LINES", "SLOTS"), ring, strict=True))
+        options = (f"-DLF_{option}={value}" for option, value in zip(("WARPS", "SLOT_LINES", "SLOTS", "UNFENCED"), ring, strict=False))
         return (
             "nvcc", "-std=c++17", "-O3", "--cudart", "static", "-gencode=arch=compute_90a,code=sm_90a", "--diag-suppress=186", *options,
             f"-I{BENCH}", f"-I{BENCH.parent}", str(BENCH / "micro.cu"), "-o", f"{{out}}/{name}",
@@ -58,7 +62,9 @@ def stages() -> list[Stage]:
         return (PYTHON, "-m", "infer", "bench", "--checkpoint", MODEL, *options, "--json", f"{{out}}/{name}.json")
 
     def checker(name: str) -> Stage:
-        return Stage(name, 90, (("compute-sanitizer", "--tool", name, "--error-exitcode", "9", *SMALLEST),), TESTS, may_time_out=True)
+        # Our kernels alone, and not the calls of the driver that XLA makes to see whether they fail.
+        only = ("--kernel-name", "kns=laneformer", "--report-api-errors", "no", "--launch-timeout", "0", "--error-exitcode", "9")
+        return Stage(name, 90, (("compute-sanitizer", "--tool", name, *only, *SMALLEST),), TESTS, may_time_out=True)
 
     sustained = ("--output-tokens", "1024", "--runs", "5", "--warmup-runs", "1")
     short = ("--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
@@ -72,7 +78,7 @@ def stages() -> list[Stage]:
             bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "128,1024,3072", *sustained,
                   "--trace", "{out}/trace.json.gz"),
         )),
-        Stage("correctness", 140, ((PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4", *TEST_FILES),), TESTS),
+        Stage("correctness", 140, ((*PYTEST, "-n", "4", *TEST_FILES),), TESTS),
         Stage("compare", 140, (
             bench("compare-float16", "--compare", "cuda,cuda-graph,xla", "--dtype", "float16", "--context", "128,1024,3072", *short),
         )),
@@ -105,9 +111,11 @@ class Outcome:
 
 
 def missing(stage: Stage) -> list[str]:
-    """Programs of a stage that this machine does not have, those apart that an earlier stage builds."""
+    """Programs and Python packages of a stage that this machine does not have, those apart that an earlier stage builds."""
     programs = {command[0] for command in stage.commands} - {f"{{out}}/{name}" for name in RINGS}
-    return sorted(program for program in programs if not shutil.which(program, path=SEARCH))
+    packages = {package for program, package in NEEDED.items() if any(program in command for command in stage.commands)}
+    lacking = [program for program in programs if not shutil.which(program, path=SEARCH)]
+    return sorted(lacking + [f"{package} (pip install it, or --wheels)" for package in packages if not importlib.util.find_spec(package)])
 
 
 def filled(command: Iterable[str], out: Path) -> list[str]:
@@ -126,7 +134,8 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
             states.append((number, process.wait(max(0.1, began + seconds - time.monotonic()))))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver
+                process.wait(10)
             states.append((number, None))
 
     for number, command in enumerate(stage.commands):
@@ -198,7 +207,7 @@ def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
 
 
 def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
-    """Writes report.json and report.md; returns the latter's text."""
+    """Writes report.json and report.md; returns the latter's text without the microbenchmarks, of which there are many."""
     lines, bench = measurements(out), records(out)
     data = {
         "stages": [vars(outcome) for outcome in outcomes], "micro": lines,
@@ -213,11 +222,9 @@ def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
         text += ["", "## One backend beside another", "", *(f"- {note}" for note in compared)]
     if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
         text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
-    if lines:
-        text += ["", "## Microbenchmarks", "", *micro_table(lines)]
-    whole = "\n".join(text) + "\n"
-    (out / "report.md").write_text(whole)
-    return whole
+    more = ["", "## Microbenchmarks", "", *micro_table(lines)] if lines else []
+    (out / "report.md").write_text("\n".join([*text, *more]) + "\n")
+    return "\n".join(text) + "\n"
 
 
 def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
@@ -226,6 +233,7 @@ def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
     wheels = sorted(map(str, folder.glob("*.whl")))
     command = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site), *wheels]
     subprocess.run(command, check=True)
+    sys.path.append(str(site))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), environment.get("PYTHONPATH"))))
 
 
@@ -252,7 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH, "JAX_PLATFORMS": "cuda,cpu"}
+    # Stages run the same programs of XLA in processes of their own.
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(out / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
     if options.wheels:
         with_wheels(options.wheels, out, environment)
     outcomes = []
@@ -265,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(out, outcomes)  # after each: a later one may be interrupted
     benches = records(out)
     print(report(out, outcomes, bench_table(benches, environment) if benches else ""))
+    print(f"Microbenchmarks and all of the above: {out / 'report.md'}")
     return int(any(outcome.bad for outcome in outcomes))
 
 

@@ -13,8 +13,9 @@ import jax
 import laneformer
 
 laneformer.use_host_devices(8)
-jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if "LANEFORMER_TEST_GPU" not in os.environ:  # there it is the programs that count
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run as a background job, which ignores Ctrl-C
 

@@ -26,7 +26,6 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   Progress now = {0, p.prompt[0], 0, kLength, 0};
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
     const int position = control.start + now.pass;
-    sampler.look();
     decoder.embed(now.token, tag);
     for (int layer = 0; layer < kLayers; layer++) {
       watch.layer = layer;

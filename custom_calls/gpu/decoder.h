@@ -25,9 +25,10 @@ static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has a tag of it
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
   float *partial[2], *squares[2], *scratch, *merged, *x, *history, *logits, *z;
+  int* cancel;
 
   static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) + even(kHeads * kHeadDim) +
-                                 even(Out::kRows) + even(kHistory * Out::kRows) + 2 * even(Head::kRows);
+                                 even(Out::kRows) + even(kHistory * Out::kRows) + 2 * even(Head::kRows) + 2;
 
   static_assert(kFloats == kSharedFloats, "gpu_layout.py counts otherwise");
 
@@ -43,6 +44,7 @@ struct Shared {
     merged = take(kHeads * kHeadDim);
     x = take(Out::kRows), history = take(kHistory * Out::kRows);
     logits = take(Head::kRows), z = take(Head::kRows);
+    cancel = (int*)take(1);
   }
 };
 
@@ -270,7 +272,7 @@ LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int 
   const int place = lane * kCtas + c;
   const int first = kHeadType == 2 ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
   const int rows = Decoder::rows_of(first, Head::kRows, kHeadType == 2 ? (lane + 1) * (kVocab / kLanes) : kVocab);
-  return {p, shared.logits, shared.z, shared.scratch, watch, place, first, rows, cta() == 0};
+  return {p, shared.logits, shared.z, shared.scratch, shared.cancel, watch, place, first, rows, cta() == 0};
 }
 
 // All CTAs of all devices are there, and have ended the call before: what they read in it may be written again.

@@ -81,13 +81,13 @@ class Watch {
   u64 began_ = 0;
 };
 
-// What each thread reads at n places of a board, `per` words from each (those beyond `end` are 0; whole: there are none). One word is looked
-// at alone until it has come: many CTAs that look at everything all the time would take the memory's bandwidth from the weights.
-template <bool whole, int n, int per, class Place>
+// What each thread reads at n places of a board, `per` words from each (those beyond `end` are 0; whole: there are none). patient: one word
+// is looked at alone until it has come, since many CTAs that look at everything all the time take bandwidth from the weights.
+template <bool whole, bool patient = true, int n, int per, class Place>
 LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   int spins = 0;
-  if ((!kSteps || where == kAtPacket) && (whole || place(0) < end))  // an earlier launch's words have all come
+  if (patient && (!kSteps || where == kAtPacket) && (whole || place(0) < end))  // an earlier launch's words have all come
     while (!has_come(load_word(board + place(0)), tag))
       if (!watch.go_on(spins, where, place(0))) break;
   for (;;) {

@@ -150,8 +150,8 @@ LF_DEVICE Words load_words(const u64* p) {
   return v;
 }
 LF_DEVICE void store_word(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-LF_DEVICE void fence_device() { __threadfence(); }
-LF_DEVICE void fence_system() { __threadfence_system(); }
+LF_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+LF_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 template <class T>
 LF_DEVICE T load_between_ctas(const T* p) {  // past the first-level cache, which other CTAs' writes do not reach
@@ -203,6 +203,12 @@ LF_DEVICE u64 stream_policy() {  // what is read once per token must not push th
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+// Copies write past what orders loads and stores: what this thread has read comes before a copy over it that another one orders after a barrier.
+LF_DEVICE void reads_done() {
+#if !defined(LF_UNFENCED)  // which shows what it costs
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");

@@ -60,29 +60,31 @@ struct Sampler {
   float* logits;  // shared memory, [rows of the head here]
   float* z;
   float* scratch;
+  int* cancel;  // shared memory, where it stays: whether the next packet ends the call
   Watch& watch;
   int place, first, count;  // of the CTA among all; its tokens
   bool leader;              // writes the results of this device
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
   u32 key[2] = {};
-  int cancel = 0;
 
   LF_DEVICE void configure() {
     temperature = p.settings[0], top_p = p.settings[1], min_p = p.settings[2], penalty = p.settings[3];
     top_k = p.control[3];
     key[0] = p.key[0], key[1] = p.key[1];
+    if (thread() == 0) *cancel = 0;
   }
 
-  // At the start of a pass: the host's memory is far away, and the answer is not needed before the end.
-  LF_DEVICE void look() {
-    if (leader && p.tells && thread() == kCancelWord) cancel = *(volatile const int*)&p.host->cancel;
+  // The host's memory is far away: it is asked while packets come, by a thread whose warp has few of them to wait for.
+  LF_DEVICE void look() const {
+    if (leader && p.tells && thread() == kThreads - kWarpSize) *cancel = *(volatile const int*)&p.host->cancel;
   }
 
   // A pass without a head: only whether to go on.
   LF_DEVICE bool absorb(u32 tag, int parity) {
     sync_cta();  // the scratch is free
     publish(tag, parity, 0, 0, {0, -1}, 0);
+    if (!kSteps) look();
     Best best;
     float largest, sum, logit;
     return collect(tag, parity, largest, sum, best, logit);
@@ -121,6 +123,7 @@ struct Sampler {
     sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
     publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
+    if (!kSteps) look();
 
     float logit;
     const bool cancelled = collect(tag, parity, largest, sum, best, logit);
@@ -181,7 +184,7 @@ struct Sampler {
     watch.delay();
     if (thread() >= kPacketWords) return;
     fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this packet
-    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)cancel};
+    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*cancel};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++)
       if (thread() == i) value = values[i];

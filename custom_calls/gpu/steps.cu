@@ -90,6 +90,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
     case kStepHead: {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
       sampler.configure();
+      sync_cta();
       sampler.look();
       if (draws) {
         decoder.head(tag, sampler.count);

@@ -97,8 +97,10 @@ class Ring {
   }
 
   LF_DEVICE void release() {
+    if (line_ - freed_ < kSlotLines) return;
+    reads_done();
+    sync_warp();  // all have read it
     while (line_ - freed_ >= kSlotLines) {
-      sync_warp();  // all have read it
       issue(freed_ / kSlotLines % kSlots);
       freed_ += kSlotLines;
     }

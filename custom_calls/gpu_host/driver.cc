@@ -81,8 +81,6 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(launch_configured_, "cuLaunchKernelEx", nullptr);
   find(launch_plain_, nullptr, "hipModuleLaunchKernel");
   check(init_(0), "start the driver");
-  if (hip_) return;
-  for (int device = 0; device < devices() && device < 64; device++) check(retain_(&contexts_[device], device), "use the device");
 }
 
 void Driver::check(int status, const char* what) const {
@@ -103,7 +101,15 @@ int Driver::devices() const {
   return count;
 }
 
-void Driver::use(int device) const { check(hip_ ? set_device_(device) : set_context_(contexts_[device]), "use the device"); }
+// That of JAX too. A context on a device that is not used would take its memory, and may be forbidden.
+void* Driver::context(int device) const {
+  const std::lock_guard<std::mutex> lock(retaining_);
+  void*& context = contexts_[device];
+  if (!context) check(retain_(&context, device), "use the device");
+  return context;
+}
+
+void Driver::use(int device) const { check(hip_ ? set_device_(device) : set_context_(context(device)), "use the device"); }
 
 int Driver::multiprocessors(int device) const {
   int value = 0;
@@ -146,7 +152,10 @@ Address Driver::allocate(size_t bytes) const {
 }
 
 void Driver::release(Address address) const { release_(address); }
-void Driver::clear(Address address, size_t bytes) const { check(clear_(address, 0, bytes), "clear memory"); }
+void Driver::clear(Address address, size_t bytes) const {
+  check(clear_(address, 0, bytes), "clear memory");
+  synchronize();  // the stream of the next launch would not wait for it
+}
 void Driver::copy_from(void* to, Address from, size_t bytes) const { check(copy_(to, from, bytes), "copy from the device"); }
 
 void* Driver::allocate_host(size_t bytes) const {
@@ -165,7 +174,7 @@ void Driver::share(int device, int peer) const {
     throw std::runtime_error("devices " + std::to_string(device) + " and " + std::to_string(peer) +
                              " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
   constexpr int kAlready = 704;  // in both
-  const int status = hip_ ? share_device_(peer, 0) : share_(contexts_[peer], 0);
+  const int status = hip_ ? share_device_(peer, 0) : share_(context(peer), 0);
   if (status != kAlready) check(status, "let devices write to each other's memory");
 }
 

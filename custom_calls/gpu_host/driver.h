@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -56,6 +58,7 @@ class Driver {
 
  private:
   void check(int status, const char* what) const;
+  void* context(int device) const;
 
   bool hip_;
   int (*error_text_)(int, const char**) = nullptr;
@@ -95,7 +98,8 @@ class Driver {
   int (*destroy_executable_)(void*) = nullptr;
   int (*launch_configured_)(const void*, void*, void**, void**) = nullptr;
   int (*launch_plain_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
-  void* contexts_[64] = {};
+  mutable std::mutex retaining_;
+  mutable std::map<int, void*> contexts_;
 };
 
 }  // namespace gpu

@@ -3,8 +3,10 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "custom_calls"))
@@ -14,6 +16,7 @@ import small
 
 import infer
 from custom_calls import NativeError
+from custom_calls.gpu_session import machine_of
 from custom_calls.trace import spans_needed, write_perfetto
 from infer import Sampling
 from infer.backend import ModelSource
@@ -101,7 +104,8 @@ def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
 
 def test_conditions_and_a_trace(engine, tmp_path, model):
     conditions = engine.conditions
-    assert conditions["backend"] == "cuda" and conditions["threads_per_cta"] == 64 and conditions["ctas"] == engine.session.layout.grid
+    layout = engine.session.layout
+    assert [conditions[name] for name in ("backend", "threads_per_cta", "ctas")] == ["cuda", layout.threads, layout.grid]
     engine.session.trace(spans_needed(model.config.num_hidden_layers, 1, 3))
     list(engine.generate([1], max_new_tokens=3))
     count = write_perfetto(tmp_path / "trace.json", engine.session)
@@ -127,4 +131,13 @@ def test_why_it_is_not_available(model):
     assert "needs GPUs of AMD" in HipBackend.unavailable(ModelSource(model))
     with pytest.raises(ConfigError, match="driver cannot be loaded"):
         infer.Engine(model, "cuda", **DEVICES, driver=Path("/nowhere/libcuda.so.1"))
-    assert GpuBackend.unavailable.__func__(CudaBackend, ModelSource(model)) == "JAX's devices here are cpu: it needs GPUs of NVIDIA"
+    unavailable = GpuBackend.unavailable.__func__
+    assert unavailable(CudaBackend, ModelSource(model)) == "JAX's devices here are cpu: it needs GPUs of NVIDIA"
+    source = ModelSource(model)
+    client = SimpleNamespace(platform_version="cuda 13000")
+    device = SimpleNamespace(platform="gpu", client=client, device_kind="NVIDIA A100", compute_capability="8.0", process_index=0)
+    source.mesh = SimpleNamespace(devices=np.array([device]))
+    assert unavailable(CudaBackend, source) == "NVIDIA A100 has compute capability 8.0: the kernel is written for 9.0 (H100 and H200)"
+    device.compute_capability, device.core_count = "9.0", 114
+    assert unavailable(CudaBackend, source) is None
+    assert machine_of("cuda", device).ctas == 114 and machine_of("cuda", SimpleNamespace(core_count=132)).ctas == 128

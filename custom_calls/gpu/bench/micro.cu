@@ -243,14 +243,14 @@ struct Bench {
           rate((i64)128 * kWarps * lines * kLineBytes, stream));
     for (const int words : {384, 1536, kWidest})
       for (const int group : {16, 32, 64, 128})
-        for (const bool flags : {false, true})
+        for (const std::string form : {"tags", "tags, all looked at", "flags"})
           for (const int between : {0, lines}) {
-            job.words = words, job.group = group, job.flags = flags;
+            job.words = words, job.group = group, job.flags = form == "flags", job.at_once = form == "tags, all looked at";
             const Numbers us = measured(true, between);
             char more[80] = "";
             if (between) std::snprintf(more, sizeof more, ", \"above_stream_us\": %.4f", us.median - stream.median);
-            print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"" + (flags ? "flags" : "tags") + "\", " +
-                                                       field("words", words) + ", " + field("group", group) + ", " + field("lines_between", between)),
+            print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"" + form + "\", " + field("words", words) + ", " +
+                                                       field("group", group) + ", " + field("lines_between", between)),
                   us, more);
           }
   }

@@ -27,7 +27,7 @@ struct Job {
   u64* done;      // words of the device
   u32 first_tag;
   int rounds, lines, group, words;
-  bool edges, flags, ping;
+  bool edges, flags, at_once, ping;
   i64 bytes, buffer;
 };
 
@@ -140,6 +140,7 @@ LF_KERNEL void burst(LF_PARAMS, const Job job) {
       const u32 at = taken + n;
       while (!barrier_passed(&barriers[warp()][at % slots], at / slots & 1)) pause();
       for (int i = warp_lane() * 16; i < bytes; i += kLineBytes) mixed ^= mix(load_vec(own + at % slots * bytes + i));
+      reads_done();
       sync_warp();
       if (n + slots < count) issue(n + slots);
     }
@@ -191,7 +192,12 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
     } else {
       for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
       float x[each][8];
-      read_words<false>(board, job.words, tag, [](int v) { return (v * kThreads + thread()) * 8; }, x, watch, kAtVector);
+      const auto place = [](int v) { return (v * kThreads + thread()) * 8; };
+      if (job.at_once) {
+        read_words<false, false>(board, job.words, tag, place, x, watch, kAtVector);
+      } else {
+        read_words<false>(board, job.words, tag, place, x, watch, kAtVector);
+      }
       LF_UNROLL for (int v = 0; v < each; v++) total += x[v][0] * 1e-9f;
     }
     sync_cta();

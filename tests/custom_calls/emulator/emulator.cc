@@ -1,6 +1,8 @@
 // Runs the decode kernel on the CPU: see port_host.h. Compiled for one model, like the kernel itself.
 #include "kernel.cu"
 
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 namespace emulator {
@@ -8,6 +10,8 @@ namespace emulator {
 thread_local Fiber* self = nullptr;
 
 namespace {
+
+thread_local std::vector<Fiber>* all = nullptr;
 
 extern "C" void laneformer_switch(void** from, void* to);
 asm(R"(
@@ -99,7 +103,16 @@ void meet(Group* group) {
   leave();
 }
 
+void read(const void* from) {
+  if (from < self->shared || from >= self->shared + laneformer::gpu::kRingBytes) return;
+  if (self->num_reads == std::size(self->reads)) std::fprintf(stderr, "reads_done is never called\n"), std::abort();
+  self->reads[self->num_reads++] = from;
+}
+
 void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+  for (const Fiber& reader : *all)
+    if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, [&](const void* read) { return read >= to && read < (char*)to + bytes; }))
+      std::fprintf(stderr, "a bulk copy may overtake a read of what it overwrites\n"), std::abort();
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
   std::memset(to, 0xff, bytes);
   copies.push_back({to, from, bytes, barrier});
@@ -117,6 +130,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   copies.clear();
   const int warps = kThreads / kWarpSize, count = grid * kThreads;
   std::vector<Fiber> fibers(count);
+  all = &fibers;
   std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
@@ -128,7 +142,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];
     const int c = i / kThreads, t = i % kThreads;
-    f = {nullptr, (char*)std::malloc(kStackBytes), shared[c], t, c, false, &warp_groups[(size_t)c * warps + t / kWarpSize], &blocks[c], 0, nullptr};
+    f = {nullptr, (char*)std::malloc(kStackBytes), shared[c], t, c, false, &warp_groups[(size_t)c * warps + t / kWarpSize], &blocks[c], 0, nullptr, 0, {}};
     void** top = (void**)(((uintptr_t)f.stack + kStackBytes) & ~(uintptr_t)15);
     *--top = nullptr;  // as if called: the stack is 8 bytes off a multiple of 16
     *--top = (void*)body;

@@ -35,6 +35,8 @@ struct Fiber {
   struct Group *warp, *block;
   uint64_t blocked_until;  // generation of `waits` that it waits for
   Group* waits;
+  int num_reads;
+  const void* reads[512];  // that a bulk copy may still overtake
 };
 
 struct Group {  // threads that meet
@@ -46,6 +48,7 @@ struct Group {  // threads that meet
 extern thread_local Fiber* self;
 void yield();                 // lets others run
 void meet(Group*);            // waits for all of the group
+void read(const void* from);  // 16 bytes
 void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
 
 }  // namespace emulator
@@ -83,6 +86,7 @@ LF_DEVICE T load_between_ctas(const T* p) {
 }
 LF_DEVICE Vec load_vec(const void* p) {
   if ((uintptr_t)p % 16) std::fprintf(stderr, "load_vec: %p is not aligned\n", p), std::abort();
+  emulator::read(p);
   Vec v;
   std::memcpy(&v, p, 16);
   return v;
@@ -127,6 +131,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // phases that have ended
 LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
+LF_DEVICE void reads_done() { emulator::self->num_reads = 0; }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { emulator::bulk_copy(to, from, bytes, barrier); }
 LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) { return (*(volatile u64*)barrier & 1) != parity; }
 
