@@ -19,6 +19,10 @@ constexpr int kThreads = kWarps * kWarpSize, kPer = kPerVec<kWeights>;
 template <class Shape>
 constexpr int kTogether = Shape::kVectors > 4 ? 1 : Shape::kSteps % 4 == 0 ? 4 : Shape::kSteps % 3 == 0 ? 3 : Shape::kSteps % 2 == 0 ? 2 : 1;
 
+// Threads of a group among which its sums end.
+template <class Shape>
+constexpr int kOwners = smaller_of(Shape::kGroup, kTogether<Shape> % 4 == 0 ? 4 : kTogether<Shape> % 2 == 0 ? 2 : 1);
+
 template <class Shape>
 constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 
@@ -42,7 +46,7 @@ constexpr int kNextColumn = Shape::kGroup * kPer;
 // weights are on their way.
 template <class Shape, class Load>
 LF_DEVICE void product(Stream& stream, float* partial, Load load) {
-  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>;
+  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>, owners = kOwners<Shape>;
   float* out = partial + afresh(warp() * kPaddedRows<Shape>);
   for (int segment = 0; segment < Shape::kSegments; segment++) {
     Vec lines[together * vectors];
@@ -62,12 +66,22 @@ LF_DEVICE void product(Stream& stream, float* partial, Load load) {
         }
         sums[t] = sum;
       }
+      // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends with sum i % owners.
       LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
-        LF_UNROLL for (int t = 0; t < together; t++) sums[t] += shuffle(sums[t], mask);
+        if (mask < owners) {
+          const bool upper = warp_lane() & mask;
+          LF_UNROLL for (int t = 0; t < together / mask; t += 2) {
+            const float kept = upper ? sums[t + 1] : sums[t], given = upper ? sums[t] : sums[t + 1];
+            sums[t / 2] = kept + shuffle(given, mask);
+          }
+        } else {
+          LF_UNROLL for (int t = 0; t < together / owners; t++) sums[t] += shuffle(sums[t], mask);
+        }
       }
-      if (warp_lane() % Shape::kGroup == 0) {
-        LF_UNROLL for (int t = 0; t < together; t++) {
-          float& sum = out[(step + t) * rows + warp_lane() / Shape::kGroup];
+      const int own = warp_lane() % Shape::kGroup;
+      if (own < owners) {
+        LF_UNROLL for (int t = 0; t < together / owners; t++) {
+          float& sum = out[(step + t * owners + own) * rows + warp_lane() / Shape::kGroup];
           sum = segment == 0 ? sums[t] : sum + sums[t];
         }
       }

@@ -65,20 +65,20 @@ class Ring {
   LF_DEVICE void take(Vec (&out)[n]) {
     static_assert(n + kSlotLines - 1 <= kRingLines, "the ring is smaller than what a step takes");
     await(line_ + n);
-    LF_UNROLL for (int i = 0; i < n; i++) {
-      out[i] = load_vec(ring_ + place_ * kLineBytes + warp_lane() * 16);
-      if (++place_ == kRingLines) place_ = 0;
+    const char* own = ring_ + warp_lane() * 16;
+    if (place_ + n <= kRingLines) {  // known distances: a load takes no other instruction
+      own += place_ * kLineBytes;
+      LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_vec(own + i * kLineBytes);
+    } else {
+      LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_vec(own + (place_ + i) % kRingLines * kLineBytes);
     }
-    line_ += n;
-    release();
+    pass_by(n);
   }
 
   // To the next border of a slot, where layers and head begin.
   LF_DEVICE void skip_padding(int lines) {
     await(line_ + lines);
-    line_ += lines;
-    place_ = (place_ + lines) % kRingLines;
-    release();
+    pass_by(lines);
   }
 
   // Nothing may be on its way when the kernel ends.
@@ -90,19 +90,23 @@ class Ring {
  private:
   LF_DEVICE void await(u32 line) {
     while ((int)(line - ready_) > 0) {
-      const u32 slot = ready_ / kSlotLines % kSlots, parity = ready_ / kRingLines & 1;
-      while (!barrier_passed(barriers_ + slot, parity)) pause();
+      while (!barrier_passed(barriers_ + ready_slot_, parity_)) pause();
       ready_ += kSlotLines;
+      if (++ready_slot_ == kSlots) ready_slot_ = 0, parity_ ^= 1;
     }
   }
 
-  LF_DEVICE void release() {
+  LF_DEVICE void pass_by(int lines) {
+    line_ += lines;
+    place_ += lines;
+    if (place_ >= kRingLines) place_ -= kRingLines;
     if (line_ - freed_ < kSlotLines) return;
     reads_done();
     sync_warp();  // all have read it
     while (line_ - freed_ >= kSlotLines) {
-      issue(freed_ / kSlotLines % kSlots);
+      issue(free_slot_);
       freed_ += kSlotLines;
+      if (++free_slot_ == kSlots) free_slot_ = 0;
     }
   }
 
@@ -119,8 +123,11 @@ class Ring {
   u64* barriers_;
   Course course_;  // of what is issued next
   u64 policy_ = 0;
-  u32 line_ = 0, place_ = 0;  // read next: counted from the start, and in the ring
+  u32 line_ = 0;  // read next, counted from the start
+  int place_ = 0;  // and in the ring
   u32 ready_ = 0, freed_ = 0;
+  int ready_slot_ = 0, free_slot_ = 0;
+  u32 parity_ = 0;
 };
 
 #else
