@@ -77,6 +77,7 @@ def stages() -> list[Stage]:
         Stage("decode", 120, (
             bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "128,1024,3072", *sustained,
                   "--trace", "{out}/trace.json.gz"),
+            (PYTHON, "-m", "scripts.plot_trace", "{out}/trace.json.gz", "--no-picture"),
         )),
         Stage("correctness", 140, ((*PYTEST, "-n", "4", *TEST_FILES),), TESTS),
         Stage("compare", 140, (
@@ -220,6 +221,8 @@ def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
         text += ["", "## Decoding", "", decoding]
     if compared := ratios(bench):
         text += ["", "## One backend beside another", "", *(f"- {note}" for note in compared)]
+    if (log := out / "decode-1.log").exists() and (spent := log.read_text(errors="replace")).startswith("| op |"):
+        text += ["", "## Where the time of a token goes", "", spent.strip()]
     if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
         text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
     more = ["", "## Microbenchmarks", "", *micro_table(lines)] if lines else []
