@@ -1,7 +1,7 @@
 """Eight host devices for the whole test run, asked for before anything touches JAX, and the same hypothesis examples every time.
 
-Programs are compiled without the optimizations that take long, here and in processes that tests start: most of the time of these
-tests is compiling. The programs stay the same; what is left out makes their machine code fast.
+Most of the time of these tests is compiling. Programs are compiled without the optimizations that take long, and kept for as long as the
+tests run, by all that enters them; both here and in processes that tests start. The programs stay the same.
 """
 
 import os
@@ -9,6 +9,7 @@ import signal
 
 import hypothesis
 import jax
+import pytest
 
 import laneformer
 
@@ -21,3 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests
 
 hypothesis.settings.register_profile("laneformer", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("laneformer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Where compiled programs are kept: a process that finds its programs starts in 2 s instead of 7."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

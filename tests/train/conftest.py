@@ -4,10 +4,8 @@ import shutil
 import signal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from tiny_recipe import RECIPE, finish, records, start, write_store
 
 import laneformer
@@ -16,34 +14,15 @@ from train.metrics import MetricsLog
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory) -> Path:
-    """Where compiled programs are kept during the session: a start that finds its programs takes 2 s instead of 7."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(compiled):
-    """The same for what tests compile in this process. Programs are keyed by all that enters them."""
-    settings = {"jax_compilation_cache_dir": str(compiled), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for values in (settings, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        reset_cache()
-        if values is settings:
-            yield
-
-
-@pytest.fixture(scope="session")
 def store(tmp_path_factory) -> Path:
     return write_store(tmp_path_factory.mktemp("corpus") / "store")
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, store, compiled) -> Path:
+def finished(tmp_path_factory, store) -> Path:
     """A run of the tiny recipe that nothing disturbed, in a process of its own. Read it, or take `finished_copy`."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    status, out, err = finish(start(run, store, compiled=compiled))
+    status, out, err = finish(start(run, store))
     assert (status, err) == (0, ""), "no warning of any library may reach a user of the command line"
     assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
     return run

@@ -353,18 +353,18 @@ def test_a_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, c
     assert "nothing to do" in capsys.readouterr().out
 
 
-def start(run: Path, store: Path, compiled: Path, *options: str) -> subprocess.Popen:
+def start(run: Path, store: Path, *options: str) -> subprocess.Popen:
     recipe = GRID.replace(":grid", ":registered")
     command = [sys.executable, "-m", "train.ablate", recipe, "--run", str(run), "--base.data.path", str(store), *options]
-    env = environment(compiled) | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = environment() | {"PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.exhaustive
-def test_a_real_grid_killed_and_resumed(tmp_path, store, compiled):
+def test_a_real_grid_killed_and_resumed(tmp_path, store):
     """Two cells, one with a layout that only the recipe's file registers; kill -9 in the middle, then to the end, then nothing to do."""
     run = tmp_path / "grid"
-    first = start(run, store, compiled)
+    first = start(run, store)
     try:
         assert wait_until(first, lambda: any(run.glob("cells/tp-*/checkpoints/3")))
         started = next(run.glob("cells/tp-*"))
@@ -372,13 +372,13 @@ def test_a_real_grid_killed_and_resumed(tmp_path, store, compiled):
         first.kill()
         first.communicate()
     assert not (started / "checkpoints" / "12").exists()
-    status, out, err = finish(start(run, store, compiled))
+    status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
     assert "0 cells are finished and kept, 1 go on, 1 are new" in out and "tp #0: goes on after step" in out and "twice #0: starts" in out
     _, made = read([GRID, "--run", str(run), "--base.data.path", str(store)])
     assert all(finished(cell) for cell in made.cells)
     assert f"| twice | 4 | 0 | {final_loss(made.cells[1]):.4f} |" in out and (run / "report.md").exists()
     before = {path: path.stat().st_mtime_ns for path in run.glob("cells/*/metrics.jsonl")}
-    status, out, err = finish(start(run, store, compiled))
+    status, out, err = finish(start(run, store))
     assert (status, err) == (0, "") and "2 cells are finished and kept, 0 go on, 0 are new" in out and "starts" not in out
     assert before == {path: path.stat().st_mtime_ns for path in run.glob("cells/*/metrics.jsonl")}

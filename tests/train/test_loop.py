@@ -23,7 +23,7 @@ from train.run_folder import only_one
 
 
 @pytest.mark.slow
-def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, compiled, finished, same_end):
+def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, finished, same_end):
     for attempt in range(3):  # a busy machine may look away whenever the run saves
         run = tmp_path / f"run{attempt}"
         status, _, err = kill_when(start(run, store), lambda run=run: lines(run) >= 20 and saving(run))
@@ -34,8 +34,8 @@ def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, sto
     before = losses(run)
     assert 17 <= len(before) < 60, "a line of times comes with every ten steps"
     assert before == losses(finished)[: len(before)], "two fresh processes, each with its own compilation"
-    assert kill_when(start(run, store, compiled=compiled), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
-    status, out, err = finish(start(run, store, compiled=compiled))
+    assert kill_when(start(run, store), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
+    status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
     assert "going on after step" in out
     same_end(run)
@@ -43,16 +43,16 @@ def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, sto
 
 
 @pytest.mark.slow
-def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_path, store, compiled, same_end):
+def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_path, store, same_end):
     run = tmp_path / "run"
     for number, status, at_least in ((signal.SIGTERM, 143, 7), (signal.SIGINT, 130, 25)):
-        got, _, err = kill_when(start(run, store, compiled=compiled), lambda at_least=at_least: lines(run) >= at_least, number)
+        got, _, err = kill_when(start(run, store), lambda at_least=at_least: lines(run) >= at_least, number)
         assert got == status
         stopped_at = len(losses(run))
         assert err.startswith(f"stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train ")
         assert str(run) in err and "Traceback" not in err
         assert (run / "checkpoints" / str(stopped_at) / "meta").is_dir()
-    status, out, err = finish(start(run, store, compiled=compiled))
+    status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
     assert f"going on after step {stopped_at} of {run}" in out
     same_end(run)

@@ -23,10 +23,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begin(place, compiled):
+def begin(place):
     """begin(run): the recipe in a process of its own."""
     paths = ["--then.long.data.path", str(place / "plain"), "--then.instruct.data.path", str(place / "plain"), str(place / "masked")]
-    return lambda run, *more: start(run, place / "plain", *paths, *more, compiled=compiled, recipe=PHASED)
+    return lambda run, *more: start(run, place / "plain", *paths, *more, recipe=PHASED)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ def free_port() -> int:
 class Job:
     """The tiny recipe in two processes of four devices each."""
 
-    def __init__(self, run, store, *options: str, compiled):
-        job = environment(compiled) | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    def __init__(self, run, store, *options: str):
+        job = environment() | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
         command = [sys.executable, "-m", "train", RECIPE, "--run", str(run), "--data.path", str(store), "--mesh.distributed", "True",
                    "--mesh.host-devices", "4", *options]  # fmt: skip
         self.processes = [
@@ -51,10 +51,10 @@ class Job:
 
 
 @pytest.mark.slow
-def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled, command, finished):
+def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, command, finished):
     """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken run."""
     run = tmp_path / "run"
-    with Job(run, store, compiled=compiled) as job:
+    with Job(run, store) as job:
         job.wait_for(lambda: lines(run) >= 12)
         job.processes[1].send_signal(signal.SIGTERM)
         first, second = job.end()
@@ -71,11 +71,11 @@ def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, compiled,
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_where_one_stopped(tmp_path, store, compiled, finished_copy, finished):
+def test_two_processes_go_on_where_one_stopped(tmp_path, store, finished_copy, finished):
     """On a mesh of 2 x 4: each process reads half of every batch."""
     for step in (50, 60):
         shutil.rmtree(finished_copy / "checkpoints" / str(step))
-    with Job(finished_copy, store, "--mesh.data", "2", "--mesh.lane", "4", compiled=compiled) as job:
+    with Job(finished_copy, store, "--mesh.data", "2", "--mesh.lane", "4") as job:
         first, second = job.end()
     assert first[0] == second[0] == 0, (first, second)
     assert "going on after step 40" in first[1] and "60 steps done" in first[1]
@@ -84,10 +84,10 @@ def test_two_processes_go_on_where_one_stopped(tmp_path, store, compiled, finish
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store, compiled):
+def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store):
     """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""
     run = tmp_path / "run"
-    with Job(run, store, "--steps", "100000", compiled=compiled) as job:
+    with Job(run, store, "--steps", "100000") as job:
         job.wait_for(lambda: lines(run) >= 12)
         job.processes[1].kill()
         began = time.monotonic()

@@ -232,10 +232,10 @@ def test_a_full_disk_is_told_before_it_is_written_to(finished_copy, trainer, ope
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(tmp_path, store, compiled, command, same_end):
+def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(tmp_path, store, command, same_end):
     """`ulimit -f`: no file above 16 KiB, as if the disk filled up while a checkpoint is written."""
     run = tmp_path / "run"
-    status, _, err = finish(start(run, store, compiled=compiled, limit="-f 16"))
+    status, _, err = finish(start(run, store, limit="-f 16"))
     assert status == 2
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert "File too large" in err

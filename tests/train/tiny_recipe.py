@@ -79,26 +79,18 @@ def write_store(
     return path
 
 
-def environment(compiled: Path | None = None) -> dict[str, str]:
-    """For a process of the command: nothing asks JAX for devices. compiled: where to find and keep compiled programs."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
-    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # or it would not compile what the tests compile in their own process
-    if compiled:
-        kept |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return kept
+def environment() -> dict[str, str]:
+    """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests' own process."""
+    compiling = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    return {name: value for name, value in os.environ.items() if name in compiling or not name.startswith(("XLA_", "PJRT_", "JAX_"))}
 
 
-def start(
-    run: Path, store: Path, *options: str, compiled: Path | None = None, limit: str = "", recipe: str = RECIPE
-) -> subprocess.Popen:
-    """`python -m train` of the tiny recipe, or another, in a process of its own.
-
-    compiled: see `environment`. limit: for the shell's ulimit.
-    """
+def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
+    """`python -m train` of the tiny recipe, or another, in a process of its own. limit: for the shell's ulimit."""
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(compiled), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
