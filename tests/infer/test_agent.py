@@ -181,7 +181,7 @@ def test_an_error_in_the_middle_keeps_the_record(task, tmp_path, capsys):
     assert record["verdict"] == "error" and len(record["turns"]) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interruption_keeps_the_record(task, tmp_path, number):
     with Scripted(WRONG, "slow " * 1000, pause=0.2) as server:
         running = start(task, "--base-url", server.url, "--workspace", tmp_path / "work")

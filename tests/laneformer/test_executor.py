@@ -193,7 +193,7 @@ def test_every_row_in_the_model_on_one_device_and_on_a_mesh(layout):
         assert tiny.difference(tiny.random_model(values, lane_devices=4)(ids), expected) < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["desync(2)", "dtp(1.5)"])
+@pytest.mark.parametrize("layout", ["desync(2)", pytest.param("dtp(1.5)", marks=pytest.mark.slow)])
 def test_rows_on_two_devices_and_in_pieces(layout):
     """A cached prefill and steps on two devices give the uncached logits of one."""
     values = tiny.values(layout=layout, **LANE_NORMS)

@@ -94,7 +94,7 @@ def test_eight_devices_give_the_gradients_of_one(layout):
     assert apart(of_one_device(layout), flat(gradient)) < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["laneformer", "desync(2)"])
+@pytest.mark.parametrize("layout", ["laneformer", pytest.param("desync(2)", marks=pytest.mark.slow)])
 def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
     """(data = 2, lane = 4): weights split over both axes, the batch over data."""
     values = tiny.values(layout=layout, **EIGHT)

@@ -40,7 +40,10 @@ def test_dense_models_become_lanes(folder, lanes):
     assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
 
 
-@pytest.mark.parametrize(("folder", "devices"), [(folder, 2 if i % 2 else 4) for i, folder in enumerate(DENSE)], ids=name_of)
+@pytest.mark.parametrize(
+    ("folder", "devices"),
+    [pytest.param(folder, 4 - i % 2 * 2, marks=() if i < 2 else pytest.mark.slow, id=folder.name) for i, folder in enumerate(DENSE)],
+)
 def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
     """Greedy tokens by cached steps, and what was spread over devices is what one device has."""
     io = np.load(folder / "io.npz")

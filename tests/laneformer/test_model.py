@@ -181,7 +181,7 @@ def test_random_models_on_meshes(name, devices):
     assert tiny.difference(logits, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["last two layers slide", "window of one key, all but one"])
+@pytest.mark.parametrize("name", ["last two layers slide", pytest.param("window of one key, all but one", marks=pytest.mark.slow)])
 def test_random_models_in_pieces(name):
     values = tiny.values(**FURTHER[name])
     ids = tiny.token_ids(values["vocab_size"])
@@ -189,7 +189,7 @@ def test_random_models_in_pieces(name):
     assert tiny.difference(_run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("length", [1, 32])
+@pytest.mark.parametrize("length", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_shortest_and_longest_texts(length):
     values = tiny.values(sliding_window=4, sliding_window_n_layers=2)
     ids = tiny.token_ids(40, (1, length)) if length > 1 else np.array([[39]], np.int32)
