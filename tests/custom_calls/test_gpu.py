@@ -1,8 +1,8 @@
 """The GPU kernel under jax.jit, on emulated GPUs (or real ones, see emulated.py): the logits of every layout, head and size, its sampling,
 its exchange under delays, its errors.
 
-What the emulator shows: the order of waits and what they wait for, that no copy is read before it has come, every number. What it
-cannot show: the memory model of a GPU, and speed.
+What the emulator shows: the order of waits and what they wait for, that no copy is read before it has come or overtakes a read, every
+number. What it cannot show: the memory model of a GPU, and speed.
 """
 
 import threading
@@ -18,8 +18,9 @@ import small
 from test_decode import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
 
 import custom_calls
+from configs.laneformer_2b import laneformer_2b
 from custom_calls import ENDS, NativeError
-from custom_calls.gpu_layout import Machine
+from custom_calls.gpu_layout import H200, Machine
 from infer.sampling import sample
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -101,6 +102,14 @@ def test_caches_of_two_bytes(dtype):
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
     tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
     check(small.model_logits, config, small.make_weights(config, dtype), compute=dtype, tolerance=tolerance)
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+def test_the_2b_on_the_machine_that_it_is_laid_out_for():
+    """Three layers of it and a small vocabulary, on 128 CTAs of 256 threads: four minutes, 6 GB."""
+    config = laneformer_2b().model.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
+    check(small.model_logits, config, small.make_weights(config, "bfloat16"), prompt=1, limit=2, machine=H200, timeout_ms=600_000)
 
 
 @emulated.only_emulated
