@@ -72,13 +72,15 @@ def test_the_loss_is_the_cross_entropy_of_the_models_logits():
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
 
-@pytest.mark.parametrize(("data", "lane"), [(2, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((4, 2), (8, 1), (1, 1)))])
+@pytest.mark.parametrize(
+    ("data", "lane"),
+    [(2, 4), pytest.param(4, 2, marks=pytest.mark.exhaustive), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 1)))],
+)
 def test_every_mesh_gives_the_same_losses(reference, data, lane):
     close(run(trainer(data, lane)), reference)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("data", "parts"), [(1, 4), (2, 4)])
+@pytest.mark.parametrize(("data", "parts"), [pytest.param(1, 4, marks=pytest.mark.exhaustive), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_accumulating_over_parts_changes_nothing(reference, data, parts):
     close(run(trainer(data, 8 // data, accumulate=parts)), reference)
 
@@ -198,8 +200,7 @@ def test_the_rate_of_a_phase_counts_from_its_beginning():
     assert float(values["learning_rate"]) == pytest.approx(1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("data", "lane"), [(2, 4), (1, 8)])
+@pytest.mark.parametrize(("data", "lane"), [pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(1, 8, marks=pytest.mark.exhaustive)])
 def test_muon_on_every_mesh(data, lane):
     close(run(trainer(data, lane, optimizer__kind="muon")), run(trainer(1, 1, optimizer__kind="muon")))
 
