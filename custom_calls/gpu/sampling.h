@@ -75,16 +75,14 @@ struct Sampler {
     if (thread() == 0) *cancel = 0;
   }
 
-  // The host's memory is far away: it is asked while packets come, by a thread whose warp has few of them to wait for.
-  LF_DEVICE void look() const {
-    if (leader && p.tells && thread() == kThreads - kWarpSize) *cancel = *(volatile const int*)&p.host->cancel;
-  }
+  // Whether the host has asked for the end; of one thread. The host's memory is far away: what needs it soon waits.
+  LF_DEVICE bool asks() const { return leader && p.tells && thread() == kThreads - kWarpSize; }
+  LF_DEVICE int asked() const { return asks() ? *(volatile const int*)&p.host->cancel : 0; }
 
   // A pass without a head: only whether to go on.
   LF_DEVICE bool absorb(u32 tag, int parity) {
     sync_cta();  // the scratch is free
     publish(tag, parity, 0, 0, {0, -1}, 0);
-    if (!kSteps) look();
     Best best;
     float largest, sum, logit;
     return collect(tag, parity, largest, sum, best, logit);
@@ -123,7 +121,6 @@ struct Sampler {
     sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
     publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
-    if (!kSteps) look();
 
     float logit;
     const bool cancelled = collect(tag, parity, largest, sum, best, logit);
@@ -194,6 +191,7 @@ struct Sampler {
   // What all CTAs say; whether to end.
   LF_DEVICE bool collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
+    const int next_cancel = kSteps ? 0 : asked();  // comes while the packets do
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -209,6 +207,7 @@ struct Sampler {
     if (watch.ended()) cancelled = 1.0f;
     fence_device();
     sync_cta();
+    if (!kSteps && asks()) *cancel = next_cancel;
     largest = max_over_cta(top, warps());
     cancelled = max_over_cta(cancelled, warps());
     float total = 0;

@@ -91,7 +91,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
       sampler.configure();
       sync_cta();
-      sampler.look();
+      if (sampler.asks()) *sampler.cancel = sampler.asked();
       if (draws) {
         decoder.head(tag, sampler.count);
       } else {
