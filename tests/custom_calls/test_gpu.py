@@ -107,7 +107,7 @@ def test_caches_of_two_bytes(dtype):
 @emulated.only_emulated
 @pytest.mark.exhaustive
 def test_the_2b_on_the_machine_that_it_is_laid_out_for():
-    """Three layers of it and a small vocabulary, on 128 CTAs of 256 threads: four minutes, 6 GB."""
+    """Three layers of it and a small vocabulary, on 128 CTAs of 256 threads: minutes, 6 GB."""
     config = laneformer_2b().model.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
     check(small.model_logits, config, small.make_weights(config, "bfloat16"), prompt=1, limit=2, machine=H200, timeout_ms=600_000)
 
