@@ -74,10 +74,12 @@ def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
     assert "portable" in run("kernels_test", None, objects, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
-def test_on_arm(tmp_path):
-    """All of it as 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.exhaustive if name == "decoder_test" else pytest.mark.slow) for name in PROGRAMS]
+)
+def test_on_arm(program, tmp_path):
+    """As 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""
     objects = build.compile_objects(ARM, tmp_path, api=False, sets={"portable": ("-O1",)})
-    printed = {program: run(program, None, objects, tmp_path, ARM, [ARM_EMULATOR]) for program in PROGRAMS}
-    assert printed["kernels_test"] == "portable\n"
+    printed = run(program, None, objects, tmp_path, ARM, [ARM_EMULATOR])
+    assert program != "kernels_test" or printed == "portable\n"
