@@ -75,7 +75,7 @@ class Trace:
         )  # fmt: skip
 
     @property
-    def seconds(self) -> np.ndarray:
+    def lengths(self) -> np.ndarray:
         """Of each pass, from the first worker's begin to the last one's end; microseconds, float64 [passes]."""
         spans = [[span for own in one.values() for span in own] for one in self.passes]
         return np.array([max(s.end for s in one) - min(s.begin for s in one) for one in spans])
@@ -101,7 +101,7 @@ def _drawn(spans: list[Span]) -> list[list[Span]]:
 
 def table(trace: Trace) -> str:
     """Microseconds of a token by op: of the mean worker and of the slowest one, medians over the tokens; Markdown."""
-    times, whole = trace.times(), float(np.median(trace.seconds))
+    times, whole = trace.times(), float(np.median(trace.lengths))
     rows = [f"| op | us of a token, mean {trace.kind} | slowest {trace.kind} | share |", "|---|---|---|---|"]
     for op, us in times.items():
         mean = float(np.median(us.mean(1)))
@@ -127,8 +127,8 @@ def draw(trace: Trace, layer: int | None):
     bar.set(yticks=[], xlim=(0, left), xlabel=f"us of a token, mean {trace.kind}, medians of {len(trace.passes)} tokens")
     bar.legend(ncols=6, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
-    seconds = trace.seconds
-    one = trace.passes[int(np.argsort(seconds)[len(seconds) // 2])]
+    lengths = trace.lengths
+    one = trace.passes[int(np.argsort(lengths)[len(lengths) // 2])]
     shown = {worker: [span for span in own if span.layer == layer] for worker, own in one.items()}
     begin = min(span.begin for own in shown.values() for span in own)
     for row, own in enumerate(shown.values()):

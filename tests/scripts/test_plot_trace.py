@@ -48,7 +48,7 @@ def known(tmp_path):
 def test_times_of_known_spans(known):
     trace = Trace.read(known)
     assert (trace.kind, trace.ops, len(trace.passes)) == ("CTA", ["embed", "qkv", "head"], 3)
-    assert trace.seconds.tolist() == [115, 155, 115]
+    assert trace.lengths.tolist() == [115, 155, 115]
     times = trace.times()
     assert times["qkv"].tolist() == [[80, 80], [80, 120], [80, 80]]
     np.testing.assert_allclose(times[BETWEEN], np.full((3, 2), 5))

@@ -110,8 +110,9 @@ void read(const void* from) {
 }
 
 void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+  const auto inside = [&](const void* read) { return read >= to && read < (char*)to + bytes; };
   for (const Fiber& reader : *all)
-    if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, [&](const void* read) { return read >= to && read < (char*)to + bytes; }))
+    if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, inside))
       std::fprintf(stderr, "a bulk copy may overtake a read of what it overwrites\n"), std::abort();
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
   std::memset(to, 0xff, bytes);
