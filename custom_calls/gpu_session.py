@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu_build import PERSISTENT, STEPS, image
 from custom_calls.gpu_layout import H200, MI300X, Layout, Machine
-from custom_calls.gpu_processes import Group, machine_name
 from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
+from custom_calls.processes import Group, machine_name
 from custom_calls.schedule import Table
 from custom_calls.session import BIASES, DTYPES, Running, Shapes
 
@@ -76,7 +76,7 @@ class GpuSession(Running):
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
-        self._group = Group(mesh, join_seconds)
+        self._group = Group(mesh, join_seconds, "open its part of the decode session")
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
         if shapes.lanes % len(devices):

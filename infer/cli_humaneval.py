@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infer.chat_template import ChatTemplate
-from infer.cli_start import show_log, take_devices
+from infer.cli_start import follow, show_log, speaks, take_devices
 from infer.engine import Engine
 from infer.humaneval import Report, data_report, generate, generation_settings, score
-from infer.options import Compute, Dtype
+from infer.options import Compute, Distributed, Dtype
 from infer.problems import ProblemSet, load_problems
 from infer.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
 from infer.sampling import Sampling
@@ -54,6 +54,7 @@ class Options:
     """cuda, hip, cpu or xla; auto takes the first of them that is available."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
     lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     dtype: Dtype = None
@@ -71,6 +72,10 @@ class Options:
 def run(options: Options) -> int:
     show_log()
     check(options)
+    if options.checkpoint is not None:
+        take_devices(options.devices, options.distributed)
+        if not speaks():
+            return follow(open_engine(options))
     problems = load_problems(options.data)
     chosen = problems if options.limit is None else problems.first(options.limit)
     samples_path, report_path = paths(options, problems)
@@ -100,8 +105,9 @@ def check(options: Options) -> None:
     """ConfigError for options that do not go together."""
     if options.checkpoint is None and options.samples is None:
         raise ConfigError("give --checkpoint to generate samples, --samples to score some, or both")
-    if options.checkpoint is None and options.generate_only:
-        raise ConfigError("--generate-only needs --checkpoint")
+    for name in ("generate_only", "distributed"):
+        if options.checkpoint is None and getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} needs --checkpoint")
     if options.chat_template is not None and options.mode != "chat":
         raise ConfigError("--chat-template goes with --mode chat")
     if options.devices < 1:
@@ -118,18 +124,21 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
     return samples, report or samples.with_suffix(".report.json")
 
 
-def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples in the file, after those were generated that it lacked of the chosen problems; and how they are made."""
-    take_devices(options.devices)
-    weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
-    engine = Engine.load(
+def open_engine(options: Options) -> Engine:
+    return Engine.load(
         options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
         precision=None if options.compute is None else Precision(compute=options.compute),
     )  # fmt: skip
+
+
+def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path) -> tuple[list[Sample], dict[str, Any]]:
+    """The samples in the file, after those were generated that it lacked of the chosen problems; and how they are made."""
+    weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
+    engine = open_engine(options)
     chat = ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template) if options.mode == "chat" else None
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
-    with SampleFile(path, settings, problems) as file:
+    with engine.leading(), SampleFile(path, settings, problems) as file:
         for sample in generate(engine, chosen, samples=options.samples_per_problem, done=file.counts, progress=True, **how):
             file.add(sample)
         return file.samples, settings

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from infer.options import Compute, Dtype
+from infer.options import Compute, Distributed, Dtype
 from laneformer.errors import ConfigError
 
 Optional = Annotated[int | None, tyro.conf.arg(metavar="INT")]
@@ -50,6 +50,7 @@ class Options:
     """cuda, hip, cpu or xla; auto takes the first of them that is available."""
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
     threads: Optional = None
     """Worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Optional = None
@@ -69,10 +70,16 @@ def run(options: Options) -> int:
         from infer.serve_engine import EngineProcess, Limits
         from infer.serve_guard import is_loopback
         from infer.serve_metrics import Metrics
-        from infer.serve_worker import EngineOptions
+        from infer.serve_worker import EngineOptions, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)
+    engine_options = EngineOptions(
+        options.checkpoint, options.backend, options.dtype, options.compute, options.devices, options.distributed, options.lanes,
+        options.threads, None if options.chat_template is None else str(options.chat_template),
+    )  # fmt: skip
+    if options.distributed and not _is_first():
+        return follow(engine_options)
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
         raise ConfigError(f"--host {options.host}: others could reach it: set a key with {KEY} or --api-key-file, or say --insecure")
@@ -80,10 +87,6 @@ def run(options: Options) -> int:
     logging.basicConfig(format="%(message)s", force=True)  # also where an imported library has set one up
     logging.getLogger("infer").setLevel(logging.INFO)
     metrics = Metrics()
-    engine_options = EngineOptions(
-        options.checkpoint, options.backend, options.dtype, options.compute, options.devices, options.lanes, options.threads,
-        None if options.chat_template is None else str(options.chat_template),
-    )  # fmt: skip
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
     engine = EngineProcess(engine_options, limits, metrics, end=lambda: setattr(server, "should_exit", True))
     name = options.model_name or Path(options.checkpoint.rsplit(":", 1)[-1]).absolute().name
@@ -105,6 +108,13 @@ def run(options: Options) -> int:
         raise ConfigError(engine.failure)
     print("stopped", file=sys.stderr)
     return 0
+
+
+def _is_first() -> bool:
+    """Whether this process of the job is the one that clients talk to."""
+    from laneformer.mesh import job_index  # has JAX, which the web process does without
+
+    return job_index() == 0
 
 
 def check(options: Options) -> None:

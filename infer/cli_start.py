@@ -6,6 +6,8 @@ import sys
 
 import jax
 
+from custom_calls.processes import GroupError
+from infer.engine import Engine
 from laneformer.errors import ConfigError
 from laneformer.mesh import join_hosts, use_host_devices
 
@@ -28,6 +30,7 @@ def take_devices(count: int, distributed: bool = False) -> None:
     if count < 1:
         raise ConfigError(f"--devices {count}: give at least 1")
     if distributed:
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and nobody here asks it
         join_hosts()
         if count < jax.process_count():
             raise ConfigError(
@@ -43,3 +46,12 @@ def take_devices(count: int, distributed: bool = False) -> None:
 def speaks() -> bool:
     """Whether this process tells the user what all processes of the job have done."""
     return jax.process_index() == 0
+
+
+def follow(engine: Engine) -> int:
+    """What a process does that does not speak: it generates with the first one until that has done. Raises ConfigError if it has gone."""
+    try:
+        engine.follow()
+    except GroupError as error:
+        raise ConfigError(str(error)) from None
+    return 0

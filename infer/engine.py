@@ -1,18 +1,21 @@
 """The engine: a model, a backend that runs it, and a tokenizer; checks requests and starts generations."""
 
+import contextlib
 import inspect
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from custom_calls.processes import GroupError
 from custom_calls.session import Running
 from infer.backend import Backend, CheckpointSource, ModelSource, Request, Source
 from infer.cpu_engine import CpuBackend
+from infer.following import Leader, follow
 from infer.generation import Generation
 from infer.gpu_engine import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
 from infer.sampling import Sampling
@@ -61,6 +64,7 @@ class Engine:
         self._backend = chosen(source, **options)
         self.tokenizer, self.name = tokenizer, name
         self._running: weakref.ref[Generation] | None = None
+        self._leader: Leader | None = None
 
     @classmethod
     def load(
@@ -176,6 +180,8 @@ class Engine:
         if strings and self.tokenizer is None:
             raise InputError("stop strings need the model's tokenizer, which was not found: give stop_tokens instead")
         request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
+        if self._leader is not None:
+            self._leader.announce(request)
         generation = Generation(self._backend, request, self.tokenizer, strings, accepted)
         self._running = weakref.ref(generation)
         return generation
@@ -192,6 +198,33 @@ class Engine:
             for _ in zip(range(2), generation, strict=False):  # the prefill's token and one of the decode loop
                 pass
         return time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Within it the other processes of the job, which have called `follow`, generate whatever this one does; for its first process.
+
+            if jax.process_index() == 0:
+                with engine.leading():
+                    ...  # engine.generate
+            else:
+                engine.follow()
+
+        In a job of one process it has no effect. `generate` then also raises custom_calls.processes.GroupError, when a process is lost.
+        """
+        self._leader = Leader(self._backend)
+        try:
+            yield
+        finally:
+            leader, self._leader = self._leader, None
+            if (running := self._running and self._running()) is not None:
+                running.cancel()
+                running.settle()
+            with contextlib.suppress(GroupError):  # who is lost cannot be told
+                leader.end()
+
+    def follow(self) -> None:
+        """Generates what the first process of the job does, until it leaves its `leading`. Raises GroupError if it has gone."""
+        follow(self._backend)
 
     def _require_free(self) -> None:
         running = self._running and self._running()

@@ -7,7 +7,7 @@ import tyro
 Distributed = Annotated[
     bool,
     tyro.conf.arg(help="Join the other processes of the job, one for each GPU: all run the same command, --devices counts the GPUs of all, "
-                       "and the first process prints."),
+                       "and the first process speaks for them."),
 ]  # fmt: skip
 _DTYPES = {"metavar": "{float32,bfloat16,float16}"}
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(**_DTYPES)]

@@ -278,6 +278,9 @@ class EngineProcess:
         if self.state != "ready":
             self._give_up(f"{message} while it loaded the model; what it wrote before says more")
             return
+        if self._options.distributed:
+            self._give_up(f"{message}; the job's other processes cannot go on without it: start all of them again")
+            return
         log.error("%s; starting it again", message)
         self._disconnect(0)
         self.state = "restarting"

@@ -9,6 +9,7 @@ The types in the messages need no JAX, so that the web process can do without.
 
 import hashlib
 import json
+import math
 import os
 import queue
 import sys
@@ -24,11 +25,11 @@ from infer.serve_protocol import NESTED
 from laneformer.errors import ConfigError, InputError, LaneformerError
 
 if TYPE_CHECKING:
-    from infer.chat_template import ChatTemplate
     from infer.engine import Engine
     from infer.generation import Generation
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
+END_SECONDS = 10.0  # for processes of a job to end together
 LOWEST = -9999.0  # JSON has no minus infinity
 
 
@@ -40,6 +41,7 @@ class EngineOptions(NamedTuple):
     dtype: str | None
     compute: str | None
     devices: int
+    distributed: bool
     lanes: int | None
     threads: int | None
     chat_template: str | None
@@ -104,44 +106,36 @@ class End(NamedTuple):
 
 def main(connection: Connection, options: EngineOptions) -> None:
     """The process. It ends when the other end of the pipe is closed."""
-    from infer.bench_machine import on_host
-    from infer.bench_source import is_recipe, open_engine
-    from infer.chat_template import ChatTemplate
-    from infer.cli_start import show_log, take_devices
-    from laneformer.checkpoint import checkpoint_files
+    from custom_calls.processes import GroupError
 
-    show_log()
     began = time.perf_counter()
     try:
-        take_devices(options.devices)
-        engine = open_engine(
-            options.checkpoint, options.backend, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
-            threads=options.threads,
-        )  # fmt: skip
-        folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
-        chat = None
-        try:
-            if engine.tokenizer is None:
-                raise InputError(f"model {engine.name} has no tokenizer")
-            chat, no_chat = ChatTemplate.load(folder, options.chat_template), None
-        except LaneformerError as error:  # without a template it can still continue texts
-            if options.chat_template is not None:
-                raise
-            no_chat = str(error)
-        engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
-    except (LaneformerError, OSError) as error:
+        engine = _open(options)
+        with engine.leading():
+            worker = _Worker(connection, engine, options)
+            connection.send(("ready", worker.facts | {"seconds": time.perf_counter() - began}))
+            worker.run()
+    except (LaneformerError, GroupError, OSError) as error:
         connection.send(("failed", str(error)))
-        return
-    conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
-    facts = {
-        "name": engine.name,
-        "conditions": conditions,
-        "chat": no_chat is None,
-        "fingerprint": "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10],
-        "seconds": time.perf_counter() - began,
-    }
-    connection.send(("ready", facts))
-    _Worker(connection, engine, chat, no_chat, {} if folder is None else special_tokens(folder / "tokenizer.json")).run()
+
+
+def follow(options: EngineOptions) -> int:
+    """What the other processes of a job do: the engine answers in all of them."""
+    from infer import cli_start
+
+    return cli_start.follow(_open(options))
+
+
+def _open(options: EngineOptions) -> "Engine":
+    from infer.bench_source import open_engine
+    from infer.cli_start import show_log, take_devices
+
+    show_log()
+    take_devices(options.devices, options.distributed)
+    return open_engine(
+        options.checkpoint, options.backend, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
+        threads=options.threads,
+    )  # fmt: skip
 
 
 def special_tokens(file: Path) -> dict[int, bytes]:
@@ -153,25 +147,52 @@ def special_tokens(file: Path) -> dict[int, bytes]:
 class _Worker:
     """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a cancellation waits for none."""
 
-    def __init__(
-        self, connection: Connection, engine: "Engine", chat: "ChatTemplate | None", no_chat: str | None, special: dict[int, bytes]
-    ):
-        """no_chat: why there is no chat template. special: names of tokens that have no text."""
-        self._connection, self._engine, self._chat, self._no_chat, self._special = connection, engine, chat, no_chat, special
-        self._ends = (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
+    def __init__(self, connection: Connection, engine: "Engine", options: EngineOptions):
+        """Warms the engine up. Raises LaneformerError for a chat template that was asked for and cannot be used."""
+        from infer.bench_machine import on_host
+        from infer.bench_source import is_recipe
+        from infer.chat_template import ChatTemplate
+        from laneformer.checkpoint import checkpoint_files
+
+        folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
+        self._connection, self._engine, self._alone = connection, engine, not options.distributed
+        self._special = {} if folder is None else special_tokens(folder / "tokenizer.json")  # names of tokens that have no text
+        self._chat = None
+        self._no_chat = ""
+        """Why there is no chat template."""
+        try:
+            if engine.tokenizer is None:
+                raise InputError(f"model {engine.name} has no tokenizer")
+            self._chat = ChatTemplate.load(folder, options.chat_template)
+        except LaneformerError as error:  # without a template it can still continue texts
+            if options.chat_template is not None:
+                raise
+            self._no_chat = str(error)
+        engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
+        conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
+        digest = hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
+        self.facts = {
+            "name": engine.name, "conditions": conditions, "chat": self._chat is not None, "fingerprint": f"fp_{digest[:10]}",
+        }  # fmt: skip
+        self._ends = (*engine.config.eos_token_id, *(() if self._chat is None else self._chat.ends))
         self._sending, self._state = threading.Lock(), threading.Lock()
-        self._orders: queue.SimpleQueue[tuple[int, Order]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
         self._running: tuple[int, Generation] | None = None
         self._cancelled = -1  # the last number that was; orders come one at a time
 
     def run(self) -> None:
+        from custom_calls.processes import GroupError
+
         for work in (self._receive, self._check_all):
             threading.Thread(target=work, daemon=True).start()
-        while True:
-            number, order = self._orders.get()
+        while (ordered := self._orders.get()) is not None:
+            number, order = ordered
             try:
                 self._generate(number, order)
+            except GroupError as error:
+                self._send("error", number, str(error))
+                raise
             except LaneformerError as error:
                 self._send("error", number, str(error))
             except Exception:  # a bug, or memory that ran out: of this answer, not of the process
@@ -190,7 +211,16 @@ class _Worker:
                     self._cancel(number)
         except (EOFError, OSError):  # the server is gone: nobody waits for anything
             sys.stderr.flush()
-            os._exit(0)
+            if self._alone:
+                os._exit(0)
+            self._orders.put(None)  # the other processes must hear of it, if they still do
+            end = threading.Timer(END_SECONDS, os._exit, (1,))
+            end.daemon = True
+            end.start()
+            with self._state:
+                self._cancelled, running = math.inf, self._running
+            if running is not None:
+                running[1].cancel()
 
     def _cancel(self, number: int) -> None:
         with self._state:
@@ -253,7 +283,7 @@ class _Worker:
         )
         with self._state:
             self._running = (number, generation)
-            if self._cancelled == number:
+            if number <= self._cancelled:
                 generation.cancel()
         sent = 0
         for token in generation:

@@ -38,7 +38,10 @@ class State(NamedTuple):
 
 
 class XlaBackend:
-    """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size."""
+    """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size.
+
+    Where the devices belong to several processes, all of these make the same requests; what one of them cancels ends in all.
+    """
 
     name = "xla"
 
@@ -80,8 +83,11 @@ class XlaBackend:
             logits, cache = model.extend(ids_bs, cache)
             return draw(State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen), logits[0, real - 1], params, top)
 
-        def decode(model, state, params, stop_tokens, count, top) -> tuple[State, tuple, jax.Array]:
-            """Up to `count` tokens, none after a stop token; what is told of them, each [LONGEST_DISPATCH, ...], and how many there are."""
+        def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
+            """Tokens up to the least of `counts`, one of each process, and none after a stop token; what is told of them, each
+            [LONGEST_DISPATCH, ...], and how many there are.
+            """
+            count = counts.min()
 
             def unfinished(carry):
                 _, _, n, stopped = carry
@@ -106,6 +112,7 @@ class XlaBackend:
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
         self._begin = jax.jit(begin, donate_argnums=1, static_argnums=6, out_shardings=(state, everywhere))
         self._decode = jax.jit(decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere))
+        self._several = len({device.process_index for device in embedding.devices()}) > 1
 
     def start(self, request: Request) -> Iterator[Chunk]:
         model, prompt = self.model, request.prompt
@@ -120,24 +127,57 @@ class XlaBackend:
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
         params = request.sampling.parameters()
-        return self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs))
+        chunks = self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs))
+        next(chunks)
+        return chunks
 
     def _chunks(self, request: Request, params, state: State, told: tuple) -> Iterator[Chunk]:
-        chunk, drawn, pace = _chunk(*(one[None] for one in jax.device_get(told))), 1, 1
+        chunk, drawn, pace = None, 0, 1
         stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
-        while True:
-            self._cache = (state.cache.keys, state.cache.values)
-            yield chunk
-            if drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens:
-                return
-            count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
-            began, self._cache = time.perf_counter(), None
-            state, lists, n = self._decode(self.model, state, params, stop_tokens, np.int32(count), request.top_logprobs)
+
+        def dispatch(count: int) -> tuple[tuple, int]:
+            """What is told of up to `count` more tokens, and how many they are."""
+            nonlocal state
+            self._cache = None
+            state, lists, n = self._decode(self.model, state, params, stop_tokens, self._of_all(count), request.top_logprobs)
             lists, n = jax.device_get((lists, n))
-            seconds = (time.perf_counter() - began) / n
-            pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
-            chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + int(n)
+            self._cache = (state.cache.keys, state.cache.values)
+            return lists, int(n)
+
+        def ended() -> bool:
+            return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
+
+        try:
+            yield  # to `start`: a generator that has not begun does not hear of its end
+            chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+            self._cache = (state.cache.keys, state.cache.values)
+            while True:
+                yield chunk
+                if ended():
+                    return
+                count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
+                began = time.perf_counter()
+                lists, n = dispatch(count)
+                if n == 0:  # cancelled in another process
+                    return
+                seconds = (time.perf_counter() - began) / n
+                pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
+                chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + n
+        except GeneratorExit:
+            if self._several:  # the others are in the next dispatch, or will be
+                if chunk is None:
+                    chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+                if not ended():
+                    dispatch(0)
+            raise
+
+    def _of_all(self, count: int) -> np.ndarray | jax.Array:
+        """The counts of all processes, of which this one gives its own: one for each device."""
+        if not self._several:
+            return np.int32(count)
+        mesh = self.model.mesh
+        return jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P(mesh.axis_names)), lambda _: np.array([count], np.int32))
 
     def _take_cache(self, positions: int) -> Cache:
         """An empty cache with room for so many positions: a power of two, or the whole context."""

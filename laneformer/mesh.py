@@ -6,6 +6,7 @@ import os
 import re
 
 import jax
+from jax._src.clusters import ClusterEnv  # who else knows all launchers
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,6 +46,14 @@ def join_hosts() -> None:
             f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or Kubernetes, "
             f"or set {found}"
         ) from None
+
+
+def job_index() -> int:
+    """The number that this process will have in its job, as `join_hosts` finds it; 0 where nothing says. Starts nothing."""
+    if named := os.environ.get(JOB[2]):
+        return int(named) if named.isdecimal() else 0  # which join_hosts refuses
+    launcher = next((kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()), None)
+    return launcher.get_process_id() if launcher else 0
 
 
 def _make_room_for_queues(count: int) -> None:

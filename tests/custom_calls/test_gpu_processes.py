@@ -5,39 +5,26 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-import types
-from pathlib import Path
 
 import decode_process
 import emulated
 import jax
 import numpy as np
 import pytest
+import several
 import small
+from several import ROOT
 
 import infer
 import laneformer
-from custom_calls import ENDS, NativeError, gpu_processes
-from custom_calls.gpu_processes import Group
+from custom_calls import ENDS, NativeError
+from custom_calls.processes import Group
 from infer.backend import ModelSource
 from infer.gpu_engine import CudaBackend
 from laneformer.hf import save_hf
 
 pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
 
 @pytest.fixture(scope="module")
 def expected():
@@ -54,23 +41,20 @@ def expected():
 def job(tmp_path_factory, expected):
     """What the processes of decode_process.py have written, and how long the one that was left alone took to end."""
     folder = tmp_path_factory.mktemp("job")
-    paths = os.pathsep.join(map(str, (ROOT / "tests/custom_calls", ROOT / "tests", ROOT)))
     save_hf(decode_process.with_lanes_own(), folder / "model")
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(decode_process.PROCESSES)}
-    piped = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [
-        subprocess.Popen([sys.executable, decode_process.__file__, i, str(folder)], env=environment | {"JAX_PROCESS_ID": i}, **piped)
-        for i in map(str, range(decode_process.PROCESSES))
+    paths = os.pathsep.join(map(str, (ROOT / "tests/custom_calls", ROOT / "tests", ROOT)))
+    started = [
+        several.start(environment | {"PYTHONPATH": paths}, decode_process.__file__, index, folder)
+        for index, environment in enumerate(several.environments(decode_process.PROCESSES))
     ]
     try:
-        said = [processes[1].communicate(timeout=300)[0]]
+        said = [started[1].communicate(timeout=300)[0]]
         killed = time.monotonic()
-        said.append(processes[0].communicate(timeout=60)[0])
+        said.append(started[0].communicate(timeout=60)[0])
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
-    assert [process.returncode for process in processes] == [0, -signal.SIGKILL], said
+    assert [process.returncode for process in started] == [0, -signal.SIGKILL], said
     return folder, json.loads((folder / "told0.json").read_text()), time.monotonic() - killed
 
 
@@ -129,66 +113,6 @@ def test_a_process_that_is_killed_is_an_error_in_the_others(job):
     (drawn, end, _), failure = told["left alone"]
     assert end == len(ENDS) and 3 <= drawn < 500 and seconds < 30
     assert re.fullmatch(rf"lane [01], layer \d: .* of lane [23] did not come within {decode_process.TIMEOUT_MS} ms", failure)
-
-
-class Store:
-    """The key-value store of a job, whose processes are threads here."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
-                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
-            return self.values[key]
-
-
-@pytest.fixture
-def groups(monkeypatch):
-    """Of two processes of a job, whose mesh has a device of each."""
-    monkeypatch.setattr(gpu_processes.global_state, "client", Store())
-    mesh = types.SimpleNamespace(devices=np.array([[types.SimpleNamespace(process_index=index) for index in range(2)]]))
-
-    def make(seconds):
-        made = []
-        for index in range(2):
-            monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-            monkeypatch.setattr(gpu_processes, "_sessions", iter([0]))
-            made.append(Group(mesh, seconds))
-        return made
-
-    return make
-
-
-def test_what_processes_tell_each_other(groups):
-    first, second = groups(5)
-    said = []
-    thread = threading.Thread(target=lambda: said.extend(first.share({"round": i}) for i in range(2)))
-    thread.start()
-    others = [second.share({"round": 10 + i}) for i in range(2)]
-    thread.join()
-    assert said == others == [{0: {"round": i}, 1: {"round": 10 + i}} for i in range(2)]
-
-
-def test_a_process_that_does_not_come(groups):
-    first, _ = groups(0.05)
-    with pytest.raises(NativeError, match=r"process 1 did not open its part of the decode session within 0\.05 s"):
-        first.share({})
-    assert not first.meet()
-
-
-def test_a_process_that_fails_tells_the_others(groups):
-    first, second = groups(5)
-    with pytest.raises(OSError), second:
-        raise OSError("no driver")
-    with pytest.raises(NativeError, match="process 1 could not open its part of the decode session: no driver"), first:
-        first.share({})
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def save_checkpoint(folder):
 class Server:
     """`python -m infer serve` on a free port."""
 
-    def __init__(self, checkpoint, *args, key=None, program=("-m", "infer")):
-        env = {**os.environ, **({"LANEFORMER_API_KEY": key} if key else {})}
+    def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
+        env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
         command = [sys.executable, "-W", "error", *program, "serve", "--checkpoint", str(checkpoint), "--port", "0", *map(str, args)]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8")
         first = self.process.stderr.readline()

@@ -2,20 +2,14 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from several import free_port
 from tiny_recipe import RECIPE, ROOT, environment, lines, losses, records
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 class Job:
