@@ -41,7 +41,8 @@ def image(
     architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default the compiler that
     is here. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's words.
     """
-    digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS)).encode())
+    compiled_by = () if compile_with else identity(architecture)
+    digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS, compiled_by)).encode())
     for path in kernel_sources(kernel):
         digest.update(path.name.encode() + path.read_bytes())
     kept = cache() / "kernels" / f"{architecture}-{digest.hexdigest()[:16]}.bin"
@@ -79,6 +80,15 @@ def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
     if nvrtc() is not None:
         return _nvrtc
     raise BuildError("neither nvcc nor NVRTC was found: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
+
+
+def identity(architecture: str) -> tuple:
+    """Of what `compiler` takes: another one, or another version, compiles anew."""
+    found = clang() if architecture.startswith("gfx") else nvcc() or nvrtc()
+    if found is None:
+        return ()
+    file = Path(found).resolve()
+    return str(file), file.stat().st_size, file.stat().st_mtime_ns
 
 
 def nvcc() -> str | None:

@@ -28,7 +28,7 @@ PARTS = {  # of a packed matrix: its weights, in the order of its rows
     "gate_up": ("feed_forward.w1", "feed_forward.w3"),
     "down": ("feed_forward.w2",),
 }
-MOST_DEVICES = 8  # gpu/params.h
+MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
 HANDLE_BYTES = 64  # gpu_host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
@@ -54,7 +54,7 @@ class GpuSession(Running):
     """
 
     _prefix = "gpu_"
-    ops = ("embed", "qkv", "attend", "merge", "out", "gate_up", "down", "final", "head", "sample")  # gpu/decode.cu
+    ops = ("embed", "qkv", "attend", "merge", "out", "gate_up", "down", "final", "head", "sample")  # gpu/decoder.h
     worker = "CTA"
 
     def __init__(
@@ -66,7 +66,8 @@ class GpuSession(Running):
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first local device.
 
         platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it. chaos_us, compile_with and
-        driver are for tests, the last two for emulated devices. peer_ctas: one lane alone, the others played by so many CTAs that answer
+        driver are for tests, the last two for emulated devices. timeout_ms: for another lane in the middle of a call; at its start all have
+        six times as long to come, as processes may still compile. peer_ctas: one lane alone, the others played by so many CTAs that answer
         after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of
         every pass by itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are there
         to show what the persistent kernel saves. join_seconds: how long other processes may take to come here. Raises NativeError, and
@@ -83,8 +84,8 @@ class GpuSession(Running):
             raise NativeError(f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them")
         if len(devices) > MOST_DEVICES:
             raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
-        if shapes.layers > 128:
-            raise NativeError(f"{shapes.layers} layers are more than the kernel's 128")
+        if shapes.layers > MOST_LAYERS:
+            raise NativeError(f"{shapes.layers} layers are more than the kernel's {MOST_LAYERS}")
         table = Table.of(schedule, shapes.hidden)
         try:
             self.layout = Layout(
@@ -120,7 +121,7 @@ class GpuSession(Running):
             head_dim=shapes.head_dim, cache_dtype=DTYPES[shapes.cache_dtype], weight_dtype=DTYPES[shapes.weight_dtype],
             pass_tags=layout.pass_tags, exchanges=len(layout.table.sums) + 1, lane_words=layout.lane_words,
             shared_words=layout.shared_words, packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
-            library=str(driver).encode() if driver else None, image=compiled, image_bytes=len(compiled),
+            library=str(driver).encode() if driver else None, image=compiled,
             grid=layout.grid, peer_delay_us=peer_delay_us, steps=steps.ctypes.data, num_steps=len(steps),
             overlapping=launch == "overlapping graph", kept_floats=layout.kept_floats,
             devices=ordinals.ctypes.data, places=places.ctypes.data, num_devices=len(places), all_devices=len(devices),
@@ -185,6 +186,8 @@ class GpuSession(Running):
     def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
         """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
         layer, name = self._place_of(path)
+        if tuple(weight.shape) != (shape := self.shapes.shape_of(name)):
+            raise NativeError(f"weight {path} has the shape {tuple(weight.shape)}, the model's has {shape}")
         self._left.discard((layer, name))
         self._ready = None
         s = self.shapes
@@ -257,13 +260,13 @@ class GpuSession(Running):
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
     def read_pass(self) -> float:
-        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound of decoding."""
+        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound of decoding.
+
+        0 for a model so small that it cannot be told. Raises NativeError with the driver's words.
+        """
         shards = sorted(self.operands[0].addressable_shards, key=lambda shard: shard.index[0].start or 0)
         addresses = (ctypes.c_void_p * len(shards))(*(shard.data.unsafe_buffer_pointer() for shard in shards))
-        seconds = self._lib.laneformer_gpu_read_pass(self.id, ctypes.addressof(addresses))
-        if seconds < 0:
-            raise NativeError("the device could not read its weights: the driver says why")
-        return seconds
+        return 1e-9 * call("gpu_read_pass", self.id, ctypes.addressof(addresses))
 
     def trace(self, spans_per_cta: int) -> None:
         """Writes down when each CTA did what, from now on; 0 ends it."""

@@ -41,7 +41,7 @@ class Model(ctypes.Structure):
 
 
 class GpuModel(ctypes.Structure):
-    """`LaneformerGpuModel` of gpu/session.h, field by field."""
+    """`LaneformerGpuModel` of gpu_host/session.h, field by field."""
 
     _fields_ = (
         [(name, ctypes.c_int32) for name in (
@@ -49,7 +49,7 @@ class GpuModel(ctypes.Structure):
             "weight_dtype", "pass_tags", "exchanges",
         )]
         + [(name, ctypes.c_int64) for name in ("lane_words", "shared_words", "packed_elements")]
-        + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p), ("image_bytes", ctypes.c_int64)]
+        + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p)]
         + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32), ("steps", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("num_steps", "overlapping", "kept_floats")]
         + [("devices", ctypes.c_void_p), ("places", ctypes.c_void_p)]
@@ -101,7 +101,7 @@ _FUNCTIONS = {
     "gpu_cancel": (None, _ID),
     "gpu_drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
     "gpu_failure": (_INT, _ID, *_ERROR),
-    "gpu_read_pass": (ctypes.c_double, _ID, _POINTER),
+    "gpu_read_pass": (_ID, _ID, _POINTER, *_ERROR),
     "gpu_trace": (_ID, _ID, ctypes.c_int64, *_ERROR),
     "gpu_spans": (_ID, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64, *_ERROR),
     "ring_slots": (_INT, _POINTER, _INT),

@@ -59,6 +59,24 @@ class Shapes:
         ends = ("tok_embeddings", "norm") if self.tied_head else ("tok_embeddings", "norm", "lm_head")
         return {(layer, name) for layer in range(self.layers) for name in names} | {(0, name) for name in ends}
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a weight, as in laneformer's parameter table; name: one of `weights`."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        of_layers = (self.lanes, self.hidden) if self.lane_norms else (self.hidden,)
+        heads = {
+            "replicate": (self.vocab, self.hidden), "lane": (self.lanes, self.vocab, self.hidden),
+            "vocab_parallel": (self.lanes, self.vocab // self.lanes, self.hidden),
+        }  # fmt: skip
+        ends = {
+            "tok_embeddings": (self.vocab, self.hidden), "norm": (self.lanes, self.hidden) if self.lane_final_norm else (self.hidden,),
+            "attention_norm": of_layers, "ffn_norm": of_layers, "attention.q_norm": (self.head_dim,), "attention.k_norm": (self.head_dim,),
+            "lm_head": heads[self.head_type],
+        }  # fmt: skip
+        rows = {"wq": (queries, self.hidden), "wk": (keys, self.hidden), "wv": (keys, self.hidden), "wo": (self.hidden, queries),
+                "w1": (self.ff, self.hidden), "w3": (self.ff, self.hidden), "w2": (self.hidden, self.ff)}  # fmt: skip
+        matrix, _, bias = name.partition(".")[2].partition("_")
+        return ends[name] if name in ends else (self.lanes, *rows[matrix][: 1 if bias else 2])
+
 
 class Drawn(NamedTuple):
     """Tokens of a call, in their order."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from infer.sampling import Sampling
@@ -54,6 +55,8 @@ class ModelSource:
 
 def _on_host(weight: jax.Array) -> np.ndarray:
     """The whole weight, without what np.asarray would do: the array would keep its copy on the host for good."""
+    if not (weight.is_fully_addressable or weight.is_fully_replicated):
+        return multihost_utils.process_allgather(weight, tiled=True)
     host = jax.local_devices(backend="cpu")[0]
     parts = [(shard.index, jax.device_put(shard.data, host)) for shard in weight.addressable_shards if shard.replica_id == 0]
     if len(parts) == 1:

@@ -13,7 +13,7 @@ from custom_calls.gpu_build import compiler
 from custom_calls.gpu_layout import Machine
 from custom_calls.gpu_session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.backend import Source, device_name, power_of_two
-from infer.native_engine import NativeBackend, kernel_shapes
+from infer.native_engine import NativeBackend, kernel_shapes, pack
 from laneformer.cache import Cache
 from laneformer.errors import ConfigError
 from laneformer.rotary import rotary_frequencies
@@ -60,19 +60,21 @@ class GpuBackend(NativeBackend):
         measurements; see custom_calls.gpu_session. Raises ConfigError if the library or the device cannot be used.
         """
         self.source, config = source, source.config
-        model = source.model()
+        self._model = source.model() if absorb else None
         try:
             session = GpuSession(
                 kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows,
                 mesh=source.mesh, platform=self.platform, launch=self.launch, machine=machine, chaos_us=chaos_us,
                 compile_with=compile_with, driver=driver,
             )  # fmt: skip
-            for path, weight in model.weights().items():
-                session.pack(path, weight)
+            if self._model is None:
+                pack(session, source)
+            else:
+                for path, weight in self._model.weights().items():
+                    session.pack(path, weight)
             _ = session.operands
         except (custom_calls.NativeError, BuildError) as error:
             raise ConfigError(str(error)) from None
-        self._model = model if absorb else None
         self._extend = jax.jit(_extend, donate_argnums=(1, 2))
         self._use(session)
 

@@ -27,10 +27,14 @@ RINGS = {  # warps, lines of 512 bytes in a slot, slots of a warp; the first is 
 MODEL = "laneformer_2b"
 PYTHON = sys.executable
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+# Stages run the same programs of XLA in processes of their own. Tests keep theirs to themselves: one that reads what another has written by
+# half warns, and warnings are errors there.
+CACHE = {"JAX_COMPILATION_CACHE_DIR": "{out}/xla", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
 # The reference must not be rounded to TF32, and several processes share the memory.
 TESTS = {"LANEFORMER_TEST_GPU": "cuda", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/custom_calls/test_gpu_steps.py", "tests/infer/test_gpu_engine.py")
-PYTEST = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark")  # pytest-benchmark warns of xdist, and ends it
+# Tests are named as they end: a stage may run out of time. pytest-benchmark warns of xdist, which ends it.
+PYTEST = (PYTHON, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:benchmark")
 SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
 NEEDED = {"infer": "tyro", "scripts.gpu_rank": "tyro", "pytest": "xdist"}  # by programs of ours, or tests, that not every machine has
 
@@ -42,10 +46,12 @@ class Stage:
     name: str
     seconds: int
     commands: tuple[tuple[str, ...], ...]
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=lambda: CACHE)
     together: bool = False
     may_time_out: bool = False
     """A checker that does not end in time has found nothing: no verdict, and no failure."""
+    if_failed: tuple[str, ...] = ()
+    """Stages that come next if it failed: they may tell why."""
 
 
 def stages() -> list[Stage]:
@@ -66,32 +72,35 @@ def stages() -> list[Stage]:
         only = ("--kernel-name", "kns=laneformer", "--report-api-errors", "no", "--launch-timeout", "0", "--error-exitcode", "9")
         return Stage(name, 90, (("compute-sanitizer", "--tool", name, *only, *SMALLEST),), TESTS, may_time_out=True)
 
-    sustained = ("--output-tokens", "1024", "--runs", "5", "--warmup-runs", "1")
-    short = ("--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
+    # XLA reads all but one token of a prompt in blocks of powers of two, a program for each and each size of the cache: these need few.
+    long, sustained = ("--context", "1025"), ("--output-tokens", "1023", "--runs", "5", "--warmup-runs", "1")
+    drawn = ("--backend", "cuda", "--dtype", "float16", *long, *sustained, "--temperature", "0.8")
+    short = ("--dtype", "float16", "--context", "3073,64", "--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
     return [
         Stage("machine", 30, (
             ("nvidia-smi",), ("nvcc", "--version"), (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
         )),
         Stage("build", 100, ((PYTHON, "-m", "custom_calls"), *(nvcc(*ring) for ring in RINGS.items())), together=True),
+        Stage("smoke", 60, (("{out}/micro", "--quick", "ring", "edge"), SMALLEST), TESTS, if_failed=("memcheck", "racecheck")),
         Stage("micro", 50, (("{out}/micro",), *((f"{{out}}/{name}", "ring") for name in RINGS if name != "micro"))),
         Stage("decode", 120, (
-            bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "128,1024,3072", *sustained,
+            bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "1025,3073,64", *sustained,
                   "--trace", "{out}/trace.json.gz"),
-            (PYTHON, "-m", "scripts.plot_trace", "{out}/trace.json.gz", "--no-picture"),
         )),
-        Stage("correctness", 140, ((*PYTEST, "-n", "4", *TEST_FILES),), TESTS),
+        Stage("trace", 30, ((PYTHON, "-m", "scripts.plot_trace", "{out}/trace.json.gz", "--no-picture"),)),
+        Stage("correctness", 130, ((*PYTEST, "-n", "4", *TEST_FILES),), TESTS),
         Stage("compare", 140, (
-            bench("compare-float16", "--compare", "cuda,cuda-graph,xla", "--dtype", "float16", "--context", "128,1024,3072", *short),
+            bench("compare-float16", "--compare", "cuda,cuda-graph,xla", *short),
         )),
-        Stage("overlap", 70, (
-            bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", "--dtype", "float16", "--context", "128,1024,3072", *short),
+        Stage("sampled", 80, (
+            bench("sampled-float16", *drawn), bench("filtered-float16", *drawn, "--top-p", "0.95"),
         )),
-        Stage("sampled", 60, (
-            bench("sampled-float16", "--backend", "cuda", "--dtype", "float16", "--context", "1024", *sustained, "--temperature", "0.8"),
-        )),
-        Stage("bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", "--context", "1024", *sustained),)),
         Stage("rank", 90, (
             (PYTHON, "-m", "scripts.gpu_rank", MODEL, "--delays", "0", "2", "5", "10", "20", "--runs", "3", "--json", "{out}/rank.json"),
+        )),
+        Stage("bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", *long, *sustained),)),
+        Stage("overlap", 70, (
+            bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", *short),
         )),
         checker("memcheck"),
         checker("racecheck"),
@@ -129,6 +138,7 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
         return Outcome(stage.name, "failed", 0, f"not found: {', '.join(lacking)}")
     began, running, states = time.monotonic(), [], []
     single = len(stage.commands) == 1
+    set_here = dict(zip(stage.environment, filled(stage.environment.values(), out), strict=True))
 
     def finish(number: int, process: subprocess.Popen) -> None:
         try:
@@ -142,7 +152,7 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
     for number, command in enumerate(stage.commands):
         with (out / f"{stage.name}{'' if single else f'-{number}'}.log").open("wb") as log:
             process = subprocess.Popen(
-                filled(command, out), cwd=ROOT, env=environment | stage.environment, stdin=subprocess.DEVNULL, stdout=log,
+                filled(command, out), cwd=ROOT, env=environment | set_here, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         running.append(process)
@@ -221,7 +231,7 @@ def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
         text += ["", "## Decoding", "", decoding]
     if compared := ratios(bench):
         text += ["", "## One backend beside another", "", *(f"- {note}" for note in compared)]
-    if (log := out / "decode-1.log").exists() and (spent := log.read_text(errors="replace")).startswith("| op |"):
+    if (log := out / "trace.log").exists() and (spent := log.read_text(errors="replace")).startswith("| op |"):
         text += ["", "## Where the time of a token goes", "", spent.strip()]
     if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
         text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
@@ -264,16 +274,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH, "JAX_PLATFORMS": "cuda,cpu"}
-    # Stages run the same programs of XLA in processes of their own.
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(out / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
     if options.wheels:
         with_wheels(options.wheels, out, environment)
-    outcomes = []
-    for name in names:
+    outcomes, waiting = [], list(names)
+    while waiting:
+        name = waiting.pop(0)
         left = options.seconds - RESERVE - (time.monotonic() - began)
         seconds = min(left, known[name].seconds)
         outcome = Outcome(name, "left out", 0, "no time") if left < 10 else run(known[name], out, seconds, environment)
         outcomes.append(outcome)
+        if outcome.bad:
+            waiting.sort(key=lambda other: other not in known[name].if_failed)
         print(f"{name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.detail}", flush=True)
         report(out, outcomes)  # after each: a later one may be interrupted
     benches = records(out)

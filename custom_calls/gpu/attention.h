@@ -300,7 +300,7 @@ struct Attention {
       constexpr int each = 8;
       for (int s0 = 0; s0 < splits.count; s0 += each) {
         float values[each];
-        int spins = 0;
+        u32 spins = 0;
         for (;;) {
           bool all = true;
           LF_UNROLL for (int i = 0; i < each; i++) {
@@ -325,7 +325,7 @@ struct Attention {
  private:
   LF_DEVICE float wait_for(const u64* word, Watch& watch, Waits where, int waited_for) const {
     u64 v;
-    for (int spins = 0; !has_come(v = load_word(word), tag);)
+    for (u32 spins = 0; !has_come(v = load_word(word), tag);)
       if (!watch.go_on(spins, where, waited_for)) break;
     return value_of(v);
   }

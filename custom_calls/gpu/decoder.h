@@ -25,7 +25,7 @@ static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has a tag of it
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
   float *partial[2], *squares[2], *scratch, *merged, *x, *history, *logits, *z;
-  int* cancel;
+  int* end;
 
   static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) + even(kHeads * kHeadDim) +
                                  even(Out::kRows) + even(kHistory * Out::kRows) + 2 * even(Head::kRows) + 2;
@@ -44,7 +44,7 @@ struct Shared {
     merged = take(kHeads * kHeadDim);
     x = take(Out::kRows), history = take(kHistory * Out::kRows);
     logits = take(Head::kRows), z = take(Head::kRows);
-    cancel = (int*)take(1);
+    end = (int*)take(1);
   }
 };
 
@@ -176,13 +176,13 @@ class Decoder {
     const Clock clock(*this, kOpSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
     if (now.pass + 1 < control.prompt) {
-      if (sampler.absorb(tag, parity)) now.end = kCancelled;
+      if (const int end = sampler.absorb(tag, parity)) now.end = end;
       now.token = p_.prompt[now.pass + 1];
     } else {
       const Sampled sampled = sampler.sample(tag, parity, control.start + now.pass + 1, now.drawn);
       now.token = sampled.token;
-      if (sampled.cancelled) {
-        now.end = kCancelled;
+      if (sampled.end) {
+        now.end = sampled.end;
       } else {
         now.drawn++;
         for (int i = 0; i < p_.num_stops; i++)
@@ -233,7 +233,9 @@ class Decoder {
       float* squares = this->squares(turn_ ^ 1);
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[each][2];
-      read_words<kHidden % (2 * kThreads) == 0>(stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_, kAtVector);
+      read_words<kHidden % (2 * kThreads) == 0>(
+          stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int i) { return 2 * (i * kThreads + thread()); }, values, watch_,
+          kAtVector);
       LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
       sum = sum_over_warp(sum);
       if (warp_lane() == 0) squares[warp()] = sum;
@@ -250,7 +252,8 @@ class Decoder {
       float values[kLanes];
       LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, row, values, watch_, kAtLanding);
       if (kHeadType == 1) {
-        LF_UNROLL for (int l = 0; l < kLanes; l++) store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
+        LF_UNROLL for (int l = 0; l < kLanes; l++)
+          store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
       } else {
         float total = values[0];
         LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
@@ -272,7 +275,7 @@ LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int 
   const int place = lane * kCtas + c;
   const int first = kHeadType == 2 ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
   const int rows = Decoder::rows_of(first, Head::kRows, kHeadType == 2 ? (lane + 1) * (kVocab / kLanes) : kVocab);
-  return {p, shared.logits, shared.z, shared.scratch, shared.cancel, watch, place, first, rows, cta() == 0};
+  return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
 
 // All CTAs of all devices are there, and have ended the call before: what they read in it may be written again.
@@ -280,7 +283,7 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
   for (int from = afresh(thread()); from < kPackets; from += kThreads)
-    for (int spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
+    for (u32 spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
       if (!watch.go_on(spins, kAtCheckIn, from / kCtas)) break;
   sync_cta();
 }
@@ -288,12 +291,13 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
 // The results of a device, by one of its CTAs; one of a process tells its host, also of what has failed in another one.
 LF_DEVICE void finish(const Params& p, int drawn, int end, int position) {
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
+  sync_cta();  // the last token was told by another thread
   if (thread() != 0) return;
   if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
   p.status[0] = drawn;
   const u64 failure = load_word(p.shared[p.device]);
   const bool failed = has_failed(failure, p.pass_tag);
-  p.status[1] = failed ? kFailed : end;
+  p.status[1] = failed ? (int)kFailed : end;
   p.status[2] = position;
   if (!p.tells) return;
   if (failed) p.host->failure = failure;

@@ -3,7 +3,7 @@
 //
 // Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows from the order of
 // the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of which owns rows of it, had come there.
-// Two boards of that kind take turns, one is enough for every other. See docs/decode_kernel.md.
+// Two boards of that kind take turns, one is enough for every other. See docs/gpu.md.
 #pragma once
 
 #include "model.h"
@@ -24,16 +24,18 @@ LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited
 }
 LF_DEVICE bool has_failed(u64 word, u32 tag) { return (u32)(word >> 32) - tag < kPassTags; }
 
-// Tells the host and all devices; the first one says why.
+// Tells the host and all devices; one of those who do says why.
 LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_for) {
   if (has_failed(load_word(p.shared[p.device]), p.pass_tag)) return;
   const u64 failure = failure_word(p.pass_tag, where, lane, layer, waited_for);
   p.host->failure = failure;
   fence_system();
   for (int d = 0; d < p.devices; d++) store_word(p.shared[d], failure);
+  fence_system();  // before this CTA's packet, by which all others end
 }
 
-// The watchdog of every wait: whoever waits too long says so to all, and from then on nobody waits; the kernel ends with the pass.
+// The watchdog of every wait for another CTA: whoever waits too long says so to all, and from then on nobody waits; the kernel ends with the
+// pass, whose token is not told.
 class Watch {
  public:
   LF_DEVICE Watch(const Params& p, u64* abort, int lane) : p_(p), abort_(abort), lane_(lane), random_(cta() * 0x9e3779b9u + thread() + 1) {}
@@ -41,7 +43,7 @@ class Watch {
   int layer = -1;
 
   // After a look that found nothing: whether to look again.
-  LF_DEVICE bool go_on(int& spins, Waits where, int waited_for) {
+  LF_DEVICE bool go_on(u32& spins, Waits where, int waited_for) {
     if (ended_) return false;
     if (spins++ % 64 != 63) {
       pause();
@@ -54,7 +56,7 @@ class Watch {
     const u64 now = clock_ns();
     if (spins == 64) {
       began_ = now;
-    } else if (now - began_ > (where == kAtCheckIn || where == kAtLanding ? p_.timeout_ns : p_.later_timeout_ns)) {
+    } else if (now - began_ > p_.timeouts_ns[where == kAtCheckIn ? 0 : where == kAtLanding ? 1 : 2]) {
       ended_ = true;
       fail(p_, where, lane_, layer, waited_for);
       return false;
@@ -86,7 +88,7 @@ class Watch {
 template <bool whole, bool patient = true, int n, int per, class Place>
 LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
-  int spins = 0;
+  u32 spins = 0;
   if (patient && (!kSteps || where == kAtPacket) && (whole || place(0) < end))  // an earlier launch's words have all come
     while (!has_come(load_word(board + place(0)), tag))
       if (!watch.go_on(spins, where, place(0))) break;
@@ -119,7 +121,7 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
   for (int first = 0; first < n; first += threads * each) {
     float values[each];
     bool all;
-    int spins = 0;
+    u32 spins = 0;
     do {
       all = true;
       u64 words[each];

@@ -27,7 +27,7 @@ struct Exchange {
 
   // The values of all lanes, which may have come long ago.
   LF_DEVICE static void pull(const u64* memory, u32 sequence, int row, float (&values)[lanes], Watch& watch, Waits where) {
-    int spins = 0;
+    u32 spins = 0;
     for (;;) {
       u64 words[lanes];
       LF_UNROLL for (int lane = 0; lane < lanes; lane++) words[lane] = load_word(memory + at(sequence, lane, row));

@@ -80,7 +80,7 @@ struct Params {
   int devices, device, first_lane;
   int tells;  // whether this device tells the host of the call, and looks for a cancellation: one of each process
   unsigned int pass_tag, exchange_tag;  // the first of this call; that of its passes is a multiple of kPassTags and not 0
-  unsigned long long timeout_ns, later_timeout_ns;  // for other lanes, and for all that may wait because of them
+  unsigned long long timeouts_ns[3];  // for all to come to the call, for other lanes in it, and for all that may wait because of them
   unsigned long long chaos_ns, peer_delay_ns;
   Host* host;
   Told* told;         // [context]

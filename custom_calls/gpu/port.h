@@ -226,6 +226,14 @@ LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
       : "memory");
   return done != 0;
 }
+// Waits for a copy. For one that never comes nobody can go on: the launch ends with an error of the driver.
+LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
+  for (u64 began = 0; !barrier_passed(barrier, parity);) {
+    const u64 now = clock_ns();
+    if (began == 0) began = now;
+    if (now - began > 20'000'000'000ull) asm volatile("trap;");
+  }
+}
 
 }  // namespace gpu
 }  // namespace laneformer

@@ -43,16 +43,18 @@ LF_DEVICE u32 order_of(float z) {
 }
 LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
 
-constexpr int kCancelWord = kPacketWords - 1, kPackets = kLanes * kCtas;
-constexpr int kBuckets = 1 << 11, kBucketGroups = 64;
-constexpr float kLowest = -3.4e38f;  // below every finite logit that matters
+constexpr int kEndWord = kPacketWords - 1, kPackets = kLanes * kCtas;
+constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram: 32 bits in three passes
+constexpr float kLowest = -3.4e38f;                    // just above -FLT_MAX: no logit yet
+
+static_assert(kZAt >= kPacketsAt + 2 * kPackets * kPacketWords, "gpu_layout.py counts otherwise");
 
 // Shared memory of the sampler, in floats: histogram, sums of its groups, values of the warps.
 constexpr int kSampleFloats = 2 * kBuckets + 2 * kBucketGroups + 4 * kWarps + 16;
 
 struct Sampled {
   int token;
-  bool cancelled;
+  int end;  // kCancelled, kFailed, or 0 to go on
 };
 
 struct Sampler {
@@ -60,7 +62,7 @@ struct Sampler {
   float* logits;  // shared memory, [rows of the head here]
   float* z;
   float* scratch;
-  int* cancel;  // shared memory, where it stays: whether the next packet ends the call
+  int* end;  // shared memory, where it stays: how the next packet ends the call, kCancelled or kFailed, or 0
   Watch& watch;
   int place, first, count;  // of the CTA among all; its tokens
   bool leader;              // writes the results of this device
@@ -72,15 +74,16 @@ struct Sampler {
     temperature = p.settings[0], top_p = p.settings[1], min_p = p.settings[2], penalty = p.settings[3];
     top_k = p.control[3];
     key[0] = p.key[0], key[1] = p.key[1];
-    if (thread() == 0) *cancel = 0;
+    if (thread() == 0) *end = 0;
   }
 
   // Whether the host has asked for the end; of one thread. The host's memory is far away: what needs it soon waits.
   LF_DEVICE bool asks() const { return leader && p.tells && thread() == kThreads - kWarpSize; }
-  LF_DEVICE int asked() const { return asks() ? *(volatile const int*)&p.host->cancel : 0; }
+  LF_DEVICE int asked() const { return asks() && *(volatile const int*)&p.host->cancel ? kCancelled : 0; }
 
-  // A pass without a head: only whether to go on.
-  LF_DEVICE bool absorb(u32 tag, int parity) {
+  // A pass without a head: only how it ends the call, if it does.
+  LF_DEVICE int absorb(u32 tag, int parity) {
+    say_if_ended();
     sync_cta();  // the scratch is free
     publish(tag, parity, 0, 0, {0, -1}, 0);
     Best best;
@@ -91,7 +94,7 @@ struct Sampler {
   // The token at `position`, from the logits in shared memory; drawn: how many there were before.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
     const bool filtered = temperature > 0 && (top_k > 0 || top_p < 1 || min_p > 0), told = p.top > 0 || p.logits != nullptr;
-    float largest = kLowest, largest_z = kLowest;
+    float largest = kLowest;
     bool broken = false;
     for (int r = afresh(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
@@ -99,7 +102,7 @@ struct Sampler {
       if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
       if (temperature > 0) value /= temperature;
       z[r] = value;
-      largest = larger(largest, raw), largest_z = larger(largest_z, value);
+      largest = larger(largest, raw);
       broken = broken || raw != raw;
       for (int d = 0; d < p.devices; d++) {
         if (filtered) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
@@ -117,25 +120,31 @@ struct Sampler {
       const float value = temperature > 0 ? z[r] + gumbel(key, (u32)position, (u32)(first + r)) : z[r];
       best = better(best, {value, first + r});
     }
+    say_if_ended();
     sync_cta();
     sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
     publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
 
     float logit;
-    const bool cancelled = collect(tag, parity, largest, sum, best, logit);
+    const int end = collect(tag, parity, largest, sum, best, logit);
     int token = best.token;
     if (token < 0 || token >= kVocab) token = 0;  // nothing was a number; the log-probability says so
-    if (cancelled) return {token, true};
+    if (end) return {token, end};
     const float lse = largest + log_of(sum);
     if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
     if (leader && p.logits != nullptr) copy_logits(tag, parity, p.logits + (i64)drawn * kVocab);
     if (leader && p.top > 0) rank(tag, parity, lse, drawn);
     if (leader && teller()) tell(token, logit - lse, drawn);
-    return {token, false};
+    return {token, 0};
   }
 
  private:
+  // A thread that has waited in vain has computed from what was there: nobody may take this CTA's part for a token.
+  LF_DEVICE void say_if_ended() const {
+    if (watch.ended()) *end = kFailed;
+  }
+
   // The thread that writes to the host, and waits for it: one that has little else to do.
   LF_DEVICE static bool teller() { return thread() == kThreads - 1; }
 
@@ -181,35 +190,35 @@ struct Sampler {
     watch.delay();
     if (thread() >= kPacketWords) return;
     fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this packet
-    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*cancel};
+    const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++)
       if (thread() == i) value = values[i];
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + packet(parity, place) + thread(), word_of(value, tag));
   }
 
-  // What all CTAs say; whether to end.
-  LF_DEVICE bool collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
+  // What all CTAs say; how they end the call, or 0.
+  LF_DEVICE int collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int next_cancel = kSteps ? 0 : asked();  // comes while the packets do
+    const int next_end = kSteps ? 0 : asked();  // comes while the packets do
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
       const int from = i * kThreads + afresh(thread());
       float one[1][kPacketWords];
-      read_words<kPackets % kThreads == 0>(memory, kPackets * kPacketWords, tag, [&](int) { return from < kPackets ? from * kPacketWords : kPackets * kPacketWords; },
-                 one, watch, kAtPacket);
+      read_words<kPackets % kThreads == 0>(
+          memory, kPackets * kPacketWords, tag, [&](int) { return smaller(from, kPackets) * kPacketWords; }, one, watch, kAtPacket);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }
-    float top = kLowest, cancelled = 0;
-    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), cancelled = larger(cancelled, packets[i][kCancelWord]);
-    if (watch.ended()) cancelled = 1.0f;
+    float top = kLowest, ending = 0;
+    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), ending = larger(ending, packets[i][kEndWord]);
+    if (watch.ended()) ending = kFailed;
     fence_device();
     sync_cta();
-    if (!kSteps && asks()) *cancel = next_cancel;
+    if (!kSteps && asks()) *end = next_end;
     largest = max_over_cta(top, warps());
-    cancelled = max_over_cta(cancelled, warps());
+    ending = max_over_cta(ending, warps());
     float total = 0;
     Best found = {kLowest, -1};
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -224,7 +233,7 @@ struct Sampler {
     sync_cta();
     logit = shared[0];
     sync_cta();
-    return cancelled > 0;
+    return (int)ending;
   }
 
   LF_DEVICE void tell(int token, float logprob, int drawn) const {
@@ -240,17 +249,28 @@ struct Sampler {
     *(volatile int*)&p.host->count = drawn + 1;
   }
 
-  // One published value, waited for.
-  LF_DEVICE float published(i64 base, u32 tag, int token) const {
-    const u64* word = p.shared[p.device] + base + token;
-    u64 v;
-    for (int spins = 0; !has_come(v = load_word(word), tag);)
-      if (!watch.go_on(spins, kAtLogits, token)) break;
-    return value_of(v);
+  // body(token, value) of all that was published, shared out over the threads; waits for what has not come. The memory is far away: some
+  // words are asked for together, where weights leave registers for them.
+  template <class Body>
+  LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
+    constexpr int each = LF_BULK ? 4 : 1;
+    const u64* board = p.shared[p.device] + base;
+    for (int first = afresh(thread()); first < kVocab; first += each * kThreads) {
+      u64 words[each];
+      LF_UNROLL for (int i = 0; i < each; i++)
+        if (first + i * kThreads < kVocab) words[i] = load_word(board + first + i * kThreads);
+      LF_UNROLL for (int i = 0; i < each; i++) {
+        const int token = first + i * kThreads;
+        if (token >= kVocab) continue;
+        for (u32 spins = 0; !has_come(words[i], tag); words[i] = load_word(board + token))
+          if (!watch.go_on(spins, kAtLogits, token)) break;
+        body(token, value_of(words[i]));
+      }
+    }
   }
 
   LF_DEVICE void copy_logits(u32 tag, int parity, float* out) const {
-    for (int token = afresh(thread()); token < kVocab; token += kThreads) out[token] = published(kLogitsAt + (i64)parity * kVocab, tag, token);
+    each_published(kLogitsAt + (i64)parity * kVocab, tag, [&](int token, float value) { out[token] = value; });
   }
 
   // The p.top most likely tokens, lowest id first among equals.
@@ -258,11 +278,11 @@ struct Sampler {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
-      for (int token = afresh(thread()); token < kVocab; token += kThreads) {
-        const float value = published(kLogitsAt + (i64)parity * kVocab, tag, token) + 0.0f;
+      each_published(kLogitsAt + (i64)parity * kVocab, tag, [&](int token, float logit) {
+        const float value = logit + 0.0f;  // -0 and 0 are equal
         const bool behind = i == 0 || value < last.value || (value == last.value && token > last.token);
         if (behind) best = better(best, {value, token});
-      }
+      });
       last = best_over_cta(best);
       if (teller()) {
         p.top_tokens[(i64)drawn * p.top + i] = last.token < 0 ? i : last.token;
@@ -275,7 +295,7 @@ struct Sampler {
   LF_DEVICE float threshold(u32 tag, int parity) const {
     const i64 base = kZAt + (i64)parity * kVocab;
     float best = kLowest;
-    for (int token = afresh(thread()); token < kVocab; token += kThreads) best = larger(best, published(base, tag, token));
+    each_published(base, tag, [&](int, float value) { best = larger(best, value); });
     best = max_over_cta(best, warps());
     float least = kLowest;
     if (top_k > 0) least = largest_reaching(base, tag, (double)top_k, [](float) { return (u64)1; });
@@ -305,13 +325,12 @@ struct Sampler {
       sync_cta();
       for (int i = afresh(thread()); i < kBuckets; i += kThreads) sums[i] = 0;
       sync_cta();
-      for (int token = afresh(thread()); token < kVocab; token += kThreads) {
-        const float value = published(base, tag, token);
+      each_published(base, tag, [&](int, float value) {
         const u32 order = order_of(value);
-        if (upper < 32 && order >> upper != prefix) continue;
+        if (upper < 32 && order >> upper != prefix) return;
         const u64 own = amount(value);
         if (own) add_shared(sums + (order >> shift & ((1u << bits) - 1)), own);
-      }
+      });
       sync_cta();
       for (int g = afresh(thread()); g < kBucketGroups; g += kThreads) {
         u64 sum = 0;

@@ -90,7 +90,7 @@ class Ring {
  private:
   LF_DEVICE void await(u32 line) {
     while ((int)(line - ready_) > 0) {
-      while (!barrier_passed(barriers_ + ready_slot_, parity_)) pause();
+      await_barrier(barriers_ + ready_slot_, parity_);
       ready_ += kSlotLines;
       if (++ready_slot_ == kSlots) ready_slot_ = 0, parity_ ^= 1;
     }

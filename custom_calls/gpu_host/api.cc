@@ -51,6 +51,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
       return wrong("the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
+    if (shape[2] > model.context) return wrong("the cache has more positions than the model's context");
     p.capacity = shape[2];
     ((int64_t)i < model.layers ? p.keys[i] : p.values[i - (size_t)model.layers]) = before->untyped_data();
   }
@@ -188,12 +189,8 @@ int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
   put_text(failure.c_str(), text, size);
   return !failure.empty();
 }
-double laneformer_gpu_read_pass(int64_t id, const void* const* weights) {
-  try {
-    return sessions.find(id)->read_pass(weights);
-  } catch (const std::exception&) {
-    return -1;
-  }
+int64_t laneformer_gpu_read_pass(int64_t id, const void* const* weights, char* error, int64_t size) {
+  return guarded(error, size, [&] { return (int64_t)(1e9 * sessions.find(id)->read_pass(weights)); });
 }
 int64_t laneformer_gpu_trace(int64_t id, int64_t spans, char* error, int64_t size) {
   return guarded(error, size, [&] {

@@ -8,7 +8,7 @@ namespace gpu {
 namespace {
 
 // The two drivers differ in names and in the numbers of attributes; the arguments are the same unless noted.
-constexpr int kMultiprocessors[2] = {16, 63}, kSharedBytes[2] = {97, 74};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
+constexpr int kMultiprocessors[2] = {16, 63};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
 constexpr int kDynamicShared = 8;                                          // of a function, in both
 constexpr unsigned kPortable = 1 | 2;                                      // host memory: portable, mapped
 constexpr unsigned kNonBlocking = 1;                                       // of a stream, in both
@@ -117,13 +117,7 @@ int Driver::multiprocessors(int device) const {
   return value;
 }
 
-int Driver::shared_bytes(int device) const {
-  int value = 0;
-  check(attribute_(&value, kSharedBytes[hip_], device), "tell its shared memory");
-  return value;
-}
-
-void* Driver::load(const void* image, size_t) const {
+void* Driver::load(const void* image) const {
   void* module = nullptr;
   check(load_(&module, image), "load the kernel");
   return module;

@@ -26,9 +26,8 @@ class Driver {
   int devices() const;
   void use(int device) const;  // on this thread, from now on
   int multiprocessors(int device) const;
-  int shared_bytes(int device) const;  // that a CTA may have
 
-  void* load(const void* image, size_t size) const;  // a module, all of it now: nothing is loaded behind a running kernel
+  void* load(const void* image) const;  // a module, all of it now: nothing is loaded behind a running kernel
   void unload(void* module) const;
   void* function(void* module, const char* name, int shared_bytes) const;
   int resident(void* function, int threads, int shared_bytes) const;  // CTAs on a multiprocessor

@@ -27,7 +27,7 @@ Session::Session(const LaneformerGpuModel& model)
       Device& device = devices_.back();
       device.ordinal = ordinal;
       device.place = model.places[d];
-      device.module = driver_.load(model.image, (size_t)model.image_bytes);
+      device.module = driver_.load(model.image);
       device.function = driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
       const int grid = model.grid;
@@ -147,8 +147,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.device = device.place;
   params.first_lane = device.place * model_.lanes_here;
   params.tells = index == 0;
-  params.timeout_ns = (unsigned long long)model_.timeout_ms * 1'000'000ull;
-  params.later_timeout_ns = params.timeout_ns / 8 * 9;
+  const Waits waits[] = {kAtCheckIn, kAtLanding, kAtVector};
+  for (int i = 0; i < 3; i++) params.timeouts_ns[i] = (unsigned long long)timeout_ms(waits[i]) * 1'000'000ull;
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
   params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
@@ -197,6 +197,7 @@ int32_t Session::wait(int32_t have, int timeout_ms) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     seen = count();
   }
+  seen = count();  // what was told before the end, if that came meanwhile
   if (seen > 0) {  // the token came before this moment: the smallest such distance is the closest to the truth
     const int64_t offset = now_ns() - (int64_t)told_[seen - 1].time_ns;
     if (offset < clock_offset_.load()) clock_offset_.store(offset);
@@ -217,6 +218,11 @@ void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, 
   std::copy_n(told_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
 }
 
+// Another process may still compile what it calls. Whoever waits for a lane says first which one is missing.
+int64_t Session::timeout_ms(int where) const {
+  return where == kAtCheckIn ? 6 * model_.timeout_ms : where == kAtLanding ? model_.timeout_ms : model_.timeout_ms / 8 * 9;
+}
+
 std::string Session::failure() const {
   static const char* const missing[] = {"",  "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane",
                                         "", "the logit of token"};
@@ -232,7 +238,7 @@ std::string Session::failure() const {
     which = "the draw of CTA " + std::to_string(cta % model_.ctas) + " of lane " + std::to_string(cta / model_.ctas);
   }
   return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) + ": " + which + " did not come within " +
-         std::to_string(model_.timeout_ms) + " ms";
+         std::to_string(timeout_ms(what)) + " ms";
 }
 
 double Session::read_pass(const void* const* weights) {

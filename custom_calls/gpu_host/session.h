@@ -22,7 +22,6 @@ struct LaneformerGpuModel {
   const char* driver;   // "cuda" or "hip"
   const char* library;  // null for the usual one
   const void* image;    // the compiled kernel
-  int64_t image_bytes;
   int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
   const int32_t* steps;         // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
   int32_t num_steps, overlapping, kept_floats;  // of a CTA
@@ -76,6 +75,7 @@ class Session {
   };
 
   bool connected() const;
+  int64_t timeout_ms(int where) const;  // a value of Waits
   void close_peers(Device&);
   void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();

@@ -58,18 +58,18 @@ def driver() -> Path:
     return _compiled(_folder() / f"driver-{name}.so", command)
 
 
-def compile_with(machine: Machine, *flags: str):
+def compile_with(machine: Machine):
     """For custom_calls.gpu_build.image: the image is the path of a library."""
 
     def compile_kernel(folder: Path, out: Path, architecture: str) -> None:
-        digest = hashlib.sha256(repr((machine, flags)).encode())
+        digest = hashlib.sha256(repr(machine).encode())
         for path in (*sorted(folder.iterdir()), *sorted(EMULATOR.iterdir())):
             digest.update(path.name.encode() + path.read_bytes())
         command = [
             *build.compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function",
             "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unused-variable", f"-DLF_EMULATED=\"{EMULATOR / 'port_host.h'}\"",
-            f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}", f"-I{folder}", *flags,
-            "-x", "c++", str(EMULATOR / "emulator.cc"),
+            f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}", f"-I{folder}", "-x", "c++",
+            str(EMULATOR / "emulator.cc"),
         ]  # fmt: skip
         library = _compiled(_folder() / f"kernel-{digest.hexdigest()[:16]}.so", command)
         out.write_bytes(str(library).encode() + b"\0")
@@ -77,14 +77,14 @@ def compile_with(machine: Machine, *flags: str):
     return compile_kernel
 
 
-def make_session(config: ModelConfig, weights, *, compute: str = "float32", machine: Machine = SMALL, mesh=None, flags=(), **options):
+def make_session(config: ModelConfig, weights, *, compute: str = "float32", machine: Machine = SMALL, mesh=None, **options):
     """As small.make_session, on emulated GPUs."""
     stored = weights["tok_embeddings"].dtype.name
     source = types.SimpleNamespace(config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored)
     if REAL:
         options["platform"] = REAL
     else:
-        options |= {"machine": machine, "compile_with": compile_with(machine, *flags), "driver": driver()}
+        options |= {"machine": machine, "compile_with": compile_with(machine), "driver": driver()}
     session = GpuSession(
         kernel_shapes(source),
         config.schedule,

@@ -112,6 +112,24 @@ def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch
     assert "| late | out of time |" in capsys.readouterr().out
 
 
+def test_what_may_tell_why_comes_next(tmp_path, monkeypatch):
+    stages = [python(name, 20, "pass") for name in ("measures", "checks", "measures more", "checks more")]
+    only(monkeypatch, python("begins", 20, "raise SystemExit(1)", if_failed=("checks", "checks more")), *stages)
+    assert gpu_check.main([str(tmp_path)]) == 1
+    ran = [stage["stage"] for stage in json.loads((tmp_path / "report.json").read_text())["stages"]]
+    assert ran == ["begins", "checks", "checks more", "measures", "measures more"]
+    known = [stage.name for stage in gpu_check.stages()]
+    assert all(name in known for stage in gpu_check.stages() for name in stage.if_failed)
+
+
+def test_stages_share_what_xla_compiled_and_tests_do_not(tmp_path, monkeypatch):
+    code = "import os; print(os.environ.get('JAX_COMPILATION_CACHE_DIR'))"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    only(monkeypatch, python("measures", 20, code), python("tests", 20, code, environment=gpu_check.TESTS))
+    gpu_check.main([str(tmp_path)])
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("measures", "tests")] == [f"{tmp_path}/xla\n", "None\n"]
+
+
 def test_all_passed_is_status_0(tmp_path, monkeypatch):
     only(monkeypatch, python("works", 20, "pass"), python("checker", 1, "import time; time.sleep(9)", may_time_out=True))
     assert gpu_check.main([str(tmp_path)]) == 0

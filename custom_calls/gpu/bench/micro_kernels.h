@@ -138,7 +138,7 @@ LF_KERNEL void burst(LF_PARAMS, const Job job) {
     for (int n = 0; n < smaller(count, slots); n++) issue(n);
     for (int n = 0; n < count; n++) {
       const u32 at = taken + n;
-      while (!barrier_passed(&barriers[warp()][at % slots], at / slots & 1)) pause();
+      await_barrier(&barriers[warp()][at % slots], at / slots & 1);
       for (int i = warp_lane() * 16; i < bytes; i += kLineBytes) mixed ^= mix(load_vec(own + at % slots * bytes + i));
       reads_done();
       sync_warp();
@@ -183,7 +183,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
         store_word(flags + c * 16, tag);
       }
       if (thread() < job.group) {
-        for (int spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
+        for (u32 spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
           if (!watch.go_on(spins, kAtVector, thread())) break;
         fence_device();
       }
@@ -230,7 +230,7 @@ LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
     for (int round = 0; round < job.rounds; round++) {
       const u32 sequence = job.first_tag + round;
       if (job.ping && lane == 1)
-        for (int spins = 0; !has_come(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
+        for (u32 spins = 0; !has_come(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
           if (!watch.go_on(spins, kAtLanding, 0)) break;
       Mail::push(p, 16, sequence, lane, row, total);
       float values[2];

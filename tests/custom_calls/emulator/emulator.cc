@@ -2,6 +2,8 @@
 #include "kernel.cu"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <vector>
 
@@ -56,6 +58,24 @@ uint64_t random_bits() {
   return random_state;
 }
 
+// Tests let one CTA stand still from the moment when so many tokens have been told, until the others have given it up, or for good:
+// EMULATOR_STILL=CTA,TOKENS or CTA,TOKENS,lost.
+struct Still {
+  int cta = -1, tokens = 0;
+  bool lost = false;
+
+  Still() {
+    char word[8] = "";
+    if (const char* said = std::getenv("EMULATOR_STILL"))
+      if (std::sscanf(said, "%d,%d,%7s", &cta, &tokens, word) < 2) std::fprintf(stderr, "EMULATOR_STILL=%s?\n", said), std::abort();
+    lost = word[0] != 0;
+  }
+  bool stands(int c) const {
+    const auto* host = parameters->host;
+    return c == cta && !reading && host->count >= tokens && (lost || host->failure == 0);
+  }
+};
+
 // Whether no CTA of this launch may wait for another: then they run one after the other.
 bool in_turn(const laneformer::gpu::Params& p) {
   using namespace laneformer::gpu;
@@ -66,9 +86,6 @@ bool in_turn(const laneformer::gpu::Params& p) {
 void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
 
 void body() {
-#ifdef EMULATOR_LOST_CTA
-  if (self->cta == EMULATOR_LOST_CTA) self->ended = true, leave();
-#endif
   if (reading) {
     laneformer_read(*parameters);
   } else {
@@ -151,16 +168,28 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     f.stack_pointer = top;
   }
   const bool alone = in_turn(*params);
+  const Still still;
   int running = count, result = 0;
   for (uint64_t idle = 0; running > 0;) {
     bool moved = false;
-    // CTAs in a random order, threads of one in theirs.
+    // CTAs begin anywhere, each with any of its warps, up or down, and some sleep for a while.
     const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
-      if (alone && c > 0 && !fibers[c * kThreads - 1].ended) break;
-      if (random_bits() % 8 == 0) continue;  // it sleeps for a while
-      for (int i = c * kThreads; i < (c + 1) * kThreads; i++) {
+      const auto ended = [](const Fiber& f) { return f.ended; };
+      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * kThreads, fibers.begin() + c * kThreads, ended)) break;
+      if (!alone && idle < 100 && still.stands(c)) {  // later it is all that is left
+        if (!still.lost) continue;
+        for (int i = c * kThreads; i < (c + 1) * kThreads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
+      }
+      if (random_bits() % 8 == 0) continue;
+      const int first_warp = (int)(random_bits() % (uint64_t)warps), step = random_bits() % 2 ? 1 : warps - 1;
+      for (int k = 0; k < kThreads; k++) {
+        const int i = c * kThreads + (first_warp + k / kWarpSize * step) % warps * kWarpSize + k % kWarpSize;
+        if (k % kWarpSize == 0 && random_bits() % 4 == 0) {
+          k += kWarpSize - 1;
+          continue;
+        }
         Fiber& f = fibers[i];
         if (f.ended || (f.waits && f.waits->generation == f.blocked_until)) continue;
         f.waits = nullptr;
@@ -175,7 +204,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
         i++;
         continue;
       }
-      // Copies into one slot arrive in their order; others in any.
+      // In any order: a slot has one at a time.
       arrive(copies[i]);
       copies[i] = copies.back();
       copies.pop_back();

@@ -133,7 +133,9 @@ LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
 LF_DEVICE void reads_done() { emulator::self->num_reads = 0; }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { emulator::bulk_copy(to, from, bytes, barrier); }
-LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) { return (*(volatile u64*)barrier & 1) != parity; }
+LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
+  while ((*(volatile u64*)barrier & 1) == parity) pause();
+}
 
 }  // namespace gpu
 }  // namespace laneformer
