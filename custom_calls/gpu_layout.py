@@ -16,7 +16,7 @@ from custom_calls.library import ring_slots
 from custom_calls.schedule import Table
 from custom_calls.session import HEADS, Shapes
 
-SLOT_LINES = 8  # lines of a slot of the stream's ring: 4 KiB, so that one thread may order it in time
+SLOT_LINES = 8  # of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
 MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
 C_DTYPES = {"float32": "kFloat32", "bfloat16": "kBfloat16", "float16": "kFloat16"}

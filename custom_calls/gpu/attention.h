@@ -86,7 +86,7 @@ struct Attention {
   LF_DEVICE static int own_element(int i) { return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv; }
 
   // Bias, norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
-  LF_DEVICE void turn(float* heads, int count, int kv_head) const {
+  LF_DEVICE void norm_and_rotate(float* heads, int count, int kv_head) const {
     const float* rotation = p.rotations + (i64)position * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
       const bool is_key = h == kGroupHeads;
@@ -134,7 +134,7 @@ struct Attention {
     float* sums = new_value + kHeadDim;
 
     // The first keys are on their way before the queries have come. Those that a thread has none of are read and not used.
-    const int lane_key = afresh(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
+    const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k, v;
     load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
@@ -145,13 +145,13 @@ struct Attention {
       gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
     }
     sync_cta();
-    turn(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head);
+    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head);
     if (newest) {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
       const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
       const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
-      for (int i = afresh(thread()); i < kHeadDim; i += kThreads) {
+      for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
         float* new_key = heads + kGroupHeads * kHeadDim;
         new_key[i] = rounded(new_key[i]);
         new_value[i] = rounded(kQkvBias ? new_value[i] + bias[i] : new_value[i]);
@@ -164,7 +164,7 @@ struct Attention {
     for (int h0 = 0; h0 < kGroupHeads; h0 += kHeadsAtOnce) {
       float largest[kHeadsAtOnce], weight[kHeadsAtOnce], sum[kHeadsAtOnce][kOwn];
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
-        largest[h] = kNever;
+        largest[h] = kMinusInfinity;
         weight[h] = 0;
         LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = 0;
       }
@@ -208,7 +208,7 @@ struct Attention {
   }
 
  private:
-  static constexpr float kNever = -1e30f;
+  static constexpr float kMinusInfinity = -1e30f;
 
   LF_DEVICE static float rounded(float v) {
     if constexpr (kCache == kFloat32) return v;
@@ -235,7 +235,7 @@ struct Attention {
   LF_DEVICE static void add_value(const float (&score)[kHeadsAtOnce], const float (&v)[kOwn], float (&largest)[kHeadsAtOnce],
                                   float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
-      const float top = larger(largest[h], score[h]), keep = fast_exp2(largest[h] - top), own = fast_exp2(score[h] - top);
+      const float top = larger(largest[h], score[h]), keep = exp2_of(largest[h] - top), own = exp2_of(score[h] - top);
       largest[h] = top;
       weight[h] = weight[h] * keep + own;
       LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = sum[h][i] * keep + own * v[i];
@@ -247,7 +247,7 @@ struct Attention {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       float top = largest[h];
       LF_UNROLL for (int mask = kKeyThreads; mask < kWarpSize; mask *= 2) top = larger(top, shuffle(top, mask));
-      const float keep = fast_exp2(largest[h] - top);
+      const float keep = exp2_of(largest[h] - top);
       largest[h] = top;
       weight[h] *= keep;
       LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] *= keep;
@@ -261,13 +261,13 @@ struct Attention {
   // Over the warps, in their order.
   LF_DEVICE void publish(int head, int count, int split, const float* sums) const {
     watch.delay();
-    for (int at = afresh(thread()); at < count * kHeadDim; at += kThreads) {
+    for (int at = opaque(thread()); at < count * kHeadDim; at += kThreads) {
       const int h = at / kHeadDim, element = at % kHeadDim;
-      float top = kNever, weight = 0, sum = 0;
+      float top = kMinusInfinity, weight = 0, sum = 0;
       LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
       LF_UNROLL for (int w = 0; w < kWarps; w++) {
         const float* part = sums + (w * kHeadsAtOnce + h) * (kHeadDim + 2);
-        const float keep = fast_exp2(part[kHeadDim] - top);
+        const float keep = exp2_of(part[kHeadDim] - top);
         weight += keep * part[kHeadDim + 1];
         sum += keep * part[element];
       }
@@ -284,17 +284,17 @@ struct Attention {
   // The attention's output [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it visible.
   LF_DEVICE void merge(const Splits& splits, float* out) const {
     float* factors = scratch + kAttentionFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
-    for (int at = afresh(thread()); at < kHeads * splits.count * 2; at += kThreads) {
+    for (int at = opaque(thread()); at < kHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;
       const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;
       factors[at] = wait_for(word, watch, kAtAttention, split);
     }
     sync_cta();
-    for (int at = afresh(thread()); at < kHeads * kHeadDim; at += kThreads) {
+    for (int at = opaque(thread()); at < kHeads * kHeadDim; at += kThreads) {
       const int head = at / kHeadDim, element = at % kHeadDim;
       const float* own = factors + head * splits.count * 2;
       const u64* board = parts + head * kMaxSplits * kPartWords + element;
-      float top = kNever;
+      float top = kMinusInfinity;
       for (int s = 0; s < splits.count; s++) top = larger(top, own[2 * s]);
       float weight = 0, sum = 0;
       constexpr int each = 8;
@@ -313,7 +313,7 @@ struct Attention {
         }
         LF_UNROLL for (int i = 0; i < each; i++) {
           if (s0 + i >= splits.count) continue;
-          const float keep = fast_exp2(own[2 * (s0 + i)] - top);
+          const float keep = exp2_of(own[2 * (s0 + i)] - top);
           weight += keep * own[2 * (s0 + i) + 1];
           sum += keep * values[i];
         }

@@ -14,7 +14,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   const Control control(p);
   if (!accept(p, control)) return;
   if constexpr (kPeerCtas > 0) {
-    if (lane_here >= kLanesHere) return Peers{p, watch, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
+    if (lane_here >= kLanesHere) return Peers{p, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
   }
   Stream stream(weights_of_cta(p), memory, barriers, Passes{control.prompt - 1});
   check_in(p, watch, place, p.pass_tag);

@@ -82,7 +82,7 @@ class Decoder {
     watch_.delay();
     const float factor = norm_factor(squares(turn_));
     const int first = c_ * Qkv::kRows, rows = rows_of(first, Qkv::kRows, Qkv::kAllRows);
-    for (int r = afresh(thread()); r < rows; r += kThreads)
+    for (int r = opaque(thread()); r < rows; r += kThreads)
       store_word(boards_ + kQkvBoard + first + r, word_of(row_sum<Qkv>(partial, r) * factor, tag + layer));
     clock.end();
   }
@@ -108,7 +108,7 @@ class Decoder {
     float* partial = next_partial();
     product<Out>(stream_, partial, FromShared<Out>{shared_.merged});
     sync_cta();
-    residual.template finish<Out>(2 * layer, partial, sequence);
+    residual.template add_output<Out>(2 * layer, partial, sequence);
     residual.publish(stream_board(2 * layer + 1), tag + 2 * layer + 1);
     clock.end();
   }
@@ -124,7 +124,7 @@ class Decoder {
     const float factor = norm_factor(squares(turn_));
     constexpr int pairs = GateUp::kRows / 2;
     const int first = c_ * pairs, count = rows_of(first, pairs, kFf);
-    for (int r = afresh(thread()); r < count; r += kThreads) {
+    for (int r = opaque(thread()); r < count; r += kThreads) {
       const float gate = row_sum<GateUp>(partial, 2 * r) * factor, up = row_sum<GateUp>(partial, 2 * r + 1) * factor;
       const float bounded = larger(gate, -87.0f);  // exp(87) is finite
       store_word(boards_ + kHiddenBoard + first + r, word_of(gate / (1.0f + exp_of(-bounded)) * up, tag + layer));
@@ -138,7 +138,7 @@ class Decoder {
     float* partial = next_partial();
     product<Down>(stream_, partial, FromBoard<Down>{boards_ + kHiddenBoard, tag + layer, watch_});
     sync_cta();
-    residual.template finish<Down>(time, partial, sequence);
+    residual.template add_output<Down>(time, partial, sequence);
     if (layer == kLayers - 1) residual.template apply<Down>(2 * kLayers, sequence);
     residual.publish(stream_board(time + 1), tag + time + 1);
     clock.end();
@@ -167,7 +167,7 @@ class Decoder {
     if (!kSteps) stream_.skip_padding(kHeadPadding);
     sync_cta();
     const float factor = normed ? norm_factor(squares) : 1.0f;
-    for (int r = afresh(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
+    for (int r = opaque(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
     clock.end();
   }
 
@@ -176,7 +176,7 @@ class Decoder {
     const Clock clock(*this, kOpSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
     if (now.pass + 1 < control.prompt) {
-      if (const int end = sampler.absorb(tag, parity)) now.end = end;
+      if (const int end = sampler.meet(tag, parity)) now.end = end;
       now.token = p_.prompt[now.pass + 1];
     } else {
       const Sampled sampled = sampler.sample(tag, parity, control.start + now.pass + 1, now.drawn);
@@ -282,14 +282,14 @@ LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int 
 LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
-  for (int from = afresh(thread()); from < kPackets; from += kThreads)
+  for (int from = opaque(thread()); from < kPackets; from += kThreads)
     for (u32 spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
       if (!watch.go_on(spins, kAtCheckIn, from / kCtas)) break;
   sync_cta();
 }
 
 // The results of a device, by one of its CTAs; one of a process tells its host, also of what has failed in another one.
-LF_DEVICE void finish(const Params& p, int drawn, int end, int position) {
+LF_DEVICE void write_results(const Params& p, int drawn, int end, int position) {
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
   sync_cta();  // the last token was told by another thread
   if (thread() != 0) return;
@@ -320,12 +320,12 @@ LF_DEVICE bool possible(const Params& p, const Control& control) {
 LF_DEVICE bool accept(const Params& p, const Control& control) {
   if (possible(p, control)) return true;
   if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
-  if (cta() == 0) finish(p, 0, kFailed, control.start);
+  if (cta() == 0) write_results(p, 0, kFailed, control.start);
   return false;
 }
 
 LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
-  if (cta() == 0) finish(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
+  if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }
 
 LF_DEVICE const char* weights_of_cta(const Params& p) { return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes; }

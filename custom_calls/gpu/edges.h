@@ -1,5 +1,5 @@
 // How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed accesses. A value has come
-// when its word has the tag that the reader waits for. Tags never repeat, so nothing is ever cleared.
+// when its word has the tag that the reader waits for. A tag comes again after 2^32 others, so nothing is ever cleared.
 //
 // Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows from the order of
 // the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of which owns rows of it, had come there.
@@ -117,7 +117,7 @@ LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float
 template <int threads>
 LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where) {
   constexpr int each = 4;
-  const int own = afresh(thread());
+  const int own = opaque(thread());
   for (int first = 0; first < n; first += threads * each) {
     float values[each];
     bool all;

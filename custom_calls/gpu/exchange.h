@@ -2,8 +2,8 @@
 // recognised by itself, in any order, and 8 bytes are written and read whole on every machine. CTA c of a lane talks to CTA c of the others.
 //
 // A slot of the ring is written again without asking: who has received exchange q from a lane knows that it had issued q, and so had read
-// what was due before. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that (ring_slots). Sequence numbers are 32
-// bits and never repeat within a session, so an ended call leaves nothing behind that could be taken for data.
+// what was due before. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that (ring_slots). Sequence numbers
+// go on from call to call and come again after 2^32, so an ended call leaves nothing behind that could be taken for data.
 #pragma once
 
 #include "edges.h"

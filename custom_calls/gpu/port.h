@@ -58,7 +58,7 @@ LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __builtin_amdgcn_ds_bpermut
 
 // A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of all passes, it would
 // take registers from the weights.
-LF_DEVICE int afresh(int v) {
+LF_DEVICE int opaque(int v) {
   asm volatile("" : "+v"(v));
   return v;
 }
@@ -103,7 +103,7 @@ LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
 LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
 LF_DEVICE float half_to_float(u16 v) { return (float)__builtin_bit_cast(_Float16, v); }
 LF_DEVICE u16 float_to_half(float v) { return __builtin_bit_cast(u16, (_Float16)v); }
-LF_DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+LF_DEVICE float exp2_of(float v) { return __builtin_amdgcn_exp2f(v); }
 LF_DEVICE float exp_of(float v) { return __builtin_amdgcn_exp2f(v * 1.44269504088896341f); }
 LF_DEVICE float log_of(float v) { return __builtin_amdgcn_logf(v) * 0.693147180559945309f; }
 LF_DEVICE float rsqrt_of(float v) { return __builtin_amdgcn_rsqf(v); }
@@ -132,7 +132,7 @@ LF_DEVICE int thread() { return threadIdx.x; }
 LF_DEVICE int cta() { return blockIdx.x; }
 LF_DEVICE void sync_cta() { __syncthreads(); }
 LF_DEVICE void sync_warp() { __syncwarp(); }
-LF_DEVICE int afresh(int v) {
+LF_DEVICE int opaque(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
@@ -187,7 +187,7 @@ LF_DEVICE u16 float_to_half(float v) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
   return h;
 }
-LF_DEVICE float fast_exp2(float v) { return exp2f(v); }
+LF_DEVICE float exp2_of(float v) { return exp2f(v); }
 LF_DEVICE float exp_of(float v) { return expf(v); }
 LF_DEVICE float log_of(float v) { return logf(v); }
 LF_DEVICE float rsqrt_of(float v) { return rsqrtf(v); }

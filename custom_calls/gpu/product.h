@@ -36,7 +36,7 @@ constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGr
 // The first column of the thread's first vector of a segment, and the distance to the next one.
 template <class Shape>
 LF_DEVICE int column(int segment) {
-  return afresh(((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer);
+  return opaque(((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer);
 }
 
 template <class Shape>
@@ -47,7 +47,7 @@ constexpr int kNextColumn = Shape::kGroup * kPer;
 template <class Shape, class Load>
 LF_DEVICE void product(Stream& stream, float* partial, Load load) {
   constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>, owners = kOwners<Shape>;
-  float* out = partial + afresh(warp() * kPaddedRows<Shape>);
+  float* out = partial + opaque(warp() * kPaddedRows<Shape>);
   for (int segment = 0; segment < Shape::kSegments; segment++) {
     Vec lines[together * vectors];
 #if !LF_BULK

@@ -23,10 +23,10 @@ struct Residual {
   template <class Body>
   LF_DEVICE void each(Body body) const {
     if constexpr (Out::kRows <= kThreads) {
-      const int r = afresh(thread());
+      const int r = opaque(thread());
       if (r < count) body(r);
     } else {
-      for (int r = afresh(thread()); r < count; r += kThreads) body(r);
+      for (int r = opaque(thread()); r < count; r += kThreads) body(r);
     }
   }
 
@@ -36,7 +36,7 @@ struct Residual {
 
   // Module `time` has come to its end.
   template <class Shape>
-  LF_DEVICE void finish(int time, const float* partial, u32 sequence) {
+  LF_DEVICE void add_output(int time, const float* partial, u32 sequence) {
     each([&](int r) { history[time % kHistory * Shape::kRows + r] = row_sum<Shape>(partial, r); });
     if (kExchanged) send<Shape>(time, sequence);
     apply<Shape>(time, sequence);

@@ -82,7 +82,7 @@ struct Sampler {
   LF_DEVICE int asked() const { return asks() && *(volatile const int*)&p.host->cancel ? kCancelled : 0; }
 
   // A pass without a head: only how it ends the call, if it does.
-  LF_DEVICE int absorb(u32 tag, int parity) {
+  LF_DEVICE int meet(u32 tag, int parity) {
     say_if_ended();
     sync_cta();  // the scratch is free
     publish(tag, parity, 0, 0, {0, -1}, 0);
@@ -96,7 +96,7 @@ struct Sampler {
     const bool filtered = temperature > 0 && (top_k > 0 || top_p < 1 || min_p > 0), told = p.top > 0 || p.logits != nullptr;
     float largest = kLowest;
     bool broken = false;
-    for (int r = afresh(thread()); r < count; r += kThreads) {
+    for (int r = opaque(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
       float value = raw;
       if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
@@ -114,7 +114,7 @@ struct Sampler {
     const float least = filtered ? threshold(tag, parity) : kLowest;
     float sum = 0;
     Best best = {kLowest, -1};
-    for (int r = afresh(thread()); r < count; r += kThreads) {
+    for (int r = opaque(thread()); r < count; r += kThreads) {
       sum += exp_of(logits[r] - largest);
       if (!(z[r] >= least)) continue;
       const float value = temperature > 0 ? z[r] + gumbel(key, (u32)position, (u32)(first + r)) : z[r];
@@ -204,7 +204,7 @@ struct Sampler {
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
-      const int from = i * kThreads + afresh(thread());
+      const int from = i * kThreads + opaque(thread());
       float one[1][kPacketWords];
       read_words<kPackets % kThreads == 0>(
           memory, kPackets * kPacketWords, tag, [&](int) { return smaller(from, kPackets) * kPacketWords; }, one, watch, kAtPacket);
@@ -255,7 +255,7 @@ struct Sampler {
   LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
     constexpr int each = LF_BULK ? 4 : 1;
     const u64* board = p.shared[p.device] + base;
-    for (int first = afresh(thread()); first < kVocab; first += each * kThreads) {
+    for (int first = opaque(thread()); first < kVocab; first += each * kThreads) {
       u64 words[each];
       LF_UNROLL for (int i = 0; i < each; i++)
         if (first + i * kThreads < kVocab) words[i] = load_word(board + first + i * kThreads);
@@ -323,7 +323,7 @@ struct Sampler {
       const int upper = shift, bits = pass < 2 ? 11 : 10;
       shift -= bits;
       sync_cta();
-      for (int i = afresh(thread()); i < kBuckets; i += kThreads) sums[i] = 0;
+      for (int i = opaque(thread()); i < kBuckets; i += kThreads) sums[i] = 0;
       sync_cta();
       each_published(base, tag, [&](int, float value) {
         const u32 order = order_of(value);
@@ -332,7 +332,7 @@ struct Sampler {
         if (own) add_shared(sums + (order >> shift & ((1u << bits) - 1)), own);
       });
       sync_cta();
-      for (int g = afresh(thread()); g < kBucketGroups; g += kThreads) {
+      for (int g = opaque(thread()); g < kBucketGroups; g += kThreads) {
         u64 sum = 0;
         for (int i = 0; i < kBuckets / kBucketGroups; i++) sum += sums[g * (kBuckets / kBucketGroups) + i];
         groups[g] = sum;

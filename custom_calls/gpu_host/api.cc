@@ -92,17 +92,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
 }
 
 // The same for a driver that emulates its devices, where XLA has no stream.
-ffi::Error decode_emulated(int32_t device, int64_t id, int64_t devices, ffi::Span<const int32_t> position_of_device,
-                  ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
-                  ffi::BufferR1<ffi::U32> key, ffi::BufferR1<ffi::S32> stops, ffi::AnyBuffer packed, ffi::AnyBuffer embedding,
-                  ffi::Buffer<ffi::F32> attention_norms, ffi::Buffer<ffi::F32> ffn_norms, ffi::Buffer<ffi::F32> final_norm,
-                  ffi::Buffer<ffi::F32> biases, ffi::Buffer<ffi::F32> q_norms, ffi::Buffer<ffi::F32> k_norms,
-                  ffi::Buffer<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
-                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
-                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
-                  ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
-  return decode(nullptr, device, id, devices, position_of_device, prompt, control, settings, key, stops, packed, embedding, attention_norms, ffn_norms, final_norm, biases, q_norms, k_norms, rotations, seen, caches, tokens, logprobs, top_tokens, top_logprobs, logits, state, seen_after, caches_after);
-}
+constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, operands...); };
 
 #define LANEFORMER_BINDING(context)           \
   context.Ctx<ffi::DeviceOrdinal>()           \

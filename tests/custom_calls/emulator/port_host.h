@@ -62,7 +62,7 @@ LF_DEVICE int thread() { return emulator::self->thread; }
 LF_DEVICE int cta() { return emulator::self->cta; }
 LF_DEVICE void sync_cta() { emulator::meet(emulator::self->block); }
 LF_DEVICE void sync_warp() { emulator::meet(emulator::self->warp); }
-LF_DEVICE int afresh(int v) { return v; }
+LF_DEVICE int opaque(int v) { return v; }
 LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
   emulator::Group* warp = emulator::self->warp;
@@ -122,7 +122,7 @@ LF_DEVICE u16 float_to_half(float v) {
   std::memcpy(&bits, &half, 2);
   return bits;
 }
-LF_DEVICE float fast_exp2(float v) { return std::exp2(v); }
+LF_DEVICE float exp2_of(float v) { return std::exp2(v); }
 LF_DEVICE float exp_of(float v) { return std::exp(v); }
 LF_DEVICE float log_of(float v) { return std::log(v); }
 LF_DEVICE float rsqrt_of(float v) { return 1.0f / std::sqrt(v); }
