@@ -77,11 +77,11 @@ class Product:
         matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
         matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
         parts = matrix.reshape(
-            *lead, self.ctas, self.steps, self.warp_size // self.group, self.warps, self.segments, self.vectors, self.group, self.per
+            *lead, self.ctas, self.steps, self.warp_size // self.group, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2
         )
         n = len(lead)
-        cta, step, row, warp, segment, vector, member, element = range(n, n + 8)
-        order = (*range(n), cta, warp, segment, step, vector, row, member, element)
+        cta, step, row, warp, segment, vector, pair, member, element = range(n, n + 9)
+        order = (*range(n), cta, warp, segment, step, vector, row, member, pair, element)
         return parts.transpose(order).reshape(*lead, self.ctas, self.warps, -1)
 
 

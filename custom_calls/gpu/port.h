@@ -23,6 +23,10 @@ struct Words {
   u64 a, b;
 };
 
+struct alignas(8) Pair {
+  float a, b;
+};
+
 constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (steps.cu), or a whole answer (decode.cu)
 
 }  // namespace gpu
@@ -90,6 +94,11 @@ LF_DEVICE Vec load_vec_between_ctas(const void* p) {
 LF_DEVICE Vec load_vec(const void* p) {  // the weights' ring, which would be shared memory, is CUDA's
   const NativeVec v = *in_global((const NativeVec*)p);
   return {{v[0], v[1], v[2], v[3]}};
+}
+LF_DEVICE Pair load_pair(const float* p) {
+  typedef float NativePair __attribute__((ext_vector_type(2)));
+  const NativePair v = *in_global((const NativePair*)p);
+  return {v[0], v[1]};
 }
 LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
   const NativeVec v = __builtin_nontemporal_load(in_global((const NativeVec*)p));
@@ -164,6 +173,10 @@ LF_DEVICE Vec load_vec_between_ctas(const void* p) {
 LF_DEVICE Vec load_vec(const void* p) {
   const uint4 v = *(const uint4*)p;
   return {{v.x, v.y, v.z, v.w}};
+}
+LF_DEVICE Pair load_pair(const float* p) {
+  const float2 v = *(const float2*)p;
+  return {v.x, v.y};
 }
 LF_DEVICE u64 clock_ns() {
   u64 t;

@@ -3,7 +3,8 @@
 //
 // A shape (custom_calls/gpu_layout.py makes them, and packs the weights to match):
 //   kRows      of a CTA                    kColumns   of the matrix
-//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments stretches of columns
+//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments stretches of columns.
+//              A vector's columns come in pairs, those of the group's threads side by side: what they read of a board together lies together
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kLines     of the stream: kSegments * kSteps * kVectors
 #pragma once
@@ -33,14 +34,15 @@ constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 template <class Shape>
 constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer == Shape::kColumns;
 
-// The first column of the thread's first vector of a segment, and the distance to the next one.
+// The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
 template <class Shape>
 LF_DEVICE int column(int segment) {
-  return opaque(((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup + warp_lane() % Shape::kGroup) * kPer);
+  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer + warp_lane() % Shape::kGroup * 2);
 }
-
 template <class Shape>
-constexpr int kNextColumn = Shape::kGroup * kPer;
+LF_DEVICE int distance(int v, int i) {
+  return (v * kPer + i) * Shape::kGroup;
+}
 
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the vector, while the first
 // weights are on their way.
@@ -119,7 +121,8 @@ struct FromBoard {
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
     const int first = column<Shape>(segment);
-    read_words<kWhole<Shape>>(board, Shape::kColumns, tag, [&](int v) { return first + v * kNextColumn<Shape>; }, x, watch, kAtVector);
+    const auto place = [&](int v, int i) { return first + distance<Shape>(v, i); };
+    read_words<kWhole<Shape>>(board, Shape::kColumns, tag, place, x, watch, kAtVector);
   }
 };
 
@@ -135,15 +138,16 @@ struct NormedFromBoard {
     float gain[Shape::kVectors][kPer];
     const int first = column<Shape>(segment);
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      const int at = first + v * kNextColumn<Shape>;
-      if constexpr (Shape::kColumns % 4 == 0) {
-        LF_UNROLL for (int i = 0; i < kPer; i += 4) {
-          Vec four = {};
-          if (kWhole<Shape> || at + i < Shape::kColumns) four = load_vec(gains + at + i);
-          LF_UNROLL for (int k = 0; k < 4; k++) gain[v][i + k] = bits_to_float(four.word[k]);
+      LF_UNROLL for (int i = 0; i < kPer; i += 2) {
+        const int at = first + distance<Shape>(v, i);
+        Pair pair = {0, 0};
+        if constexpr (Shape::kColumns % 2 == 0) {
+          if (kWhole<Shape> || at < Shape::kColumns) pair = load_pair(gains + at);
+        } else {
+          if (at < Shape::kColumns) pair.a = gains[at];
+          if (at + 1 < Shape::kColumns) pair.b = gains[at + 1];
         }
-      } else {
-        LF_UNROLL for (int i = 0; i < kPer; i++) gain[v][i] = kWhole<Shape> || at + i < Shape::kColumns ? gains[at + i] : 0.0f;
+        gain[v][i] = pair.a, gain[v][i + 1] = pair.b;
       }
     }
     board(segment, x);
@@ -173,8 +177,10 @@ struct FromShared {
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
     const int first = column<Shape>(segment);
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      const int at = first + v * kNextColumn<Shape>;
-      LF_UNROLL for (int i = 0; i < kPer; i++) x[v][i] = kWhole<Shape> || at + i < Shape::kColumns ? data[at + i] : 0.0f;
+      LF_UNROLL for (int i = 0; i < kPer; i++) {
+        const int at = first + distance<Shape>(v, i / 2 * 2) + i % 2;
+        x[v][i] = kWhole<Shape> || at < Shape::kColumns ? data[at] : 0.0f;
+      }
     }
   }
 };

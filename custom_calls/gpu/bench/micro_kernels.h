@@ -192,7 +192,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
     } else {
       for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
       float x[each][8];
-      const auto place = [](int v) { return (v * kThreads + thread()) * 8; };
+      const auto place = [](int v, int i) { return (v * 4 + i / 2) * 2 * kThreads + thread() * 2; };
       if (job.at_once) {
         read_words<false, false>(board, job.words, tag, place, x, watch, kAtVector);
       } else {

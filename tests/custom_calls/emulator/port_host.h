@@ -91,6 +91,10 @@ LF_DEVICE Vec load_vec(const void* p) {
   std::memcpy(&v, p, 16);
   return v;
 }
+LF_DEVICE Pair load_pair(const float* p) {
+  if ((uintptr_t)p % 8) std::fprintf(stderr, "load_pair: %p is not aligned\n", (const void*)p), std::abort();
+  return {p[0], p[1]};
+}
 LF_DEVICE Vec load_vec_between_ctas(const void* p) { return load_vec(p); }
 LF_DEVICE Vec load_stream(const void* p) { return load_vec(p); }
 LF_DEVICE u64 clock_ns() {
