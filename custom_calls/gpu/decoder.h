@@ -234,7 +234,7 @@ class Decoder {
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[each][2];
       read_words<kHidden % (2 * kThreads) == 0>(
-          stream_board(2 * kLayers), kHidden, tag + 2 * kLayers, [](int v, int) { return 2 * (v * kThreads + thread()); }, values, watch_,
+          stream_board(2 * kLayers), 2 * thread(), kHidden, tag + 2 * kLayers, [](int v, int) { return 2 * v * kThreads; }, values, watch_,
           kAtVector);
       LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
       sum = sum_over_warp(sum);

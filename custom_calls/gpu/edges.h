@@ -83,28 +83,30 @@ class Watch {
   u64 began_ = 0;
 };
 
-// What each thread reads of a board: n times `per` words in pairs, place(v, i) being that of words i and i + 1 (those beyond `end` are 0;
-// whole: there are none). patient: one word is looked at alone until it has come, since many CTAs that look at everything all the time take
-// bandwidth from the weights.
-template <bool whole, bool patient = true, int n, int per, class Place>
-LF_DEVICE void read_words(const u64* board, int end, u32 tag, Place place, float (&out)[n][per], Watch& watch, Waits where) {
+// What each thread reads of a board: n times `per` words in pairs, the pair of word i being distance(v, i) behind the thread's first (those
+// beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it has come, since many CTAs that look at everything
+// all the time take bandwidth from the weights.
+template <bool whole, bool patient = true, int n, int per, class Distance>
+LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per], Watch& watch,
+                          Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
+  const u64* own = board + first;
   u32 spins = 0;
-  if (patient && (!kSteps || where == kAtPacket) && (whole || place(0, 0) < end))  // an earlier launch's words have all come
-    while (!has_come(load_word(board + place(0, 0)), tag))
-      if (!watch.go_on(spins, where, place(0, 0))) break;
+  if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // an earlier launch's words have all come
+    while (!has_come(load_word(own), tag))
+      if (!watch.go_on(spins, where, first)) break;
   for (;;) {
     bool all = true;
     int missing = 0;
     LF_UNROLL for (int v = 0; v < n; v++) {
       LF_UNROLL for (int i = 0; i < per; i += 2) {
-        const int at = place(v, i);
-        if (whole || at < end) {  // boards have an even number of words
-          const Words words = load_words(board + at);
-          const bool both = whole || at + 1 < end;
+        const int at = distance(v, i);
+        if (whole || first + at < end) {  // boards have an even number of words
+          const Words words = load_words(own + at);
+          const bool both = whole || first + at + 1 < end;
           out[v][i] = value_of(words.a);
           out[v][i + 1] = both ? value_of(words.b) : 0.0f;
-          if (!has_come(words.a, tag) || (both && !has_come(words.b, tag))) all = false, missing = at;
+          if (!has_come(words.a, tag) || (both && !has_come(words.b, tag))) all = false, missing = first + at;
         } else {
           out[v][i] = out[v][i + 1] = 0;
         }

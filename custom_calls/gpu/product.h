@@ -120,9 +120,7 @@ struct FromBoard {
   Watch& watch;
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
-    const int first = column<Shape>(segment);
-    const auto place = [&](int v, int i) { return first + distance<Shape>(v, i); };
-    read_words<kWhole<Shape>>(board, Shape::kColumns, tag, place, x, watch, kAtVector);
+    read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch, kAtVector);
   }
 };
 
@@ -137,15 +135,16 @@ struct NormedFromBoard {
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
     float gain[Shape::kVectors][kPer];
     const int first = column<Shape>(segment);
+    const float* own = gains + first;
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
       LF_UNROLL for (int i = 0; i < kPer; i += 2) {
-        const int at = first + distance<Shape>(v, i);
+        const int at = distance<Shape>(v, i);
         Pair pair = {0, 0};
         if constexpr (Shape::kColumns % 2 == 0) {
-          if (kWhole<Shape> || at < Shape::kColumns) pair = load_pair(gains + at);
+          if (kWhole<Shape> || first + at < Shape::kColumns) pair = load_pair(own + at);
         } else {
-          if (at < Shape::kColumns) pair.a = gains[at];
-          if (at + 1 < Shape::kColumns) pair.b = gains[at + 1];
+          if (first + at < Shape::kColumns) pair.a = own[at];
+          if (first + at + 1 < Shape::kColumns) pair.b = own[at + 1];
         }
         gain[v][i] = pair.a, gain[v][i + 1] = pair.b;
       }
@@ -176,10 +175,11 @@ struct FromShared {
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
     const int first = column<Shape>(segment);
+    const float* own = data + first;
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
       LF_UNROLL for (int i = 0; i < kPer; i++) {
-        const int at = first + distance<Shape>(v, i / 2 * 2) + i % 2;
-        x[v][i] = kWhole<Shape> || at < Shape::kColumns ? data[at] : 0.0f;
+        const int at = distance<Shape>(v, i / 2 * 2) + i % 2;
+        x[v][i] = kWhole<Shape> || first + at < Shape::kColumns ? own[at] : 0.0f;
       }
     }
   }

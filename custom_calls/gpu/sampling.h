@@ -207,7 +207,7 @@ struct Sampler {
       const int from = i * kThreads + opaque(thread());
       float one[1][kPacketWords];
       read_words<kPackets % kThreads == 0>(
-          memory, kPackets * kPacketWords, tag, [&](int, int i) { return smaller(from, kPackets) * kPacketWords + i; }, one, watch, kAtPacket);
+          memory, smaller(from, kPackets) * kPacketWords, kPackets * kPacketWords, tag, [](int, int i) { return i; }, one, watch, kAtPacket);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }

@@ -192,11 +192,11 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
     } else {
       for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
       float x[each][8];
-      const auto place = [](int v, int i) { return (v * 4 + i / 2) * 2 * kThreads + thread() * 2; };
+      const auto distance = [](int v, int i) { return (v * 8 + i) * kThreads; };
       if (job.at_once) {
-        read_words<false, false>(board, job.words, tag, place, x, watch, kAtVector);
+        read_words<false, false>(board, thread() * 2, job.words, tag, distance, x, watch, kAtVector);
       } else {
-        read_words<false>(board, job.words, tag, place, x, watch, kAtVector);
+        read_words<false>(board, thread() * 2, job.words, tag, distance, x, watch, kAtVector);
       }
       LF_UNROLL for (int v = 0; v < each; v++) total += x[v][0] * 1e-9f;
     }
