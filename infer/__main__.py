@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from laneformer.errors import LaneformerError
+from laneformer.errors import LaneformerError, say_errors_once
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
@@ -35,6 +35,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: unknown command {name!r}\n{usage()}", file=sys.stderr)
         return 2
+    say_errors_once()
     try:
         module = importlib.import_module(COMMANDS[name][0])
         options = tyro.cli(module.Options, args=rest, prog=f"python -m infer {name}", config=(tyro.conf.FlagCreatePairsOff,))
