@@ -76,9 +76,8 @@ class Product:
         matrix = jnp.pad(matrix, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, wide - columns)])
         matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
         matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
-        parts = matrix.reshape(
-            *lead, self.ctas, self.steps, self.warp_size // self.group, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2
-        )
+        rows = (self.ctas, self.steps, self.warp_size // self.group)
+        parts = matrix.reshape(*lead, *rows, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2)
         n = len(lead)
         cta, step, row, warp, segment, vector, pair, member, element = range(n, n + 9)
         order = (*range(n), cta, warp, segment, step, vector, row, member, pair, element)

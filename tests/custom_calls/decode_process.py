@@ -109,6 +109,18 @@ def generations(engine) -> list:
     return [tokens, reason]
 
 
+def led(engine) -> list | None:
+    """Of the first process, which the others follow: whole answers before and after one that is left."""
+    if jax.process_index() > 0:
+        return engine.follow()
+    with engine.leading():
+        answers = [list(engine.generate([1], max_new_tokens=6))]
+        with engine.generate([1], max_new_tokens=400) as left:
+            next(left)
+        answers += [left.result.finish_reason, list(engine.generate(small.prompt_of(engine.config, 100), max_new_tokens=6))]
+    return answers
+
+
 def main(index: int, folder: Path) -> None:
     use_emulated_devices()
     model, few = ("--checkpoint", folder / "model"), ("--context", 5, "--output-tokens", 6, "--runs", 1, "--warmup-runs", 0)
@@ -123,7 +135,8 @@ def main(index: int, folder: Path) -> None:
     graph = emulated.make_session(config, weights, mesh=mesh, machine=MACHINE, launch="graph")
     np.savez(folder / f"graph{index}.npz", *answers(graph, config, mesh))
     told = {f"cancelled by {by}": cancelled_by(by, session, config, mesh) for by in range(PROCESSES)}
-    told["engine"] = generations(infer.Engine.load(folder / "model", "cuda", devices=PROCESSES))
+    engine = infer.Engine.load(folder / "model", "cuda", devices=PROCESSES)
+    told["engine"], told["led"] = generations(engine), led(engine)
     before = emulated.allocations()
     session.close()
     told["given back"] = before - emulated.allocations()

@@ -89,6 +89,13 @@ def test_engines_generate_together(job):
 
 
 @pytest.mark.slow
+def test_one_process_leads(job):
+    xla = infer.Engine(decode_process.with_lanes_own(), "xla")
+    expected = [list(xla.generate(prompt, max_new_tokens=6)) for prompt in ([1], small.prompt_of(xla.config, 100))]
+    assert job[1]["led"] == [expected[0], "cancelled", expected[1]]
+
+
+@pytest.mark.slow
 def test_commands_join_the_job_and_the_first_process_speaks(job):
     folder = job[0]
     (generate, bench), others = (json.loads((folder / f"commands{i}.json").read_text()) for i in range(decode_process.PROCESSES))

@@ -1,6 +1,7 @@
 """Processes of a job that follow the first one: what they are told, and the commands that work so."""
 
 import json
+import os
 import signal
 import threading
 import types
@@ -19,6 +20,7 @@ from infer.backend import Request
 from infer.engine import Engine
 from infer.following import Leader, follow
 from infer.sampling import Sampling
+from laneformer.mesh import job_index
 
 
 class Recorder:
@@ -88,6 +90,23 @@ def test_one_process_leads_nobody(tmp_path):
         next(unfinished)
     assert unfinished.result.finish_reason == "cancelled"
     engine.follow()
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [
+        ({}, 0), ({"JAX_PROCESS_ID": "3"}, 3), ({"JAX_PROCESS_ID": "x"}, 0),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, 5),
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2),
+    ],
+)  # fmt: skip
+def test_which_process_clients_talk_to_is_known_before_it_joins(environment, index, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_PROCESS", "KUBERNETES_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert job_index() == index
 
 
 def test_humaneval_needs_a_checkpoint_to_share(tmp_path, capsys):
