@@ -76,8 +76,8 @@ class Product:
         matrix = jnp.pad(matrix, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, wide - columns)])
         matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
         matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
-        rows = (self.ctas, self.steps, self.warp_size // self.group)
-        parts = matrix.reshape(*lead, *rows, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2)
+        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
+        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2)
         n = len(lead)
         cta, step, row, warp, segment, vector, pair, member, element = range(n, n + 9)
         order = (*range(n), cta, warp, segment, step, vector, row, member, pair, element)
@@ -281,6 +281,7 @@ class Layout:
         yield "Abort", 16
         yield "CheckIn", packets
         yield "Packets", 2 * packets * 6
+        yield "LargestZ", 2 * packets
         yield "Z", 2 * s.vocab
         yield "Logits", 2 * s.vocab
         yield "Mail", self.mail_slots * s.lanes * s.hidden

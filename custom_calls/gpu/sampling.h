@@ -93,8 +93,9 @@ struct Sampler {
 
   // The token at `position`, from the logits in shared memory; drawn: how many there were before.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
-    const bool filtered = temperature > 0 && (top_k > 0 || top_p < 1 || min_p > 0), told = p.top > 0 || p.logits != nullptr;
-    float largest = kLowest;
+    const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1), filtered = ranked || (temperature > 0 && min_p > 0);
+    const bool told = p.top > 0 || p.logits != nullptr;
+    float largest = kLowest, largest_z = kLowest;
     bool broken = false;
     for (int r = opaque(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
@@ -102,16 +103,16 @@ struct Sampler {
       if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
       if (temperature > 0) value /= temperature;
       z[r] = value;
-      largest = larger(largest, raw);
+      largest = larger(largest, raw), largest_z = larger(largest_z, value);
       broken = broken || raw != raw;
       for (int d = 0; d < p.devices; d++) {
-        if (filtered) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
+        if (ranked) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
         if (told) store_word(p.shared[d] + kLogitsAt + (i64)parity * kVocab + first + r, word_of(raw, tag));
       }
     }
     sync_cta();
     largest = max_over_cta(largest, warps());
-    const float least = filtered ? threshold(tag, parity) : kLowest;
+    const float least = filtered ? threshold(tag, parity, max_over_cta(largest_z, warps())) : kLowest;
     float sum = 0;
     Best best = {kLowest, -1};
     for (int r = opaque(thread()); r < count; r += kThreads) {
@@ -291,11 +292,17 @@ struct Sampler {
     }
   }
 
-  // Of the filters: the least z that is kept. Every CTA computes it, from the same words.
-  LF_DEVICE float threshold(u32 tag, int parity) const {
-    const i64 base = kZAt + (i64)parity * kVocab;
+  // Of the filters: the least z that is kept. Every CTA computes it, from the same words. own_best: the largest z of this one.
+  LF_DEVICE float threshold(u32 tag, int parity, float own_best) const {
+    const i64 base = kZAt + (i64)parity * kVocab, of_ctas = kLargestZAt + (i64)parity * kPackets;
+    if (thread() < p.devices) store_word(p.shared[thread()] + of_ctas + place, word_of(own_best, tag));
     float best = kLowest;
-    each_published(base, tag, [&](int, float value) { best = larger(best, value); });
+    for (int from = opaque(thread()); from < kPackets; from += kThreads) {
+      u64 word;
+      for (u32 spins = 0; !has_come(word = load_word(p.shared[p.device] + of_ctas + from), tag);)
+        if (!watch.go_on(spins, kAtPacket, from * kPacketWords)) break;
+      best = larger(best, value_of(word));
+    }
     best = max_over_cta(best, warps());
     float least = kLowest;
     if (top_k > 0) least = largest_reaching(base, tag, (double)top_k, [](float) { return (u64)1; });
