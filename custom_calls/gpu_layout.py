@@ -196,7 +196,7 @@ class Layout:
 
     @property
     def max_splits(self) -> int:
-        """Of a key/value head's keys: as many as there are CTAs, but merging them costs every CTA."""
+        """Of a key/value head's keys: as many as there are CTAs, up to 16, since merging them costs every CTA."""
         return max(1, min(16, self.ctas // self.shapes.kv_heads))
 
     @cached_property
@@ -227,7 +227,7 @@ class Layout:
 
     @cached_property
     def slots(self) -> int:
-        """Of each warp's ring: as many as shared memory holds. Raises ValueError if that is too few."""
+        """Of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for too few."""
         if not self.machine.bulk_copies:
             return 1
         each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)

@@ -47,7 +47,8 @@ def machine_of(platform: str, device: jax.Device) -> Machine:
 
 
 class GpuSession(Running):
-    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`.
+    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one call at a time: the
+    next one may be put on the devices' streams once this one has ended.
 
     Where these belong to several processes (of one machine), all of them make the session, pack the weights and make the same calls. Close
     it in all of them, once no call runs: `close` waits for the others, as they may still write to this one's memory.

@@ -17,6 +17,7 @@ constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element
 constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
 constexpr int kKvPieces = kHeadDim / kPerKv;
 
+// Few threads for a key leave more keys for the others; more than 4 pieces of 16 bytes would not fit a thread's registers.
 constexpr int threads_for_key() {
   int threads = 1;
   while (threads < 16 && (kKvPieces + threads - 1) / threads > 4) threads *= 2;
@@ -24,7 +25,7 @@ constexpr int threads_for_key() {
 }
 constexpr int kKeyThreads = threads_for_key();
 constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads, kOwn = kOwnPieces * kPerKv;  // of a key, by one thread
-constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));
+constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
 constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
 
 // Shared memory, in floats.

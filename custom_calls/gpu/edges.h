@@ -45,7 +45,7 @@ class Watch {
   // After a look that found nothing: whether to look again.
   LF_DEVICE bool go_on(u32& spins, Waits where, int waited_for) {
     if (ended_) return false;
-    if (spins++ % 64 != 63) {
+    if (spins++ % 64 != 63) {  // the clock and the failure's word are looked at now and then
       pause();
       return true;
     }

@@ -17,6 +17,7 @@ namespace gpu {
 
 constexpr int kThreads = kWarps * kWarpSize, kPer = kPerVec<kWeights>;
 
+// Steps whose lines are in registers at the same time.
 template <class Shape>
 constexpr int kTogether = Shape::kVectors > 4 ? 1 : Shape::kSteps % 4 == 0 ? 4 : Shape::kSteps % 3 == 0 ? 3 : Shape::kSteps % 2 == 0 ? 2 : 1;
 
