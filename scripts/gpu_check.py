@@ -75,7 +75,7 @@ def stages() -> list[Stage]:
     # XLA reads all but one token of a prompt in blocks of powers of two, a program for each and each size of the cache: these need few.
     long, sustained = ("--context", "1025"), ("--output-tokens", "1023", "--runs", "5", "--warmup-runs", "1")
     drawn = ("--backend", "cuda", "--dtype", "float16", *long, *sustained, "--temperature", "0.8")
-    short = ("--dtype", "float16", "--context", "3073,64", "--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
+    short = ("--dtype", "float16", "--context", "64,3073", "--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
     return [
         Stage("machine", 30, (
             ("nvidia-smi",), ("nvcc", "--version"), (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
