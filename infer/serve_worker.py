@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.serve_protocol import NESTED
-from laneformer.errors import ConfigError, InputError, LaneformerError
+from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
 if TYPE_CHECKING:
     from infer.engine import Engine
@@ -131,6 +131,7 @@ def _open(options: EngineOptions) -> "Engine":
     from infer.cli_start import show_log, take_devices
 
     show_log()
+    say_errors_once()
     take_devices(options.devices, options.distributed)
     return open_engine(
         options.checkpoint, options.backend, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer.config import ModelConfig
-from laneformer.errors import CheckpointError, ConfigError
+from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.hf import HfFolder
 from laneformer.hf_config import config_from_hf, read_hf_config
 from laneformer.mesh import sharding
@@ -122,7 +122,7 @@ def read_meta(step: Path) -> dict:
             raise ValueError(f"{META} does not say config, param_dtype and fingerprint")
         return meta
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{step} is damaged ({error}): use another step of the run") from None
+        raise _damaged(step, f"is damaged ({one_line(error)})") from None
 
 
 def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.Array]:
@@ -138,10 +138,16 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
         with ocp.StandardCheckpointer() as reader:
             weights = reader.restore((step / PARAMS).absolute(), wanted)
     except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
-        raise CheckpointError(f"{step} is damaged or does not fit its config ({error}): use another step of the run") from None
+        raise _damaged(step, f"is damaged or does not fit its config ({one_line(error)})") from None
     if dtype == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
-        raise CheckpointError(f"{step} is damaged, its weights are not those that were saved: use another step of the run")
+        raise _damaged(step, "is damaged, its weights are not those that were saved")
     return weights
+
+
+def _damaged(step: Path, what: str) -> CheckpointError:
+    """The error of a step that cannot be read, with the newest other one of its run as the remedy."""
+    others = [n for n in complete_steps(step.parent.parent) if str(n) != step.name] if step.parent.name == STEPS else []
+    return CheckpointError(f"{step} {what}: {f'use {step.with_name(str(others[-1]))} instead' if others else 'put back a copy'}")
 
 
 def fingerprint(tree) -> int:

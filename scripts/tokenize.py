@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from infer.chat_template import CONFIG, TEMPLATE, ChatTemplate
-from laneformer.errors import ConfigError, InputError, LaneformerError
+from laneformer.errors import ConfigError, InputError, LaneformerError, writing
 from scripts import fim
 from scripts.documents import Dataset, Files, Survey, digest, place
 from scripts.encoder import (
@@ -247,11 +247,8 @@ def tokenize(options: Options) -> str:
         trained = train_bpe(_sample(source, found, share, options.bpe_sample_bytes), options.train_bpe)
         tokenizer_file = trained.to_str(pretty=True).encode()
         tokenizer = load_tokenizer(tokenizer_file, "the trained BPE")
-    try:
+    with writing(options.out, "give another --out"):  # errors of reading are InputErrors already
         skipped = write(options, source, found, share, tokenizer, tokenizer_file, template, wanted)
-    except OSError as error:  # those of reading are InputErrors already
-        raise InputError(f"cannot write {options.out}: {error.strerror}; make room, then the same command goes on, or give another "
-                         "--out") from error
     noted = f", {skipped} skipped ({source.without})" if skipped else ""
     return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - began:.1f} s"
 

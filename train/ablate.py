@@ -18,7 +18,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from laneformer.errors import ConfigError, LaneformerError
+from laneformer.errors import ConfigError, LaneformerError, say_errors_once
 from train.ablate_grid import Cell, Grid
 from train.ablate_list import listing
 from train.ablate_probe import probe
@@ -153,6 +153,7 @@ def _die_with_parent() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a cell failed, 2 a user's mistake, 130 or 143 stopped by a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    say_errors_once()
     try:
         options, grid = read(arguments)
         if options.cell:

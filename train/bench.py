@@ -20,7 +20,7 @@ import optax
 import tyro
 
 import laneformer as lf
-from laneformer.errors import ConfigError, LaneformerError
+from laneformer.errors import ConfigError, LaneformerError, writing
 from laneformer.mesh import keep_freed_memory
 from train.cluster import peak_flops
 from train.config import TrainConfig
@@ -246,6 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
     try:
         bench = tyro.cli(Bench, args=arguments, prog="python -m train.bench")
+        if bench.json is not None:  # what could not be written is told before it is measured
+            with writing(bench.json, "name another file with --json"), open(bench.json, "a"):
+                pass
         result = run(bench)
     except (LaneformerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

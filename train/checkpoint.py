@@ -3,7 +3,6 @@
 import itertools
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,15 @@ from pathlib import Path
 
 import flax
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as keeping
 
 from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
-from laneformer.errors import CheckpointError
+from laneformer.errors import CheckpointError, one_line
 from laneformer.hf_config import config_to_hf
 from train.config import TrainConfig, recorded
+from train.job import all_processes
 from train.step import State
 
 OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and meta that inference reads
@@ -89,8 +87,8 @@ class Checkpoints:
             try:
                 state = self._read(step, wanted(step))
             except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
-                damaged[step] = _reason(error)
-            if not _all_processes(state is not None):
+                damaged[step] = one_line(error)
+            if not all_processes(state is not None):
                 damaged.setdefault(step, "another process could not read its part")
                 continue
             for number, reason in damaged.items():
@@ -136,7 +134,7 @@ class Checkpoints:
             aside = next(self.run / name for name in names if not (self.run / name).exists())
             print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
             os.rename(self.run / STEPS / str(step), aside)
-        _all_processes(True)
+        all_processes(True)
         self.manager.reload()
 
     @contextmanager
@@ -147,17 +145,12 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            raise self._failed(_reason(error)) from error
+            raise self._failed(one_line(error)) from error
 
     def _failed(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on from the step before"
         )
-
-
-def _all_processes(true: bool) -> bool:
-    """Whether it is true on every process; returns when all have asked."""
-    return true if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(true)).all())
 
 
 def saved_steps(run: Path) -> list[int]:
@@ -181,9 +174,3 @@ def versions() -> dict[str, str | None]:
         "optax": optax.__version__,
         "orbax": ocp.__version__,
     }
-
-
-def _reason(error: Exception) -> str:
-    """One line of an error. TensorStore's are long, begin with what it did, end with the cause, and then give its settings."""
-    text = " ".join(re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)", str(error))[0].split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:100]} ... {text[-190:]}"

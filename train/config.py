@@ -279,6 +279,8 @@ class TrainConfig(PhaseConfig):
         positive["mesh.data"] = self.mesh.data
         optional = {"mesh.lane": self.mesh.lane, "mesh.host_devices": self.mesh.host_devices}
         _require_positive({**positive, **{name: value for name, value in optional.items() if value is not None}})
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed = {self.seed}: it lies in 0..{2**32 - 1}")
         if self.keep_every < 0 or not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"keep_every = {self.keep_every} and z_loss = {self.z_loss}: both must be at least 0")
         _check_choices(self)

@@ -1,6 +1,10 @@
 """The training loop: phase after phase, resumes exactly, measures, validates, saves, and stops cleanly when asked to."""
 
+import math
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,17 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import laneformer as lf
-from laneformer.errors import LaneformerError
-from laneformer.mesh import join_hosts, keep_freed_memory
+from laneformer.errors import ConfigError, LaneformerError
+from laneformer.mesh import DATA, LANE, join_hosts, keep_freed_memory
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
 from train.data import Batches, HeldOut, Prefetch, validation_sets
 from train.distill import Distillation, annealed
 from train.evaluation import Evaluation
+from train.job import together
 from train.profiler import Profile
 from train.program import save_program
 from train.run_folder import Stores, any_of, only_one, open_stores, record_run
@@ -46,17 +50,16 @@ def train(config: TrainConfig) -> None:
         keep_freed_memory()
     if config.mesh.distributed:
         join_hosts()
-    stores = open_stores(config)
-    data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
-    mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
-    distillation = Distillation(config, mesh, precision_of(config, mesh))
     run, speaks = config.run_folder, jax.process_index() == 0
-    run.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        if speaks:
-            stack.enter_context(only_one(run))
-            record_run(config, stores)
-        _meet("the run is recorded")
+        with together():
+            stores = open_stores(config)
+            data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
+            mesh = _mesh(config)
+            distillation = Distillation(config, mesh, precision_of(config, mesh))
+            if speaks:
+                stack.enter_context(only_one(run))
+                record_run(config, stores)
         checkpoints = Checkpoints(config, any_of(stores).manifest.tokenizer_sha256)
         stack.callback(checkpoints.close)
         state = checkpoints.restore(lambda step: Trainer(config, config.phase_at(step - 1), mesh).abstract_state())
@@ -65,11 +68,13 @@ def train(config: TrainConfig) -> None:
             if speaks:
                 print(f"{run}: all {config.total_steps} steps are done; nothing to do")
             return
-        distillation.record(run, new=first == 0)
+        with together():
+            distillation.record(run, new=first == 0)
         if speaks:
             print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(_stop_signals())
-        log = stack.enter_context(RunLog(config, mesh, first))
+        with together():
+            log = stack.enter_context(RunLog(config, mesh, first))
         loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop)
         for phase in config.phases:
             if first < phase.last_step:
@@ -202,10 +207,17 @@ class _Loop:
             self.checkpoints.save(state, step)
 
 
-def _meet(where: str) -> None:
-    """Returns when every process of the job has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)
+def _mesh(config: TrainConfig) -> Mesh:
+    """The mesh of the run. Raises ConfigError for one that cannot be, or that leaves devices of a job unused: a process might have none."""
+    mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
+    if jax.process_count() > 1 and mesh.size < jax.device_count():
+        lane = math.gcd(mesh.shape[LANE], jax.device_count())
+        also = "" if config.mesh.lane in (None, lane) else f" --mesh.lane {lane}"
+        raise ConfigError(
+            f"mesh {mesh.shape[DATA]} x {mesh.shape[LANE]} uses {mesh.size} of the job's {jax.device_count()} devices: set --mesh.data "
+            f"{jax.device_count() // lane}{also}, or start fewer processes"
+        )
+    return mesh
 
 
 @contextmanager
@@ -220,10 +232,33 @@ def _stop_signals() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        with _answer_to_ctrl_c():
+            yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _answer_to_ctrl_c() -> Iterator[None]:
+    """Says at the first Ctrl-C what it does. In a thread: Python's own handlers wait until XLA has compiled, for seconds or minutes."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def answer():
+        if os.read(reader, 1) == bytes([signal.SIGINT]):
+            print("stopping after this step; Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=answer, name="answer_to_ctrl_c", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)  # which ends a thread that has read nothing
+        thread.join()
+        os.close(reader)
 
 
 def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> str:
@@ -234,6 +269,8 @@ def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> st
         f"on {devices.size} x {devices.flat[0].device_kind} (data {devices.shape[0]} x lane {devices.shape[1]}), "
         f"products in {precision_of(config, mesh).compute}",
     ]
+    if unused := jax.device_count() - mesh.size:
+        lines.append(f"{unused} of {jax.device_count()} devices stay unused: --mesh.data and --mesh.lane say which share of them works")
     for phase in config.phases:
         tokens, there = phase.steps * phase.tokens_per_step, sum(stores[path].tokens("train") for path in phase.data.path)
         lines.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from laneformer.errors import InputError
+from laneformer.errors import InputError, writing
 
 SPEED = ("tokens_per_second", "mfu")  # with the *_seconds: the group time of `scalars`
 
@@ -36,25 +36,32 @@ class MetricsLog:
         self.path, self.sinks = path, sinks
         kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(part, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line is out as soon as it is whole
+        with writing(path):
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(part, path)
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line is out as soon as it is whole
 
     def write(self, step: int, **values) -> None:
-        """One record. Floats keep all their digits: equal lines mean bitwise equal losses. What is not a finite number becomes null."""
-        self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
+        """One record. Floats keep all their digits: equal lines mean bitwise equal losses. What is not a finite number becomes null.
+
+        Raises LaneformerError, as `sync` does, where the file cannot be written.
+        """
+        with writing(self.path):
+            self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
         for sink in self.sinks:
             sink.write(step, scalars(values))
 
     def sync(self) -> None:
         """Returns when all records are on disk, as they must be before the checkpoint that they lead to."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -11,7 +11,7 @@ import jax
 import tyro
 
 import laneformer as lf
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, writing
 from laneformer.mesh import DATA, LANE
 from train.cluster import Device, find_device
 from train.compile_only import OPTIONS, Compiler, compile_only_devices
@@ -330,7 +330,11 @@ def dry_run(arguments: Sequence[str]) -> str:
     """`RECIPE --dry-run [--cluster.option value] [--json FILE] [--section.option value]`: the plan to print."""
     rest = [argument for argument in arguments if argument != "--dry-run"]
     options, rest = tyro.cli(DryRun, args=rest, return_unknown_args=True, add_help=False)
-    result = plan(parse(rest), options.cluster)
+    config = parse(rest)
+    if options.json is not None:  # what could not be written is told before the minutes of compiling
+        with writing(options.json, "name another file with --json"), open(options.json, "a"):
+            pass
+    result = plan(config, options.cluster)
     if options.json is not None:
         options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
     return describe(result)

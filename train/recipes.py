@@ -3,11 +3,14 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
+import itertools
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +35,11 @@ def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T
             recipe = getattr(module, function)
         except (ImportError, AttributeError, OSError) as error:
             raise ConfigError(f"recipe {name!r}: {error}; write it as MODULE:FUNCTION or FILE.py:FUNCTION") from None
+        try:
+            if callable(recipe):
+                inspect.signature(recipe).bind()
+        except (TypeError, ValueError) as error:  # ValueError: of a built-in function nobody knows what it takes
+            raise ConfigError(f"recipe {name!r}: {error}; a recipe is a function without arguments") from None
         config = recipe() if callable(recipe) else recipe
         if not isinstance(config, kind):
             raise ConfigError(f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a {kind.__name__}")
@@ -73,9 +81,9 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
     """`default` with the fields that the arguments change; markers: of tyro.conf. Raises ConfigError for what cannot be read."""
-    said = io.StringIO()
+    said, width = io.StringIO(), contextlib.nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
     try:
-        with contextlib.redirect_stderr(said), _SPELLINGS:
+        with contextlib.redirect_stderr(said), width, _SPELLINGS:
             return tyro.cli(
                 type(default), prog=program, args=list(arguments), default=default, config=(*markers, tyro.conf.AvoidSubcommands)
             )
@@ -85,7 +93,25 @@ def read_options(default: T, program: str, arguments: Sequence[str], *markers) -
         raise ConfigError(f"{_unboxed(said.getvalue())}; {program} --help shows all options") from None
 
 
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Lets tyro write a message in one line: it breaks long ones anywhere, and what stood at the break could not be copied."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 _SPELLINGS = ConstructorRegistry()
+_ROPE_FORMS = {
+    "linear": "linear:factor=4",
+    "llama3": "llama3:factor=8,original_max_position_embeddings=8192",
+    "yarn": "yarn:factor=4,original_max_position_embeddings=4096",
+}
 
 
 @_SPELLINGS.primitive_rule
@@ -102,7 +128,7 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
             values = {name: json.loads(value) for name, value in (field.split("=") for field in rest.split(",") if field)}
             return RopeScaling(type=kind, **values)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"write it as linear:factor=4 ({error})") from None
+            raise ValueError(f"write it as {_ROPE_FORMS.get(kind, _ROPE_FORMS['linear'])} ({error})") from None
 
     def write(value: RopeScaling | None) -> list[str]:
         if value is None:
@@ -117,8 +143,11 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def _unboxed(text: str) -> str:
-    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line."""
+    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line; and what it suggests."""
     lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
     said = parts[1] if len(parts) > 1 else " ".join(parts)
-    return re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", said)
+    said = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", said)
+    offers = itertools.dropwhile(lambda line: not line.startswith(("Perhaps you meant", "Arguments similar to")), lines)
+    names = dict.fromkeys(line.split()[0] for line in offers if re.match(r"--\w", line))
+    return f"{said}; perhaps you meant {' or '.join(names)}" if names else said

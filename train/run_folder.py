@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from laneformer.errors import CheckpointError, ConfigError, InputError
+from laneformer.checkpoint import STEPS
+from laneformer.errors import CheckpointError, ConfigError, InputError, writing
 from train.checkpoint import saved_steps, versions
 from train.config import TrainConfig, check_same_run, recorded
+from train.metrics import last_step
 from train.run_log import METRICS
 from train.shards import TokenStore
 
@@ -22,8 +24,11 @@ def open_stores(config: TrainConfig) -> Stores:
     """Every token folder of the run. Raises InputError or ConfigError unless one tokenizer made them all and the model has room for it."""
     paths = [path for phase in config.phases for path in (*phase.data.path, *phase.data.validation_path)]
     stores = {path: TokenStore.open(path) for path in dict.fromkeys(paths)}
+    wanted, whose = any_of(stores).manifest.tokenizer_sha256, str(any_of(stores).path)
+    if begun(config.run_folder):
+        wanted, whose = _read_record(config.run_folder)["tokenizer_sha256"], f"the run in {config.run_folder}"
     for store in stores.values():
-        store.require_tokenizer(any_of(stores).manifest.tokenizer_sha256)
+        store.require_tokenizer(wanted, whose)
         if config.model.vocab_size < store.manifest.vocab_size:
             raise ConfigError(
                 f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.manifest.vocab_size} tokens of {store.path}: "
@@ -39,8 +44,18 @@ def any_of(stores: Stores) -> TokenStore:
 
 @contextmanager
 def only_one(run: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has it."""
-    with open(run / ".lock", "w") as file:
+    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has it.
+
+    And LaneformerError where there can be no such folder.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if run.exists() else error.strerror
+        raise ConfigError(f"{run} cannot be a folder ({why}): give another with --run") from None
+    with writing(run / ".lock", "give another folder with --run"):
+        file = open(run / ".lock", "w")  # noqa: SIM115  closed below
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -48,39 +63,72 @@ def only_one(run: Path) -> Iterator[None]:
         yield
 
 
-def record_run(config: TrainConfig, stores: Stores) -> None:
-    """Writes run.json and the tokenizer's files for a new run, or checks that this is the run that the folder holds.
+def begun(run: Path) -> bool:
+    """Whether a step of the run is recorded. What failed before that binds nobody to its settings."""
+    metrics = run / METRICS
+    return bool(saved_steps(run)) or (metrics.exists() and metrics.stat().st_size > 0)
 
-    A run is new until its first step is recorded: what failed before that binds nobody to its settings.
+
+def _read_record(run: Path) -> dict:
+    """run.json. Raises CheckpointError unless it says what a run began with."""
+    file = run / "run.json"
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        wanted = {"config": dict, "tokenizer_sha256": str, "train_tokens_sha256": dict}
+        if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in wanted.items()):
+            raise ValueError(f"it does not say {', '.join(wanted)}")
+        return record
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run") from None
+
+
+def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
+    """Raises CheckpointError where the run has saved steps that are gone: it would begin anew, and drop its metrics.
+
+    The run makes the folder before its first step, and does not begin its second save before the first is complete. save_every: that
+    it began with.
     """
     run = config.run_folder
-    record, metrics = run / "run.json", run / METRICS
+    folder, last = run / STEPS, last_step(run / METRICS)
+    ends = [phase.last_step for phase in config.phases]
+    second = sorted({save_every, 2 * save_every, *ends, ends[-1] + 1})[1]
+    if last > (second if folder.exists() else 0) and not saved_steps(run):
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, but {run / METRICS} goes to step {last}: put the checkpoints back, or choose another "
+            "folder with --run"
+        )
+
+
+def record_run(config: TrainConfig, stores: Stores) -> None:
+    """Writes run.json and the tokenizer's files for a new run, or checks that this is the run that the folder holds."""
+    run = config.run_folder
+    record, saved = run / "run.json", run / STEPS
+    if saved.is_symlink() and not saved.exists():
+        raise CheckpointError(f"{saved} is a link to {saved.readlink()}, which is not there: put it back, or remove the link")
     digests = {phase.name: [stores[path].digest("train") for path in phase.data.path] for phase in config.phases}
-    if saved_steps(run) or (metrics.exists() and metrics.stat().st_size):
-        try:
-            before = json.loads(record.read_text(encoding="utf-8"))
-            settings, tokenizer, tokens = before["config"].copy(), before["tokenizer_sha256"], before["train_tokens_sha256"].copy()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{record} is damaged or missing ({error!r}): put it back, or choose another folder with --run") from None
-        check_same_run(settings, config, run)
-        any_of(stores).require_tokenizer(tokenizer)
+    if begun(run):
+        before = _read_record(run)
+        check_same_run(before["config"], config, run)
         for phase in config.phases:
-            if tokens.get(phase.name) != digests[phase.name]:
+            if before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
                 raise InputError(
                     f"{', '.join(map(str, phase.data.path))}: not the tokens that {run} began with; tokenize the same text, or choose "
                     "another folder with --run"
                 )
+        _check_checkpoints(config, before["config"].get("save_every", config.save_every))
+    if saved_steps(run):
         return
-    for file in TOKENIZER_FILES:  # instruction data brings the chat template
-        for store in stores.values():
-            if (store.path / file).exists():
-                shutil.copyfile(store.path / file, run / file)
-    contents = {
-        "config": recorded(config),
-        "tokenizer_sha256": any_of(stores).manifest.tokenizer_sha256,
-        "train_tokens_sha256": digests,
-        "versions": versions(),
-    }
-    part = run / "run.json.part"
-    part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, record)
+    with writing(run, "choose another folder with --run"):
+        for file in TOKENIZER_FILES:  # instruction data brings the chat template
+            for store in stores.values():
+                if (store.path / file).exists():
+                    shutil.copyfile(store.path / file, run / file)
+        contents = {
+            "config": recorded(config),
+            "tokenizer_sha256": any_of(stores).manifest.tokenizer_sha256,
+            "train_tokens_sha256": digests,
+            "versions": versions(),
+        }
+        part = run / "run.json.part"
+        part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, record)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from laneformer.errors import LaneformerError
 from train.cluster import peak_flops
 from train.config import Phase, TrainConfig, recorded
 from train.divergence import Divergence
@@ -91,7 +92,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_) -> None:
-        with self._stack, suppress(OSError):  # a full disk has been told by then
+        with self._stack, suppress(LaneformerError, OSError):  # a full disk has been told by then
             if self._last:
                 self._write(self._last, {"time": self.clock.interval()})
 

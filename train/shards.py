@@ -114,9 +114,11 @@ class Manifest:
         file = Path(path) / MANIFEST
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise InputError(f"{path} has no {MANIFEST}: not a token folder, or its tokenizing did not finish; "
                              "make it with python -m scripts.tokenize") from None
+        except OSError as error:
+            raise InputError(f"cannot read {file}: {error.strerror}") from None
         except ValueError as error:
             raise InputError(f"{file} is damaged ({error}): {REMEDY}") from None
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
@@ -226,11 +228,11 @@ class TokenStore:
         """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal shards."""
         return hashlib.sha256(repr(self._shards(split)).encode()).hexdigest()
 
-    def require_tokenizer(self, sha256: str) -> None:
-        """InputError unless the tokens were made by the tokenizer.json with this hash, e.g. the one a checkpoint was trained with."""
+    def require_tokenizer(self, sha256: str, whose: str) -> None:
+        """InputError unless the tokens were made by the tokenizer.json with this hash. whose it is: a folder, a run or a checkpoint."""
         if sha256 != self.manifest.tokenizer_sha256:
-            raise InputError(f"{self.path} was tokenized with another tokenizer (sha256 {self.manifest.tokenizer_sha256[:12]}, wanted "
-                             f"{sha256[:12]}): tokenize it again with --tokenizer and the tokenizer.json you train with")
+            raise InputError(f"{self.path} was tokenized with another tokenizer (sha256 {self.manifest.tokenizer_sha256[:12]}) than "
+                             f"{whose} ({sha256[:12]}): tokenize one again with --tokenizer and the tokenizer.json of the other")
 
     def _shards(self, split: str) -> tuple[Shard, ...]:
         try:

@@ -1,6 +1,7 @@
 """laneformer.load on training runs and their steps, and on folders that are neither."""
 
 import json
+import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -9,11 +10,13 @@ import tiny
 
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step, open_checkpoint
+from laneformer.errors import say_errors_once
 from laneformer.hf_config import config_to_hf
 
 
 @pytest.fixture(scope="module")
 def model():
+    say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
     return tiny.random_model(tiny.values(num_hidden_layers=1, lm_head_type="lane"))
 
 
@@ -109,7 +112,7 @@ def test_lanes_are_those_of_the_run(saved_run):
 def test_damaged_meta(tmp_path, text):
     step = tmp_path / "checkpoints" / "5"
     write_meta(step, text)
-    with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged .*use another step"):
+    with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged .*put back a copy"):
         load(tmp_path)
 
 
@@ -123,6 +126,23 @@ def test_weights_that_do_not_fit_or_are_gone(tmp_path, model):
     write_meta(step, meta_of(model.config.replace(num_hidden_layers=2), model.weights()))
     with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["meta/metadata", "params"])
+def test_a_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_run, damage):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    step = run / "checkpoints" / "10"
+    if damage == "params":
+        shutil.rmtree(step / "params" / "d")
+    else:
+        (step / damage).write_text("{")
+    with pytest.raises(CheckpointError) as told:
+        load(run)
+    text = str(told.value)
+    assert text.startswith(f"{step} is damaged") and text.endswith(f": use {run / 'checkpoints' / '5'} instead")
+    assert "\n" not in text and "tensorstore_spec" not in text and len(text) < 800
+    with pytest.raises(CheckpointError, match="put back a copy"):  # a step that was copied out of its run
+        load(shutil.copytree(step, tmp_path / "alone"))
 
 
 def test_an_hf_folder_is_taken_before_anything_else(tmp_path, saved_run):

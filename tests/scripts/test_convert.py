@@ -1,14 +1,20 @@
 """scripts.convert: what it writes loads again as the same model."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer, models
 
 import laneformer
 from infer.chat_template import CHATML, TURN_END, TURN_START
+from laneformer.checkpoint import fingerprint
+from laneformer.hf_config import config_to_hf
 from scripts.convert import main
 
 TESTS = Path(__file__).parents[1]
@@ -45,6 +51,26 @@ def test_other_programs_learn_what_ends_a_turn(tmp_path):
     assert main([str(source), str(tmp_path / "out")]) == 0
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [*laneformer.load(LANED).config.eos_token_id, tokenizer.token_to_id(TURN_END)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"])
+def test_a_damaged_run_is_one_line(tmp_path, command):
+    """Orbax's threads print tracebacks of it otherwise."""
+    weights, config = laneformer.load(LANED).weights(), laneformer.load(LANED).config
+    for number in ("5", "10"):
+        step = tmp_path / "checkpoints" / number
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(step / "params", weights)
+        (step / "meta").mkdir()
+        meta = {"config": config_to_hf(config), "param_dtype": "float32", "fingerprint": {"params": fingerprint(weights)}}
+        (step / "meta" / "metadata").write_text(json.dumps(meta))
+    shutil.rmtree(step / "params" / "d")
+    words = command.format(run=tmp_path).split()
+    done = subprocess.run([sys.executable, "-m", *words], cwd=TESTS.parent, capture_output=True, text=True, timeout=120, check=False)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("backend ")]
+    assert done.returncode == 2 and len(errors) == 1, done.stderr
+    assert errors[0].startswith(f"error: {step} is damaged") and errors[0].endswith(f"use {tmp_path / 'checkpoints' / '5'} instead")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -10,16 +11,19 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from tiny_recipe import changed, finish, kill_when, lines, losses, records, saving, start, tiny, wait_until, write_store
 
-from laneformer.errors import InputError
-from train.loop import _Loop
+from laneformer.errors import CheckpointError, ConfigError, InputError
+from train.loop import _greeting, _Loop, _mesh, _stop_signals
 from train.metrics import MetricsLog, read_lines
-from train.run_folder import only_one
+from train.run_folder import only_one, open_stores, record_run
+from train.shards import TokenStore
 
 
 @pytest.mark.slow
@@ -49,7 +53,8 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_
         got, _, err = kill_when(start(run, store), lambda at_least=at_least: lines(run) >= at_least, number)
         assert got == status
         stopped_at = len(losses(run))
-        assert err.startswith(f"stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train ")
+        answer = "stopping after this step; Ctrl-C again to stop without saving\n" if number == signal.SIGINT else ""
+        assert err.startswith(f"{answer}stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train ")
         assert str(run) in err and "Traceback" not in err
         assert (run / "checkpoints" / str(stopped_at) / "meta").is_dir()
     status, out, err = finish(start(run, store))
@@ -184,16 +189,20 @@ def test_what_ends_a_step_half_way_loses_nothing(tmp_path, command, monkeypatch,
 
     def full(log, step, **values):
         if step == 23:
-            log._file.write('{"step": 2')  # as much as there was room for
-            raise OSError(28, "No space left on device")
+            file = log._file
+            log._file = SimpleNamespace(write=lambda _: no_room(file), close=file.close)
         write(log, step, **values)
+
+    def no_room(file):
+        file.write('{"step": 2')  # as much as there was room for
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(MetricsLog, "write", impatient)
     status, _, err = command(run)
-    assert status == 130 and err.startswith("stopped without saving; to go on from the last checkpoint: python -m train "), err
+    assert status == 130 and "\nstopped without saving; to go on from the last checkpoint: python -m train " in err, err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(MetricsLog, "write", full)
-    one_line_error(command(run), "No space left on device")
+    one_line_error(command(run), f"cannot write {run / 'metrics.jsonl'}: No space left on device; make room")
     assert [line["step"] for line in read_lines(run / "metrics.jsonl") if "loss" in line] == list(range(1, 23))
     monkeypatch.undo()
     status, out, err = command(run)
@@ -239,6 +248,96 @@ def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, 
     (finished_copy / "run.json").unlink()
     one_line_error(command(finished_copy), "run.json is damaged or missing")
     assert records(finished_copy) == records(finished)
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(finished_copy, command, finished, tmp_path):
+    saved, said = finished_copy / "checkpoints", ("metrics.jsonl goes to step 60: put the checkpoints back", "--run")
+    kept = shutil.move(saved, tmp_path / "kept")
+    one_line_error(command(finished_copy), *said)
+    saved.mkdir()
+    one_line_error(command(finished_copy), *said)
+    saved.rmdir()
+    saved.symlink_to(tmp_path / "nowhere")
+    one_line_error(command(finished_copy), f"{saved} is a link to {tmp_path / 'nowhere'}, which is not there: put it back")
+    assert records(finished_copy) == records(finished)
+    saved.unlink()
+    saved.symlink_to(kept)
+    assert command(finished_copy)[0] == 0
+
+
+@pytest.mark.parametrize(("last", "anew"), [(7, True), (20, True), (21, False)])
+def test_a_run_begins_anew_where_its_first_save_was_not_complete(finished_copy, store, last, anew):
+    """The second save, of step 20, waits for the first."""
+    config = changed(tiny(), run=finished_copy, data__path=(store,), save_every=50)  # of now: the run began with 10
+    for step in (finished_copy / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    with MetricsLog(finished_copy / "metrics.jsonl", last):
+        pass
+    with contextlib.nullcontext() if anew else pytest.raises(CheckpointError, match="goes to step 21"):
+        record_run(config, open_stores(config))
+    recorded = json.loads((finished_copy / "run.json").read_text())["config"]["save_every"]
+    assert recorded == (50 if anew else 10)
+
+
+def test_folders_that_cannot_hold_a_run_or_tokens(tmp_path, store, command, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    one_line_error(command(file), f"{file} cannot be a folder (it is a file): give another with --run")
+    one_line_error(command(file / "run"), f"{file}/run cannot be a folder (Not a directory)")
+    one_line_error(command(tmp_path / "run", path=file), f"{file} has no manifest.json", "python -m scripts.tokenize")
+    monkeypatch.setattr("train.run_folder.fcntl.flock", lambda *_: pytest.fail("locked"))
+    (tmp_path / "run" / ".lock").mkdir(parents=True)  # what cannot be opened, also by root
+    one_line_error(command(tmp_path / "run"), "/.lock: Is a directory; give another folder with --run")
+
+
+def test_tokenizers_that_differ_are_named_with_both_folders(tmp_path, finished_copy, store, command):
+    other = write_store(tmp_path / "other", tokenizer=b"other")
+    for run, whose in ((tmp_path / "new", str(other)), (finished_copy, f"the run in {finished_copy}")):
+        wrong = store if run != finished_copy else other
+        one_line_error(command(run, "--data.validation-path", str(store), path=other), f"{wrong} was tokenized", f"than {whose} (")
+
+
+def test_a_mesh_that_leaves_devices_unused_is_told(store, monkeypatch):
+    """Of a job it is refused: a process might have none."""
+    config = changed(tiny(), mesh__lane=2)
+    lines = _greeting(config, {Path("no/store"): TokenStore.open(store)}, _mesh(config), 0).split("\n")
+    assert lines[2] == "6 of 8 devices stay unused: --mesh.data and --mesh.lane say which share of them works"
+    monkeypatch.setattr("train.loop.jax.process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices: set --mesh\.data 4, or start fewer processes$"):
+        _mesh(config)
+    assert _mesh(tiny()).size == 8
+    six = jax.devices()[:6]
+    monkeypatch.setattr("train.loop.jax.device_count", lambda: 6)
+    monkeypatch.setattr("laneformer.mesh.jax.devices", lambda: six)
+    with pytest.raises(ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices: set --mesh\.data 3 --mesh\.lane 2"):
+        _mesh(changed(tiny(), mesh__lane=4))
+    assert _mesh(changed(tiny(), data__batch_size=12, mesh__data=3)).shape == {"data": 3, "lane": 2}
+
+
+def test_ctrl_c_is_answered_at_once_and_sigterm_is_not(capsys):
+    for number, answer in ((signal.SIGINT, "stopping after this step; Ctrl-C again to stop without saving\n"), (signal.SIGTERM, "")):
+        with _stop_signals() as received:
+            signal.raise_signal(number)
+            assert received == [number]
+        assert capsys.readouterr().err == answer
+    with pytest.raises(KeyboardInterrupt), _stop_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
+
+
+
+
+def test_ctrl_c_is_answered_while_the_main_thread_is_in_a_library(monkeypatch):
+    """As while XLA compiles: Python's own handler has not run by then."""
+    answered = []
+    with _stop_signals() as received:
+        monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda text: answered.append((text, list(received))), flush=lambda: None))
+        sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        sender.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+        sender.join()
+    assert answered[0] == ("stopping after this step; Ctrl-C again to stop without saving", []) and received == [signal.SIGINT]
 
 
 def test_problems_need_text_and_a_file(tmp_path, command):

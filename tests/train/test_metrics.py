@@ -2,12 +2,13 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laneformer.errors import InputError
+from laneformer.errors import InputError, LaneformerError
 from train.metrics import MetricsLog, last_step, read_lines, scalars
 
 
@@ -74,6 +75,21 @@ def test_a_damaged_line_is_named_and_nothing_is_overwritten(tmp_path, damage):
     with pytest.raises(InputError, match="line 2, is damaged"):
         MetricsLog(path, 3)
     assert path.read_bytes() == content
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log._file.close()
+    log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    told = f"^cannot write {path}: No space left on device; make room, then the same command goes on$"
+    with pytest.raises(LaneformerError, match=told):
+        log.write(1, loss=1.0)
+    with pytest.raises(LaneformerError, match=told), log:
+        pass  # what could not be written is tried again
+    log._file = SimpleNamespace(fileno=lambda: 10**6)
+    with pytest.raises(LaneformerError, match=f"^cannot write {path}: Bad file descriptor; once it can be written, the same command"):
+        log.sync()
 
 
 def test_no_file_has_no_lines(tmp_path):

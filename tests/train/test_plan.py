@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_recipe import RECIPE, changed, tiny
 
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, LaneformerError
 from train import plan as planning
 from train.config import LaterPhase
 from train.flops import train_flops_per_token
@@ -95,6 +95,12 @@ def test_the_command_prints_and_writes(tmp_path):
     assert written["projected"] is True and written["phases"][0]["steps"] == 7 and written["cluster"]["efficiency"] == 0.5
     assert written["phases"][0]["memory_total"] > written["phases"][0]["parameters"] > 0
     assert len(written["phases"][0]["days"]) == 2
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned"))
+    with pytest.raises(LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; name another file with --json"):
+        dry_run([RECIPE, "--dry-run", "--json", str(tmp_path / "nodir" / "x.json")])
 
 
 def test_a_cpu_has_no_times():

@@ -77,6 +77,24 @@ def test_two_processes_go_on_where_one_stopped(tmp_path, store, finished_copy, f
     np.testing.assert_allclose(losses(finished_copy), losses(finished), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_what_one_process_refuses_ends_both_in_a_line_each(tmp_path, store, finished_copy):
+    with Job(finished_copy, store, "--optimizer.learning-rate", "1") as job:
+        first, second = job.end()
+    for (status, _, err), said in ((first, "holds a run with other settings"), (second, "refused by process 0 of the job")):
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert status == 2 and len(errors) == 1 and said in errors[0] and "Traceback" not in err, err
+
+
+@pytest.mark.slow
+def test_a_mesh_without_a_device_of_one_process_ends_both(tmp_path, store):
+    with Job(tmp_path / "run", store, "--mesh.lane", "2") as job:
+        for status, _, err in job.end():
+            assert status == 2 and "Traceback" not in err, err
+            assert "error: mesh 1 x 2 uses 2 of the job's 8 devices: set --mesh.data 4, or start fewer processes" in err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.exhaustive
 def test_a_process_that_dies_takes_the_others_with_it_in_time(tmp_path, store):
     """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""

@@ -97,7 +97,11 @@ def fails(capsys, *arguments) -> str:
         (["--mesh.lane", "x"], ["--mesh.lane"]),
         (["--remat", "perhaps"], ["--remat"]),
         (["--data.path"], ["data.path is empty"]),
-        (["--model.rope-scaling", "yarn"], ["--model.rope-scaling", "write it as linear:factor=4"]),
+        (["--model.rope-scaling", "yarn"], ["--model.rope-scaling", "write it as yarn:factor=4,original_max_position_embeddings=4096 ("]),
+        (["--model.rope-scaling", "llama3:factor=8"], ["write it as llama3:factor=8,original_max_position_embeddings=8192 ("]),
+        (["--model.rope-scaling", "linear:fac=8"], ["write it as linear:factor=4 ("]),
+        (["--stpes", "4"], ["Unrecognized options: --stpes, 4; perhaps you meant --steps; "]),
+        (["--seed", "9" * 20], ["seed = 99999999999999999999: it lies in 0..4294967295"]),
         (["--model.rope-scaling", "nope:factor=2"], ["rope_scaling.type = 'nope'"]),
         (["--data.weights", "1", "2"], ["data.weights has 2 numbers for the 1 folders"]),
         (["--watch.humaneval-every", "10"], ["watch.humaneval_every needs watch.humaneval"]),
@@ -121,6 +125,7 @@ def test_recipes_that_are_not_there(capsys, tmp_path):
     assert "recipe file nope.py does not exist" in fails(capsys, "nope.py:f")
     assert "has no attribute 'nope'" in fails(capsys, RECIPE.replace(":tiny", ":nope"))
     assert "No module named 'nope'" in fails(capsys, "nope:f")
+    assert "missing a required argument: 'obj'; a recipe is a function without arguments" in fails(capsys, "json:dumps")
     assert "gives a str" in fails(capsys, RECIPE.replace(":tiny", ":RECIPE"))
     assert "the recipe comes first" in fails(capsys, "--steps", "3")
     (tmp_path / "broken.py").write_text("def f():\n    return undefined.name\n")
@@ -139,6 +144,24 @@ def test_without_a_recipe_all_are_listed(capsys, arguments):
     assert "usage: python -m train RECIPE" in out
     for name, make in RECIPES.items():
         assert name in out and make.__doc__.splitlines()[0] in out
+
+
+def test_ctrl_c_while_libraries_are_loaded_is_one_line():
+    """Sent by an import, the first that takes long."""
+    code = (
+        "import builtins, runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "load = builtins.__import__\n"
+        "def stop(name, *args, **options):\n"
+        "    if name == 'train.loop': signal.raise_signal(signal.SIGINT)\n"
+        "    return load(name, *args, **options)\n"
+        "builtins.__import__ = stop\n"
+        "sys.argv = ['train', 'stdlib']\n"
+        "runpy.run_module('train', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    said = "stopped without saving; to go on from the last checkpoint: python -m train stdlib\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 
 def test_help_shows_every_option_with_type_default_and_meaning():

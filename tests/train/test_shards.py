@@ -225,9 +225,9 @@ def test_one_flipped_bit_is_found_in_its_block_and_only_there(tmp_path):
 
 def test_tokenizer_must_be_the_one_of_the_tokens(tmp_path):
     store = write(tmp_path, [[1]])
-    store.require_tokenizer(hashlib.sha256(TOKENIZER).hexdigest())
-    with pytest.raises(InputError, match=r"another tokenizer .*--tokenizer"):
-        store.require_tokenizer(hashlib.sha256(b"other").hexdigest())
+    store.require_tokenizer(hashlib.sha256(TOKENIZER).hexdigest(), "the run")
+    with pytest.raises(InputError, match=rf"{tmp_path} was tokenized with another tokenizer .*than the run \(.*--tokenizer"):
+        store.require_tokenizer(hashlib.sha256(b"other").hexdigest(), "the run")
     (tmp_path / "tokenizer.json").write_bytes(b"other")
     with pytest.raises(InputError, match="is not the tokenizer that made these tokens"):
         TokenStore.open(tmp_path)

@@ -18,7 +18,7 @@ from tiny_recipe import changed, finish, losses, start, tiny
 
 import laneformer
 from laneformer import CheckpointError, make_mesh
-from train.__main__ import _say_errors_once
+from laneformer.errors import say_errors_once
 from train.checkpoint import Checkpoints, fingerprint, saved_steps
 from train.config import LaterPhase
 from train.step import Trainer
@@ -26,7 +26,7 @@ from train.step import Trainer
 
 @pytest.fixture(scope="module")
 def trainer():
-    _say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
+    say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
     return Trainer(tiny(), tiny().phases[0], make_mesh(8))
 
 

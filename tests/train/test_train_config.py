@@ -30,6 +30,8 @@ from train.config import LaterPhase, OptimizerConfig, check_same_run, recorded
         ("optimizer__warmup_steps", -1, "warmup_steps"),
         ("data__validation_batches", -1, r"data\.validation_batches = -1: it must be at least 0"),
         ("mesh__host_devices", 0, r"mesh\.host_devices = 0: it must be at least 1"),
+        ("seed", -1, r"seed = -1: it lies in 0\.\.4294967295"),
+        ("seed", 2**32, r"seed = 4294967296: it lies in 0\.\.4294967295"),
         ("compute_dtype", "int8", r"compute_dtype = 'int8'"),
     ],
 )  # fmt: skip
