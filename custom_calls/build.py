@@ -124,7 +124,7 @@ def compile_objects(
 
 
 def _sanitizer_flags(sanitizer: str | None) -> list[str]:
-    return [f"-fsanitize={sanitizer}", "-g", "-O1", "-fno-omit-frame-pointer"] if sanitizer else []
+    return [f"-fsanitize={sanitizer}", "-g1", "-O1", "-fno-omit-frame-pointer"] if sanitizer else []
 
 
 def _run(command: list[str]) -> None:

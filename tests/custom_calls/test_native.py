@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,25 +20,11 @@ ARM = ["aarch64-linux-gnu-g++", "-static"]  # what it links runs without an ARM 
 ARM_EMULATOR = "qemu-aarch64"
 
 
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """Sanitizer or None -> what to link with a test."""
-
-    @cache
-    def made(sanitizer: str | None) -> list[str]:
-        if sanitizer is None:
-            library()  # compiled by now
-            return [str(build.find()), f"-Wl,-rpath,{build.find().parent}"]
-        return build.compile_objects(build.compiler(), tmp_path_factory.mktemp(sanitizer), sanitizer, api=False)
-
-    return made
-
-
 def run(
     program: str, sanitizer: str | None, link: list[str], work: Path, cxx: list[str] | None = None, emulator: Sequence[str] = ()
 ) -> str:
     """What it printed."""
-    checked = [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
+    checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     command = [
         *(cxx or build.compiler()), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES[0]}",
         str(HERE / f"{program}.cc"), *link, "-pthread", "-o", str(work / program),
@@ -55,15 +40,18 @@ def run(
 @pytest.mark.parametrize(
     "program", [pytest.param(program, marks=pytest.mark.slow if program == "decoder_test" else ()) for program in PROGRAMS]
 )
-def test_as_shipped(program, objects, tmp_path):
-    run(program, None, objects(None), tmp_path)
+def test_as_shipped(program, tmp_path):
+    library()  # compiled by now
+    run(program, None, [str(build.find()), f"-Wl,-rpath,{build.find().parent}"], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_under_a_checker(program, sanitizer, objects, tmp_path):
-    run(program, sanitizer, objects(sanitizer), tmp_path)
+def test_under_a_checker(sanitizer, tmp_path):
+    """Both programs in one test: what they share takes long to compile."""
+    objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False)
+    for program in PROGRAMS:
+        run(program, sanitizer, objects, tmp_path)
 
 
 @pytest.mark.slow
