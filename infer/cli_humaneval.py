@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infer.chat_template import ChatTemplate
-from infer.cli_start import follow, show_log, speaks, take_devices
+from infer.cli_start import follow, lead, show_log, speaks, take_devices
 from infer.engine import Engine
 from infer.humaneval import Report, data_report, generate, generation_settings, score
 from infer.options import Compute, Distributed, Dtype
@@ -138,7 +138,7 @@ def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Pa
     chat = ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template) if options.mode == "chat" else None
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
-    with engine.leading(), SampleFile(path, settings, problems) as file:
+    with lead(engine), SampleFile(path, settings, problems) as file:
         for sample in generate(engine, chosen, samples=options.samples_per_problem, done=file.counts, progress=True, **how):
             file.add(sample)
         return file.samples, settings

@@ -1,8 +1,10 @@
 """What the commands do before they open an engine."""
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import jax
 
@@ -48,8 +50,18 @@ def speaks() -> bool:
     return jax.process_index() == 0
 
 
+@contextlib.contextmanager
+def lead(engine: Engine) -> Iterator[None]:
+    """What the process does that speaks, with what it generates. Raises ConfigError if another one is lost."""
+    try:
+        with engine.leading():
+            yield
+    except GroupError as error:
+        raise ConfigError(str(error)) from None
+
+
 def follow(engine: Engine) -> int:
-    """What a process does that does not speak: it generates with the first one until that has done. Raises ConfigError if it has gone."""
+    """What the others do: they generate with the first one until that has done. Raises ConfigError if it has gone."""
     try:
         engine.follow()
     except GroupError as error:

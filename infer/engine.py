@@ -209,7 +209,8 @@ class Engine:
             else:
                 engine.follow()
 
-        In a job of one process it has no effect. `generate` then also raises custom_calls.processes.GroupError, when a process is lost.
+        What still runs at its end is cancelled. In it `generate` also raises custom_calls.processes.GroupError, when a process is lost.
+        In a job of one process there is nobody to lead.
         """
         self._leader = Leader(self._backend)
         try:

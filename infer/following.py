@@ -29,8 +29,7 @@ class Leader:
 
     def end(self) -> None:
         """The others need not follow any more."""
-        if self._group.several:
-            self._group.share({}, PATIENCE)
+        self._group.share({}, PATIENCE)
 
 
 def follow(backend: Backend) -> None:

@@ -106,16 +106,16 @@ class End(NamedTuple):
 
 def main(connection: Connection, options: EngineOptions) -> None:
     """The process. It ends when the other end of the pipe is closed."""
-    from custom_calls.processes import GroupError
+    from infer import cli_start
 
     began = time.perf_counter()
     try:
         engine = _open(options)
-        with engine.leading():
+        with cli_start.lead(engine):
             worker = _Worker(connection, engine, options)
             connection.send(("ready", worker.facts | {"seconds": time.perf_counter() - began}))
             worker.run()
-    except (LaneformerError, GroupError, OSError) as error:
+    except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
 
 
