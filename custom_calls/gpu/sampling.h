@@ -79,7 +79,7 @@ struct Sampler {
 
   // Whether the host has asked for the end; of one thread. The host's memory is far away: what needs it soon waits.
   LF_DEVICE bool asks() const { return leader && p.tells && thread() == kThreads - kWarpSize; }
-  LF_DEVICE int asked() const { return asks() && *(volatile const int*)&p.host->cancel ? kCancelled : 0; }
+  LF_DEVICE int asked() const { return asks() ? *(volatile const int*)&p.host->cancel : 0; }
 
   // A pass without a head: only how it ends the call, if it does.
   LF_DEVICE int meet(u32 tag, int parity) {
@@ -201,7 +201,7 @@ struct Sampler {
   // What all CTAs say; how they end the call, or 0.
   LF_DEVICE int collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int next_end = kSteps ? 0 : asked();  // comes while the packets do
+    const int cancelled = kSteps ? 0 : asked();  // comes while the packets do
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -217,7 +217,7 @@ struct Sampler {
     if (watch.ended()) ending = kFailed;
     fence_device();
     sync_cta();
-    if (!kSteps && asks()) *end = next_end;
+    if (!kSteps && asks()) *end = cancelled ? kCancelled : 0;
     largest = max_over_cta(top, warps());
     ending = max_over_cta(ending, warps());
     float total = 0;

@@ -91,7 +91,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
       sampler.configure();
       sync_cta();
-      if (sampler.asks()) *sampler.end = sampler.asked();
+      if (sampler.asks()) *sampler.end = sampler.asked() ? kCancelled : 0;
       sync_cta();
       if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag)) *sampler.end = kFailed;  // in an earlier launch
       if (draws) {
