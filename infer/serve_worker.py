@@ -25,6 +25,7 @@ from infer.serve_protocol import NESTED
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
 if TYPE_CHECKING:
+    from infer.chat_template import ChatTemplate
     from infer.engine import Engine
     from infer.generation import Generation
 
@@ -112,9 +113,7 @@ def main(connection: Connection, options: EngineOptions) -> None:
     try:
         engine = _open(options)
         with cli_start.lead(engine):
-            worker = _Worker(connection, engine, options)
-            connection.send(("ready", worker.facts | {"seconds": time.perf_counter() - began}))
-            worker.run()
+            _serve(connection, engine, options, began)
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
 
@@ -139,6 +138,37 @@ def _open(options: EngineOptions) -> "Engine":
     )  # fmt: skip
 
 
+def _serve(connection: Connection, engine: "Engine", options: EngineOptions, began: float) -> None:
+    """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and cannot be used."""
+    from infer.bench_machine import on_host
+    from infer.bench_source import is_recipe
+    from infer.chat_template import ChatTemplate
+    from laneformer.checkpoint import checkpoint_files
+
+    folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
+    chat, no_chat = None, None
+    try:
+        if engine.tokenizer is None:
+            raise InputError(f"model {engine.name} has no tokenizer")
+        chat = ChatTemplate.load(folder, options.chat_template)
+    except LaneformerError as error:  # without a template it can still continue texts
+        if options.chat_template is not None:
+            raise
+        no_chat = str(error)
+    engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
+    conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
+    facts = {
+        "name": engine.name,
+        "conditions": conditions,
+        "chat": chat is not None,
+        "fingerprint": "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10],
+        "seconds": time.perf_counter() - began,
+    }
+    connection.send(("ready", facts))
+    special = {} if folder is None else special_tokens(folder / "tokenizer.json")
+    _Worker(connection, engine, chat, no_chat, special, alone=not options.distributed).run()
+
+
 def special_tokens(file: Path) -> dict[int, bytes]:
     """How the tokens that have no text are spelled."""
     added = json.loads(file.read_bytes()).get("added_tokens", []) if file.is_file() else []
@@ -148,34 +178,13 @@ def special_tokens(file: Path) -> dict[int, bytes]:
 class _Worker:
     """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a cancellation waits for none."""
 
-    def __init__(self, connection: Connection, engine: "Engine", options: EngineOptions):
-        """Warms the engine up. Raises LaneformerError for a chat template that was asked for and cannot be used."""
-        from infer.bench_machine import on_host
-        from infer.bench_source import is_recipe
-        from infer.chat_template import ChatTemplate
-        from laneformer.checkpoint import checkpoint_files
-
-        folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
-        self._connection, self._engine, self._alone = connection, engine, not options.distributed
-        self._special = {} if folder is None else special_tokens(folder / "tokenizer.json")  # names of tokens that have no text
-        self._chat = None
-        self._no_chat = ""
-        """Why there is no chat template."""
-        try:
-            if engine.tokenizer is None:
-                raise InputError(f"model {engine.name} has no tokenizer")
-            self._chat = ChatTemplate.load(folder, options.chat_template)
-        except LaneformerError as error:  # without a template it can still continue texts
-            if options.chat_template is not None:
-                raise
-            self._no_chat = str(error)
-        engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
-        conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
-        digest = hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
-        self.facts = {
-            "name": engine.name, "conditions": conditions, "chat": self._chat is not None, "fingerprint": f"fp_{digest[:10]}",
-        }  # fmt: skip
-        self._ends = (*engine.config.eos_token_id, *(() if self._chat is None else self._chat.ends))
+    def __init__(
+        self, connection: Connection, engine: "Engine", chat: "ChatTemplate | None", no_chat: str | None, special: dict[int, bytes],
+        alone: bool = True,
+    ):  # fmt: skip
+        """no_chat: why there is no chat template. special: names of tokens that have no text. alone: no other processes follow this one."""
+        self._connection, self._engine, self._chat, self._no_chat, self._special = connection, engine, chat, no_chat, special
+        self._alone, self._ends = alone, (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
