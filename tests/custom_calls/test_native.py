@@ -48,8 +48,13 @@ def test_as_shipped(program, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_a_checker(sanitizer, tmp_path):
-    """Both programs in one test: what they share takes long to compile."""
-    objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False)
+    """Both programs in one test: what they share takes long to compile. The kernels are one source: they are checked with the vectors of any
+    machine and with the longest ones.
+    """
+    sets = {
+        name: flags if name in ("portable", "avx512") else (*flags, "-fno-sanitize=all") for name, flags in build.instruction_sets().items()
+    }
+    objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False, sets=sets)
     for program in PROGRAMS:
         run(program, sanitizer, objects, tmp_path)
 
@@ -64,7 +69,7 @@ def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
 
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.exhaustive if name == "decoder_test" else pytest.mark.slow) for name in PROGRAMS]
+    "program", [pytest.param(name, marks=pytest.mark.slow if name == "exchange_test" else pytest.mark.exhaustive) for name in PROGRAMS]
 )
 def test_on_arm(program, tmp_path):
     """As 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""
