@@ -48,8 +48,8 @@ def test_as_shipped(program, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_a_checker(sanitizer, tmp_path):
-    """Both programs in one test: what they share takes long to compile. The kernels are one source: they are checked with the vectors of any
-    machine and with the longest ones.
+    """Both programs in one test: what they share takes long to compile. The kernels are one source: the checkers see them with the vectors
+    of any machine and with the longest ones.
     """
     sets = {
         name: flags if name in ("portable", "avx512") else (*flags, "-fno-sanitize=all") for name, flags in build.instruction_sets().items()
