@@ -32,7 +32,7 @@ struct Peers {
  private:
   static constexpr int kMostWords = (larger_of(kHidden, kCtas * kPacketWords) + kThreads - 1) / kThreads;
 
-  LF_DEVICE bool over() const { return load_word(p.shared[0] + 1) == p.pass_tag; }  // finish says so, also of what has failed
+  LF_DEVICE bool over() const { return load_word(p.shared[0] + 1) == p.pass_tag; }  // write_results says so, also of what has failed
 
   LF_DEVICE void exchange(u32 sequence, int width, int turn) {
     if (turn % kTurns != index) return;

@@ -91,10 +91,6 @@ LF_DEVICE Vec load_vec_between_ctas(const void* p) {
   const u64 b = __hip_atomic_load(in_global((const u64*)p + 1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
   return {{(u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32)}};
 }
-LF_DEVICE Vec load_vec(const void* p) {  // the weights' ring, which would be shared memory, is CUDA's
-  const NativeVec v = *in_global((const NativeVec*)p);
-  return {{v[0], v[1], v[2], v[3]}};
-}
 LF_DEVICE Pair load_pair(const float* p) {
   typedef float NativePair __attribute__((ext_vector_type(2)));
   const NativePair v = *in_global((const NativePair*)p);
