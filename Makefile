@@ -1,5 +1,5 @@
 # make run    set up, tokenize the standard library, pretrain on it, plot the loss, write code: minutes on two CPU cores
-# make test   set up and run the tests        make lint   ruff        make clean   undo all of it
+# make test   set up and run the tests        make lint   check style   make format   apply it   make clean   undo all of it
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,7 +14,7 @@ PROMPT ?= def read_lines(path, encoding="utf-8"):
 STDLIB  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data)
 
-.PHONY: run test lint setup clean
+.PHONY: run test lint format setup clean
 
 run: setup
 	$(PY) -m scripts.tokenize --out $(DATA) $(STDLIB) --glob '*.py' $(EXCLUDE)
@@ -27,6 +27,13 @@ test: setup
 
 lint: setup
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	git ls-files '*.cc' '*.h' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	git ls-files '*.cc' '*.h' '*.cu' | xargs $(VENV)/bin/clang-format -i
 
 setup: $(VENV)/.installed
 

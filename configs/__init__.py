@@ -8,4 +8,6 @@ from configs.stdlib import stdlib
 from configs.tiny import tiny
 from train.config import TrainConfig
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (stdlib, tiny, laneformer_120m, laneformer_350m, laneformer_2b)}
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    f.__name__: f for f in (stdlib, tiny, laneformer_120m, laneformer_350m, laneformer_2b)
+}

@@ -11,32 +11,50 @@ CONTEXT = 4096
 def laneformer_2b() -> TrainConfig:
     """Pretraining on 4T tokens, mid-training on 2T, instruction tuning on 210M; planned for 256 GPUs (--dry-run).
 
-    Published (Kog, "Laneformer 2B"): all sizes of the model, 10 sliding and 5 full layers, delay 2, context 4,096, the Llama-2
-    vocabulary, and the tokens of the three phases. Everything marked "ours" is not, and chosen for the reason beside it.
+    Published (Kog, "Laneformer 2B"): all sizes of the model, 10 sliding and 5 full layers, delay 2, context 4,096, the
+    Llama-2 vocabulary, and the tokens of the three phases. Everything marked "ours" is not, and chosen for the reason
+    beside it.
     """
     return TrainConfig(
         name="laneformer_2b",
         model=ModelConfig(
-            vocab_size=32_000, hidden_size=3072, intermediate_size=12_288, num_hidden_layers=15, num_attention_heads=32,
-            num_key_value_heads=16, max_position_embeddings=CONTEXT, num_lanes=8, layout="laneformer", broadcast_delay=2,
-            sliding_window_n_layers=10, bos_token_id=1, eos_token_id=(2,),
+            vocab_size=32_000,
+            hidden_size=3072,
+            intermediate_size=12_288,
+            num_hidden_layers=15,
+            num_attention_heads=32,
+            num_key_value_heads=16,
+            max_position_embeddings=CONTEXT,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=2,
+            sliding_window_n_layers=10,
+            bos_token_id=1,
+            eos_token_id=(2,),
             sliding_window=512,  # ours: 512 or 2,048 fit what is known; the smaller reads fewer keys per token
         ),
-        data=DataConfig(  # ours: the mixture of the Nemotron pretraining sets, more code than web text for an agent's model
+        # Ours: the mixture of the Nemotron pretraining sets, more code than web text for an agent's model
+        data=DataConfig(
             path=(Path("data/nemotron_cc"), Path("data/nemotron_code"), Path("data/nemotron_math")),
             weights=(0.5, 0.35, 0.15),
             sequence_length=CONTEXT,
             batch_size=1024,  # ours: 4.2M tokens, a usual batch for models of this size
         ),
         steps=4_000_000_000_000 // (1024 * CONTEXT),
-        # ours: a rate that models of one to two billion weights are trained with at this batch, constant, to decay in the next phase
+        # ours: a rate that models of one to two billion weights are trained with at this batch, constant, to decay in
+        # the next phase
         optimizer=OptimizerConfig(learning_rate=5e-4, schedule="constant", warmup_steps=2000),
         accumulate=4,
         then={
             "mid": LaterPhase(
                 steps=2_000_000_000_000 // (1024 * CONTEXT),
                 data=DataConfig(  # ours: the better part of the same sets, and question-and-answer text
-                    path=(Path("data/nemotron_cc_high"), Path("data/nemotron_code"), Path("data/nemotron_math"), Path("data/nemotron_sft")),
+                    path=(
+                        Path("data/nemotron_cc_high"),
+                        Path("data/nemotron_code"),
+                        Path("data/nemotron_math"),
+                        Path("data/nemotron_sft"),
+                    ),
                     weights=(0.3, 0.4, 0.2, 0.1),
                     sequence_length=CONTEXT,
                     batch_size=1024,
@@ -48,11 +66,16 @@ def laneformer_2b() -> TrainConfig:
             "instruct": LaterPhase(
                 steps=210_000_000 // (64 * CONTEXT),
                 data=DataConfig(  # ours: whole conversations, each for itself, loss on the answers
-                    path=(Path("data/instruct"),), sequence_length=CONTEXT, batch_size=64, packing="best_fit",
+                    path=(Path("data/instruct"),),
+                    sequence_length=CONTEXT,
+                    batch_size=64,
+                    packing="best_fit",
                     attend_across_documents=False,
                 ),
                 # ours: a twenty-fifth of the pretraining rate, usual for tuning
-                optimizer=OptimizerConfig(learning_rate=2e-5, schedule="cosine", warmup_steps=30, final_fraction=0.1, weight_decay=0.0),
+                optimizer=OptimizerConfig(
+                    learning_rate=2e-5, schedule="cosine", warmup_steps=30, final_fraction=0.1, weight_decay=0.0
+                ),
             ),
         },
         mesh=MeshConfig(data=32, lane=8),
@@ -61,4 +84,4 @@ def laneformer_2b() -> TrainConfig:
         validate_every=1000,
         save_every=1000,
         keep_every=50_000,
-    )  # fmt: skip
+    )

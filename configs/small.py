@@ -1,4 +1,6 @@
-"""Laneformers of 120M and 350M parameters in 8 lanes, trained on 20 tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
+"""Laneformers of 120M and 350M parameters in 8 lanes, trained on 20 tokens per parameter (Hoffmann et al., arXiv
+2203.15556).
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,9 @@ from laneformer.config import ModelConfig, RopeScaling
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT, LONG = 4096, 131_072
-DATA = Path("data/fineweb_edu")  # --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with a tokenizer of at most 32,000
+DATA = Path(
+    "data/fineweb_edu"
+)  # --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with a tokenizer of at most 32,000
 
 
 def laneformer_120m() -> TrainConfig:
@@ -14,8 +18,16 @@ def laneformer_120m() -> TrainConfig:
     return TrainConfig(
         name="laneformer_120m",
         model=ModelConfig(
-            vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=16,
-            num_key_value_heads=8, max_position_embeddings=CONTEXT, num_lanes=8, layout="laneformer", broadcast_delay=2,
+            vocab_size=32_000,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            max_position_embeddings=CONTEXT,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=2,
         ),
         data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=128),
         steps=2_500_000_000 // (128 * CONTEXT),
@@ -24,7 +36,7 @@ def laneformer_120m() -> TrainConfig:
         remat="block",
         validate_every=250,
         save_every=250,
-    )  # fmt: skip
+    )
 
 
 def laneformer_350m() -> TrainConfig:
@@ -32,9 +44,18 @@ def laneformer_350m() -> TrainConfig:
     return TrainConfig(
         name="laneformer_350m",
         model=ModelConfig(
-            vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=16,
-            num_key_value_heads=8, max_position_embeddings=CONTEXT, num_lanes=8, layout="laneformer", broadcast_delay=2,
-            sliding_window=512, sliding_window_n_layers=16,
+            vocab_size=32_000,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            max_position_embeddings=CONTEXT,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=2,
+            sliding_window=512,
+            sliding_window_n_layers=16,
         ),
         data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=256),
         steps=7_000_000_000 // (256 * CONTEXT),
@@ -43,14 +64,20 @@ def laneformer_350m() -> TrainConfig:
         then={
             "long": LaterPhase(
                 steps=500_000_000 // (8 * LONG),
-                data=DataConfig(path=(DATA,), sequence_length=LONG, batch_size=8, attend_across_documents=False, validation_batches=1),
+                data=DataConfig(
+                    path=(DATA,),
+                    sequence_length=LONG,
+                    batch_size=8,
+                    attend_across_documents=False,
+                    validation_batches=1,
+                ),
                 optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=20, decay_fraction=0.5),
                 accumulate=8,
                 rope_scaling=RopeScaling(type="yarn", factor=LONG / CONTEXT, original_max_position_embeddings=CONTEXT),
-            ),
+            )
         },
         mesh=MeshConfig(data=1, lane=8),
         remat="block",
         validate_every=250,
         save_every=250,
-    )  # fmt: skip
+    )

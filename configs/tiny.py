@@ -20,11 +20,19 @@ def tiny() -> TrainConfig:
         name="tiny",
         steps=300,
         model=config.model.replace(sliding_window=64, sliding_window_n_layers=4),
-        optimizer=OptimizerConfig(kind="muon", learning_rate=4e-3, warmup_steps=30, decay_fraction=0.2, final_fraction=0.25),
+        optimizer=OptimizerConfig(
+            kind="muon", learning_rate=4e-3, warmup_steps=30, decay_fraction=0.2, final_fraction=0.25
+        ),
         then={
             "long": LaterPhase(
                 steps=50,
-                data=DataConfig(path=(code,), sequence_length=1024, batch_size=2, validation_batches=4, attend_across_documents=False),
+                data=DataConfig(
+                    path=(code,),
+                    sequence_length=1024,
+                    batch_size=2,
+                    validation_batches=4,
+                    attend_across_documents=False,
+                ),
                 optimizer=OptimizerConfig(kind="muon", learning_rate=1e-3, warmup_steps=5, schedule="cosine"),
                 sliding_window=256,
                 rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=256),
@@ -32,11 +40,18 @@ def tiny() -> TrainConfig:
             "instruct": LaterPhase(
                 steps=100,
                 data=DataConfig(
-                    path=(chat,), sequence_length=512, batch_size=4, packing="best_fit", attend_across_documents=False,
-                    validation_path=(code,), validation_batches=4,
+                    path=(chat,),
+                    sequence_length=512,
+                    batch_size=4,
+                    packing="best_fit",
+                    attend_across_documents=False,
+                    validation_path=(code,),
+                    validation_batches=4,
                 ),
                 optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5, schedule="cosine", weight_decay=0.0),
             ),
         },
-        watch=dataclasses.replace(config.watch, samples_every=150, prompts=("def read_lines(path):\n", "class Stack:\n")),
-    )  # fmt: skip
+        watch=dataclasses.replace(
+            config.watch, samples_every=150, prompts=("def read_lines(path):\n", "class Stack:\n")
+        ),
+    )

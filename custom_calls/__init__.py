@@ -1,4 +1,6 @@
-"""Native kernels behind XLA custom calls: a persistent decode kernel, the exchange between lanes, and what measures them."""
+"""Native kernels behind XLA custom calls: a persistent decode kernel, the exchange between lanes, and what measures
+them.
+"""
 
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
 from custom_calls.library import NativeError, default_threads, instruction_sets, read_bandwidth, unavailable
@@ -6,6 +8,18 @@ from custom_calls.schedule import encode_schedule
 from custom_calls.session import Drawn, Session, Shapes
 
 __all__ = [
-    "ENDS", "Drawn", "Inputs", "NativeError", "Outputs", "Session", "Shapes", "State", "decode", "default_threads", "encode_schedule",
-    "instruction_sets", "read_bandwidth", "unavailable",
-]  # fmt: skip
+    "ENDS",
+    "Drawn",
+    "Inputs",
+    "NativeError",
+    "Outputs",
+    "Session",
+    "Shapes",
+    "State",
+    "decode",
+    "default_threads",
+    "encode_schedule",
+    "instruction_sets",
+    "read_bandwidth",
+    "unavailable",
+]

@@ -1,7 +1,8 @@
 """Compiles the native library, once for every state of its sources: python -m custom_calls.
 
-`pip install` does it where there is a compiler; otherwise, and whenever the sources or JAX's FFI headers have changed since, the first
-use does. A library's name contains a hash of all that it was made from, so that a stale one is never loaded.
+`pip install` does it where there is a compiler; otherwise, and whenever the sources or JAX's FFI headers have changed
+since, the first use does. A library's name contains a hash of all that it was made from, so that a stale one is never
+loaded.
 
 Nothing here imports JAX: an installation runs this file by itself.
 """
@@ -22,8 +23,19 @@ HERE = Path(__file__).resolve().parent
 SOURCES = (HERE / "cpu", HERE / "gpu_host")
 SHARED = HERE / "gpu" / "params.h"  # with the GPU kernel, which gpu_build.py compiles for each model
 INSTALLED = HERE / "lib"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fno-plt", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
-         "-Wno-implicit-fallthrough", "-Wno-ignored-attributes")  # fmt: skip
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-fno-plt",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+    "-Wno-implicit-fallthrough",
+    "-Wno-ignored-attributes",
+)
 # Instruction sets of the arithmetic, each compiled by itself; the library picks one when it is loaded.
 INSTRUCTIONS = {
     "x86_64": {
@@ -43,7 +55,9 @@ class BuildError(Exception):
 def compiler() -> list[str] | None:
     """The C++ compiler, as the beginning of a command: $CXX, g++ or clang++."""
     named = shlex.split(os.environ.get("CXX", ""))
-    return next((command for command in ([named] if named else [["g++"], ["clang++"]]) if shutil.which(command[0])), None)
+    return next(
+        (command for command in ([named] if named else [["g++"], ["clang++"]]) if shutil.which(command[0])), None
+    )
 
 
 def headers() -> Path:
@@ -65,7 +79,11 @@ def key() -> str:
     for path in (*sorted(path for folder in SOURCES for path in folder.iterdir()), SHARED):
         digest.update(path.name.encode() + path.read_bytes())
     version = (headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
-    lines = [line for line in version.splitlines() if line.startswith(("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR"))]
+    lines = [
+        line
+        for line in version.splitlines()
+        if line.startswith(("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR"))
+    ]
     digest.update(repr((FLAGS, instruction_sets(), lines, sys.platform)).encode())
     return digest.hexdigest()[:16]
 
@@ -82,11 +100,15 @@ def find() -> Path | None:
 
 
 def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
-    """Compiles the library into `folder` (by default the cache), and returns its path. Raises BuildError with the compiler's words."""
+    """Compiles the library into `folder` (by default the cache), and returns its path. Raises BuildError with the
+    compiler's words.
+    """
     cxx = compiler()
     if cxx is None:
         wanted = os.environ.get("CXX") or "g++ or clang++"
-        raise BuildError(f"no C++ compiler was found ({wanted}): install one (Debian: apt install g++), or name it in CXX")
+        raise BuildError(
+            f"no C++ compiler was found ({wanted}): install one (Debian: apt install g++), or name it in CXX"
+        )
     folder = Path(folder or cache())
     out = folder / f"cpu-{key()}{f'-{sanitizer}' if sanitizer else ''}.so"
     with tempfile.TemporaryDirectory() as work:
@@ -101,9 +123,15 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
 
 
 def compile_objects(
-    cxx: list[str], work: Path, sanitizer: str | None = None, api: bool = True, sets: dict[str, tuple[str, ...]] | None = None
+    cxx: list[str],
+    work: Path,
+    sanitizer: str | None = None,
+    api: bool = True,
+    sets: dict[str, tuple[str, ...]] | None = None,
 ) -> list[str]:
-    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers; sets: instead of this machine's."""
+    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers; sets: instead of
+    this machine's.
+    """
     jobs = []
     include = ["-isystem", str(headers())] if api else []
     for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):

@@ -56,25 +56,40 @@ class Outputs(NamedTuple):
 
 
 def decode(
-    session: Running, inputs: Inputs, state: State, operands: tuple[jax.Array, ...] = (), *, room: int, top: int = 0,
-    logits: bool = False, mesh: Mesh | None = None,
-) -> tuple[Outputs, State]:  # fmt: skip
-    """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state` with them.
+    session: Running,
+    inputs: Inputs,
+    state: State,
+    operands: tuple[jax.Array, ...] = (),
+    *,
+    room: int,
+    top: int = 0,
+    logits: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[Outputs, State]:
+    """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state`
+    with them.
 
-    operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would become a constant of
-    the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the caches lie. The caches are updated in place:
-    call this under jax.jit, with `state` donated (where it is not, XLA copies it for every call). Raises ValueError outside of jax.jit. A
-    call that cannot be is a jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout;
-    what only a GPU can see of it has status[1] = len(ENDS), and `session.failure` says why.
+    operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would
+    become a constant of the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the
+    caches lie. The caches are updated in place: call this under jax.jit, with `state` donated (where it is not, XLA
+    copies it for every call). Raises ValueError outside of jax.jit. A call that cannot be is a
+    jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout; what
+    only a GPU can see of it has status[1] = len(ENDS), and `session.failure` says why.
     """
     if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
-        raise ValueError("custom_calls.decode updates its state in place: call it under jax.jit, with the state donated (donate_argnums)")
+        raise ValueError(
+            "custom_calls.decode updates its state in place: call it under jax.jit, with the state donated"
+            " (donate_argnums)"
+        )
     vocab = session.shapes.vocab
     outputs = Outputs(
-        jax.ShapeDtypeStruct((room,), jnp.int32), jax.ShapeDtypeStruct((room,), jnp.float32), jax.ShapeDtypeStruct((room, top), jnp.int32),
-        jax.ShapeDtypeStruct((room, top), jnp.float32), jax.ShapeDtypeStruct((room if logits else 0, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((room,), jnp.int32),
+        jax.ShapeDtypeStruct((room,), jnp.float32),
+        jax.ShapeDtypeStruct((room, top), jnp.int32),
+        jax.ShapeDtypeStruct((room, top), jnp.float32),
+        jax.ShapeDtypeStruct((room if logits else 0, vocab), jnp.float32),
         jax.ShapeDtypeStruct((3,), jnp.int32),
-    )  # fmt: skip
+    )
     devices, places = (1, _everywhere()) if mesh is None else (len(_ordinals(mesh)), _places(mesh))
 
     if len(operands) != len(session.operands):
@@ -85,11 +100,18 @@ def decode(
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
         first = len(inputs) + len(operands)
         results = jax.ffi.ffi_call(
-            session.target, [*outputs, *shapes], has_side_effect=True,
+            session.target,
+            [*outputs, *shapes],
+            has_side_effect=True,
             input_output_aliases={first + i: len(outputs) + i for i in range(len(changed))},
         )(
-            *inputs, *operands, *changed, session=np.int64(session.id), devices=np.int64(devices), position_of_device=places,
-        )  # fmt: skip
+            *inputs,
+            *operands,
+            *changed,
+            session=np.int64(session.id),
+            devices=np.int64(devices),
+            position_of_device=places,
+        )
         return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
 
     if mesh is None:

@@ -1,4 +1,6 @@
-"""Compiles a GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are kept on disk."""
+"""Compiles a GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are
+kept on disk.
+"""
 
 import ctypes
 import hashlib
@@ -29,17 +31,21 @@ HIP_FLAGS = (
     "-mllvm",
     "-disable-machine-licm",  # what it moves out of the loop over passes does not fit the registers
     "-mllvm",
-    "-instcombine-max-copied-from-constant-users=100000",  # or the launch's parameters are copied into each thread's own memory
+    # Or the launch's parameters are copied into each thread's own memory
+    "-instcombine-max-copied-from-constant-users=100000",
 )
 
 
 def image(
-    header: str, architecture: str, compile_with: Callable[[Path, Path, str], None] | None = None, kernel: str = PERSISTENT
+    header: str,
+    architecture: str,
+    compile_with: Callable[[Path, Path, str], None] | None = None,
+    kernel: str = PERSISTENT,
 ) -> bytes:
     """The kernel for the model that `header` (gpu_layout.Layout.header) describes.
 
-    architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default the compiler that
-    is here. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's words.
+    architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default
+    the compiler that is here. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's words.
     """
     compiled_by = () if compile_with else identity(architecture)
     digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS, compiled_by)).encode())
@@ -98,7 +104,12 @@ def nvcc() -> str | None:
 def clang() -> str | None:
     named = os.environ.get("HIP_CLANG")
     return next(
-        (found for name in ([named] if named else ["clang++-19", "/opt/rocm/llvm/bin/clang++"]) if (found := shutil.which(name))), None
+        (
+            found
+            for name in ([named] if named else ["clang++-19", "/opt/rocm/llvm/bin/clang++"])
+            if (found := shutil.which(name))
+        ),
+        None,
     )
 
 
@@ -107,7 +118,10 @@ def nvrtc() -> Path | None:
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     folders.append(Path("/usr/local/cuda"))
-    return next((path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so*")) if "builtins" not in path.name), None)
+    return next(
+        (path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so*")) if "builtins" not in path.name),
+        None,
+    )
 
 
 def _run(command: list[str]) -> str:
@@ -119,7 +133,18 @@ def _run(command: list[str]) -> str:
 
 def _nvcc(folder: Path, out: Path, architecture: str) -> None:
     number = architecture.removeprefix("sm_")
-    _run([nvcc(), "-cubin", "-O3", *NVIDIA_FLAGS, f"-gencode=arch=compute_{number},code=sm_{number}", str(folder / KERNEL), "-o", str(out)])
+    _run(
+        [
+            nvcc(),
+            "-cubin",
+            "-O3",
+            *NVIDIA_FLAGS,
+            f"-gencode=arch=compute_{number},code=sm_{number}",
+            str(folder / KERNEL),
+            "-o",
+            str(out),
+        ]
+    )
 
 
 def _clang(folder: Path, out: Path, architecture: str) -> None:
@@ -140,7 +165,10 @@ def _nvrtc(folder: Path, out: Path, architecture: str) -> None:
         raise BuildError(f"compiling the kernel failed ({status}):\n{text.value.decode(errors='replace')}")
 
     check(lib.nvrtcCreateProgram(ctypes.byref(program), (folder / KERNEL).read_bytes(), KERNEL.encode(), 0, None, None))
-    options = [flag.encode() for flag in (*NVIDIA_FLAGS, "-default-device", f"--gpu-architecture={architecture}", f"-I{folder}")]
+    options = [
+        flag.encode()
+        for flag in (*NVIDIA_FLAGS, "-default-device", f"--gpu-architecture={architecture}", f"-I{folder}")
+    ]
     try:
         check(lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
         size = ctypes.c_size_t()

@@ -1,7 +1,9 @@
-"""How the GPU kernel lays a model out: shapes of the products, the packed weights, the memory of the edges, and the header for all of it.
+"""How the GPU kernel lays a model out: shapes of the products, the packed weights, the memory of the edges, and the
+header for all of it.
 
-The kernel is compiled for one model: `Layout.header` is the file model.h that the sources in custom_calls/gpu include. Weights are packed
-once into the order in which each warp reads them; the same numbers make both, so that they cannot disagree.
+The kernel is compiled for one model: `Layout.header` is the file model.h that the sources in custom_calls/gpu include.
+Weights are packed once into the order in which each warp reads them; the same numbers make both, so that they cannot
+disagree.
 """
 
 import math
@@ -16,7 +18,8 @@ from custom_calls.library import ring_slots
 from custom_calls.schedule import Table
 from custom_calls.session import HEADS, Shapes
 
-SLOT_LINES = 8  # of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
+# Of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
+SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
 MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
 C_DTYPES = {"float32": "kFloat32", "bfloat16": "kBfloat16", "float16": "kFloat16"}
@@ -99,7 +102,20 @@ def product(name: str, all_rows: int, columns: int, ctas: int, machine: Machine,
         if best is None or cost < best[0]:
             best = (
                 cost,
-                Product(name, all_rows, columns, ctas, rows, group, vectors, segments, steps, machine.warps, machine.warp_size, per),
+                Product(
+                    name,
+                    all_rows,
+                    columns,
+                    ctas,
+                    rows,
+                    group,
+                    vectors,
+                    segments,
+                    steps,
+                    machine.warps,
+                    machine.warp_size,
+                    per,
+                ),
             )
     return best[1]
 
@@ -115,7 +131,9 @@ class Layout:
     machine: Machine
     lanes_here: int
     peer_ctas: int = 0
-    """CTAs that play the lanes of other devices, for one rank alone on a GPU; its weights are then the only ones. See gpu/peers.h."""
+    """CTAs that play the lanes of other devices, for one rank alone on a GPU; its weights are then the only ones. See
+    gpu/peers.h.
+    """
 
     @cached_property
     def ctas(self) -> int:
@@ -137,7 +155,12 @@ class Layout:
             "out": make("Out", s.hidden, s.heads * s.head_dim),
             "gate_up": make("GateUp", 2 * s.ff, s.hidden, unit=2),
             "down": make("Down", s.hidden, s.ff),
-            "head": make("Head", s.vocab // (s.lanes if by_lane else 1), s.hidden * (s.lanes if s.head_type == "lane" else 1), head_ctas),
+            "head": make(
+                "Head",
+                s.vocab // (s.lanes if by_lane else 1),
+                s.hidden * (s.lanes if s.head_type == "lane" else 1),
+                head_ctas,
+            ),
         }
 
     @property
@@ -186,7 +209,9 @@ class Layout:
         if op == "head":
             return self.layer_lines * self.line_elements
         before = self.layer_ops[: self.layer_ops.index(op)]
-        lines = layer * sum(self.products[o].lines for o in self.layer_ops) + sum(self.products[o].lines for o in before)
+        lines = layer * sum(self.products[o].lines for o in self.layer_ops) + sum(
+            self.products[o].lines for o in before
+        )
         return lines * self.line_elements
 
     @property
@@ -209,7 +234,11 @@ class Layout:
             threads *= 2
         own = -(-pieces // threads) * per
         at_once = max(1, min(group_heads, 64 // own))
-        return (group_heads + 2) * s.head_dim + self.machine.warps * at_once * (s.head_dim + 2) + 2 * self.max_splits * s.heads
+        return (
+            (group_heads + 2) * s.head_dim
+            + self.machine.warps * at_once * (s.head_dim + 2)
+            + 2 * self.max_splits * s.heads
+        )
 
     @cached_property
     def shared_floats(self) -> int:
@@ -221,19 +250,30 @@ class Layout:
         partial = warps * max(product.padded_rows for product in p.values())
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
-            2 * even(partial) + 2 * even(warps) + even(max(self._attention_floats, sampler)) + even(s.heads * s.head_dim)
-            + even(p["out"].rows) + even(self.table.history * p["out"].rows) + 2 * even(p["head"].rows) + 2
-        )  # fmt: skip
+            2 * even(partial)
+            + 2 * even(warps)
+            + even(max(self._attention_floats, sampler))
+            + even(s.heads * s.head_dim)
+            + even(p["out"].rows)
+            + even(self.table.history * p["out"].rows)
+            + 2 * even(p["head"].rows)
+            + 2
+        )
 
     @cached_property
     def slots(self) -> int:
-        """Of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for too few."""
+        """Of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
+        too few.
+        """
         if not self.machine.bulk_copies:
             return 1
         each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)
         slots = min(16, (self.machine.shared_bytes - 128 - 4 * self.shared_floats) // each)
         if slots < 4:
-            raise ValueError(f"{4 * self.shared_floats} bytes of shared memory beside the weights' ring are too many: use more devices")
+            raise ValueError(
+                f"{4 * self.shared_floats} bytes of shared memory beside the weights' ring are too many: use more"
+                " devices"
+            )
         return slots
 
     @property
@@ -243,7 +283,11 @@ class Layout:
     @property
     def shared_bytes(self) -> int:
         """Of a CTA."""
-        ring = self.machine.warps * self.slots * SLOT_LINES * self.machine.warp_size * 16 if self.machine.bulk_copies else 0
+        ring = (
+            self.machine.warps * self.slots * SLOT_LINES * self.machine.warp_size * 16
+            if self.machine.bulk_copies
+            else 0
+        )
         return ring + self.barrier_bytes + 4 * self.shared_floats
 
     @property
@@ -307,22 +351,45 @@ class Layout:
         """The file model.h."""
         s, m = self.shapes, self.machine
         numbers = {
-            "Lanes": s.lanes, "LanesHere": self.lanes_here, "PeerCtas": self.peer_ctas, "Ctas": self.ctas, "Warps": m.warps,
-            "Layers": s.layers, "Hidden": s.hidden, "Heads": s.heads, "KvHeads": s.kv_heads, "HeadDim": s.head_dim, "Ff": s.ff,
-            "Vocab": s.vocab, "HeadType": HEADS[s.head_type],
-            "SlotLines": SLOT_LINES, "Slots": self.slots, "BarrierBytes": self.barrier_bytes, "LayerLines": self.layer_lines,
+            "Lanes": s.lanes,
+            "LanesHere": self.lanes_here,
+            "PeerCtas": self.peer_ctas,
+            "Ctas": self.ctas,
+            "Warps": m.warps,
+            "Layers": s.layers,
+            "Hidden": s.hidden,
+            "Heads": s.heads,
+            "KvHeads": s.kv_heads,
+            "HeadDim": s.head_dim,
+            "Ff": s.ff,
+            "Vocab": s.vocab,
+            "HeadType": HEADS[s.head_type],
+            "SlotLines": SLOT_LINES,
+            "Slots": self.slots,
+            "BarrierBytes": self.barrier_bytes,
+            "LayerLines": self.layer_lines,
             "HeadLines": self.head_lines,
             "LayerPadding": self.layer_lines - s.layers * sum(self.products[op].lines for op in self.layer_ops),
-            "HeadPadding": self.head_lines - self.products["head"].lines, "SharedFloats": self.shared_floats,
-            "MaxSplits": self.max_splits, "SplitKeys": SPLIT_KEYS, "MailSlots": self.mail_slots, "PassTags": self.pass_tags,
-            "History": self.table.history, "NumSums": len(self.table.sums), "LaneWords": self.lane_words,
-        }  # fmt: skip
+            "HeadPadding": self.head_lines - self.products["head"].lines,
+            "SharedFloats": self.shared_floats,
+            "MaxSplits": self.max_splits,
+            "SplitKeys": SPLIT_KEYS,
+            "MailSlots": self.mail_slots,
+            "PassTags": self.pass_tags,
+            "History": self.table.history,
+            "NumSums": len(self.table.sums),
+            "LaneWords": self.lane_words,
+        }
         numbers |= self._places(self._boards())[0]
         numbers |= {f"{name}At": place for name, place in self._places(self._shared())[0].items()}
         flags = {
-            "LaneNorms": s.lane_norms, "LaneFinalNorm": s.lane_final_norm, "QkvBias": s.qkv_bias, "QkNorm": s.qk_norm,
-            "NormOfSum": s.norm_of_sum, "AnyMean": any(total.stream_mean for total in self.table.sums),
-        }  # fmt: skip
+            "LaneNorms": s.lane_norms,
+            "LaneFinalNorm": s.lane_final_norm,
+            "QkvBias": s.qkv_bias,
+            "QkNorm": s.qk_norm,
+            "NormOfSum": s.norm_of_sum,
+            "AnyMean": any(total.stream_mean for total in self.table.sums),
+        }
         lines = [
             "// Made by custom_calls/gpu_layout.py.",
             "#pragma once",
@@ -337,9 +404,19 @@ class Layout:
         lines.append(f"constexpr float kNormEps = {_float(s.norm_eps)};")
         lines.append(f"constexpr float kScoreScale = {_float(math.log2(math.e) / math.sqrt(s.head_dim))};")
         for p in self.products.values():
-            fields = {"AllRows": p.all_rows, "Rows": p.rows, "Columns": p.columns, "Group": p.group, "Vectors": p.vectors,
-                      "Segments": p.segments, "Steps": p.steps, "Lines": p.lines}  # fmt: skip
-            lines.append(f"struct {p.name} {{ static constexpr int {', '.join(f'k{n} = {v}' for n, v in fields.items())}; }};")
+            fields = {
+                "AllRows": p.all_rows,
+                "Rows": p.rows,
+                "Columns": p.columns,
+                "Group": p.group,
+                "Vectors": p.vectors,
+                "Segments": p.segments,
+                "Steps": p.steps,
+                "Lines": p.lines,
+            }
+            lines.append(
+                f"struct {p.name} {{ static constexpr int {', '.join(f'k{n} = {v}' for n, v in fields.items())}; }};"
+            )
         lines += [
             "struct Event { int landing, module; float weight; int parts, num_parts; };",
             "struct Sum { int width, complete_at; bool stream_mean; int parts, num_parts; };",

@@ -32,7 +32,10 @@ MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
 HANDLE_BYTES = 64  # gpu_host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
-CAPABILITIES = {"cuda": ("9.0", "H100 and H200"), "hip": ("gfx942", "MI300X")}  # as JAX tells it of a device, and who has it
+CAPABILITIES = {
+    "cuda": ("9.0", "H100 and H200"),
+    "hip": ("gfx942", "MI300X"),
+}  # as JAX tells it of a device, and who has it
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",
@@ -47,11 +50,12 @@ def machine_of(platform: str, device: jax.Device) -> Machine:
 
 
 class GpuSession(Running):
-    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one call at a time: the
-    next one may be put on the devices' streams once this one has ended.
+    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
+    call at a time: the next one may be put on the devices' streams once this one has ended.
 
-    Where these belong to several processes (of one machine), all of them make the session, pack the weights and make the same calls. Close
-    it in all of them, once no call runs: `close` waits for the others, as they may still write to this one's memory.
+    Where these belong to several processes (of one machine), all of them make the session, pack the weights and make
+    the same calls. Close it in all of them, once no call runs: `close` waits for the others, as they may still write to
+    this one's memory.
     """
 
     _prefix = "gpu_"
@@ -59,20 +63,35 @@ class GpuSession(Running):
     worker = "CTA"
 
     def __init__(
-        self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], mesh: Mesh | None = None,
-        platform: str = "cuda", machine: Machine | None = None, chaos_us: int = 0, timeout_ms: int = 10_000,
-        peer_ctas: int = 0, peer_delay_us: int = 0, launch: str = "persistent", join_seconds: float = 300,
-        compile_with: Callable[[Path, Path, str], None] | None = None, driver: Path | None = None,
-    ):  # fmt: skip
-        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first local device.
+        self,
+        shapes: Shapes,
+        schedule,
+        *,
+        rope_frequencies: np.ndarray,
+        windows: tuple[int | None, ...],
+        mesh: Mesh | None = None,
+        platform: str = "cuda",
+        machine: Machine | None = None,
+        chaos_us: int = 0,
+        timeout_ms: int = 10_000,
+        peer_ctas: int = 0,
+        peer_delay_us: int = 0,
+        launch: str = "persistent",
+        join_seconds: float = 300,
+        compile_with: Callable[[Path, Path, str], None] | None = None,
+        driver: Path | None = None,
+    ):
+        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first
+        local device.
 
-        platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it. chaos_us, compile_with and
-        driver are for tests, the last two for emulated devices. timeout_ms: for another lane in the middle of a call; at its start all have
-        six times as long to come, as processes may still compile. peer_ctas: one lane alone, the others played by so many CTAs that answer
-        after peer_delay_us (gpu/peers.h); its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of
-        every pass by itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are there
-        to show what the persistent kernel saves. join_seconds: how long other processes may take to come here. Raises NativeError, and
-        BuildError if the kernel cannot be compiled.
+        platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it.
+        chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: for another lane
+        in the middle of a call; at its start all have six times as long to come, as processes may still compile.
+        peer_ctas: one lane alone, the others played by so many CTAs that answer after peer_delay_us (gpu/peers.h); its
+        weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
+        itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are
+        there to show what the persistent kernel saves. join_seconds: how long other processes may take to come here.
+        Raises NativeError, and BuildError if the kernel cannot be compiled.
         """
         if launch not in LAUNCHES:
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
@@ -82,7 +101,9 @@ class GpuSession(Running):
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
         if shapes.lanes % len(devices):
-            raise NativeError(f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them")
+            raise NativeError(
+                f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them"
+            )
         if len(devices) > MOST_DEVICES:
             raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
         if shapes.layers > MOST_LAYERS:
@@ -90,8 +111,12 @@ class GpuSession(Running):
         table = Table.of(schedule, shapes.hidden)
         try:
             self.layout = Layout(
-                shapes, table, tuple(window or 0 for window in windows), machine or machine_of(platform, devices[0]),
-                1 if peer_ctas else shapes.lanes // len(devices), peer_ctas,
+                shapes,
+                table,
+                tuple(window or 0 for window in windows),
+                machine or machine_of(platform, devices[0]),
+                1 if peer_ctas else shapes.lanes // len(devices),
+                peer_ctas,
             )
             header = self.layout.header
         except ValueError as error:
@@ -99,16 +124,25 @@ class GpuSession(Running):
         self.target = TARGET if driver is None else EMULATED
         self._mesh, self._waiting = mesh, {}
         with self._group:
-            compiled = image(header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS)
+            compiled = image(
+                header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS
+            )
             self._open_here(devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
             self._connect(hashlib.sha256(repr((header, launch)).encode()).hexdigest())
         self._group.share({})  # all have opened the others' memory
         self._make_operands(rope_frequencies)
 
     def _open_here(
-        self, devices: list, compiled: bytes, platform: str, driver: Path | None, launch: str, timeout_ms: int, chaos_us: int,
+        self,
+        devices: list,
+        compiled: bytes,
+        platform: str,
+        driver: Path | None,
+        launch: str,
+        timeout_ms: int,
+        chaos_us: int,
         peer_delay_us: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """This process's part of the session."""
         layout = self.layout
         shapes = layout.shapes
@@ -117,17 +151,39 @@ class GpuSession(Running):
         steps = np.array(() if launch == "persistent" else layout.steps, np.int32)
         self.launches_per_token = len(steps)  # 0: there is one for all of them
         model = GpuModel(
-            layers=shapes.layers, lanes=shapes.lanes, lanes_here=layout.lanes_here, ctas=layout.ctas, threads=layout.threads,
-            shared_bytes=layout.shared_bytes, vocab=shapes.vocab, context=shapes.context, kv_heads=shapes.kv_heads,
-            head_dim=shapes.head_dim, cache_dtype=DTYPES[shapes.cache_dtype], weight_dtype=DTYPES[shapes.weight_dtype],
-            pass_tags=layout.pass_tags, exchanges=len(layout.table.sums) + 1, lane_words=layout.lane_words,
-            shared_words=layout.shared_words, packed_elements=int(np.prod(layout.packed_shape)) // len(devices), driver=platform.encode(),
-            library=str(driver).encode() if driver else None, image=compiled,
-            grid=layout.grid, peer_delay_us=peer_delay_us, steps=steps.ctypes.data, num_steps=len(steps),
-            overlapping=launch == "overlapping graph", kept_floats=layout.kept_floats,
-            devices=ordinals.ctypes.data, places=places.ctypes.data, num_devices=len(places), all_devices=len(devices),
-            timeout_ms=timeout_ms, chaos_us=chaos_us,
-        )  # fmt: skip
+            layers=shapes.layers,
+            lanes=shapes.lanes,
+            lanes_here=layout.lanes_here,
+            ctas=layout.ctas,
+            threads=layout.threads,
+            shared_bytes=layout.shared_bytes,
+            vocab=shapes.vocab,
+            context=shapes.context,
+            kv_heads=shapes.kv_heads,
+            head_dim=shapes.head_dim,
+            cache_dtype=DTYPES[shapes.cache_dtype],
+            weight_dtype=DTYPES[shapes.weight_dtype],
+            pass_tags=layout.pass_tags,
+            exchanges=len(layout.table.sums) + 1,
+            lane_words=layout.lane_words,
+            shared_words=layout.shared_words,
+            packed_elements=int(np.prod(layout.packed_shape)) // len(devices),
+            driver=platform.encode(),
+            library=str(driver).encode() if driver else None,
+            image=compiled,
+            grid=layout.grid,
+            peer_delay_us=peer_delay_us,
+            steps=steps.ctypes.data,
+            num_steps=len(steps),
+            overlapping=launch == "overlapping graph",
+            kept_floats=layout.kept_floats,
+            devices=ordinals.ctypes.data,
+            places=places.ctypes.data,
+            num_devices=len(places),
+            all_devices=len(devices),
+            timeout_ms=timeout_ms,
+            chaos_us=chaos_us,
+        )
         self._open(shapes, timeout_ms, ctypes.byref(model))
 
     def _connect(self, digest: str) -> None:
@@ -139,17 +195,23 @@ class GpuSession(Running):
         self.close.atexit = False  # the end of the process frees everything, and must not wait for others
         own = (ctypes.c_char * (HANDLE_BYTES * len(self._places)))()
         call("gpu_export", self.id, ctypes.addressof(own))
-        handles = {str(place): own.raw[i * HANDLE_BYTES : (i + 1) * HANDLE_BYTES].hex() for i, place in enumerate(self._places)}
+        handles = {
+            str(place): own.raw[i * HANDLE_BYTES : (i + 1) * HANDLE_BYTES].hex() for i, place in enumerate(self._places)
+        }
         said = self._group.share({"machine": machine_name(), "model": digest, "handles": handles})
         for process, other in said.items():
             if other["machine"] != said[self._group.index]["machine"]:
                 raise NativeError(
-                    f"processes {self._group.index} and {process} are on different machines: devices write to each other's memory on one "
-                    "machine only; use backend xla"
+                    f"processes {self._group.index} and {process} are on different machines: devices write to each"
+                    " other's memory on one machine only; use backend xla"
                 )
             if other["model"] != digest:
-                raise NativeError(f"processes {self._group.index} and {process} have opened different models, or with other options")
-        by_place = {int(place): bytes.fromhex(handle) for other in said.values() for place, handle in other["handles"].items()}
+                raise NativeError(
+                    f"processes {self._group.index} and {process} have opened different models, or with other options"
+                )
+        by_place = {
+            int(place): bytes.fromhex(handle) for other in said.values() for place, handle in other["handles"].items()
+        }
         call("gpu_connect", self.id, b"".join(by_place[place] for place in range(len(by_place))))
 
     # ---- weights
@@ -178,14 +240,18 @@ class GpuSession(Running):
             "q_norm": ((s.layers, s.head_dim), False),
             "k_norm": ((s.layers, s.head_dim), False),
         }
-        self._floats = {name: np.zeros(shape, np.float32) for name, (shape, _) in floats.items()} | {"rotations": rotations}
+        self._floats = {name: np.zeros(shape, np.float32) for name, (shape, _) in floats.items()} | {
+            "rotations": rotations
+        }
         self._float_lanes = {name: split for name, (_, split) in floats.items()} | {"rotations": False}
         self._packed = jnp.zeros(self.layout.packed_shape, s.weight_dtype, device=self._sharding(True))
         self._embedding = None
         self._ready: tuple | None = None
 
     def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
+        """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
+        does not fit.
+        """
         layer, name = self._place_of(path)
         if tuple(weight.shape) != (shape := self.shapes.shape_of(name)):
             raise NativeError(f"weight {path} has the shape {tuple(weight.shape)}, the model's has {shape}")
@@ -199,7 +265,9 @@ class GpuSession(Running):
         elif name in ("attention.q_norm", "attention.k_norm"):
             self._floats[name.removeprefix("attention.")][layer] = _whole(weight)
         elif name in BIASES:
-            first = {"q": 0, "k": s.heads * s.head_dim, "v": (s.heads + s.kv_heads) * s.head_dim}[name[len("attention.w")]]
+            first = {"q": 0, "k": s.heads * s.head_dim, "v": (s.heads + s.kv_heads) * s.head_dim}[
+                name[len("attention.w")]
+            ]
             flat = _whole(weight).reshape(s.lanes, -1)
             self._floats["biases"][:, layer, first : first + flat.shape[1]] = flat
         elif name in ("tok_embeddings", "lm_head"):
@@ -226,14 +294,19 @@ class GpuSession(Running):
         self._left, self._ready = set(), None
 
     def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
-        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every device.
+        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every
+        # device.
         split = lanes and not (op == "head" and self.shapes.head_type == "lane")
         arrays = [self._put(part.astype(self.shapes.weight_dtype), split) for part in parts]
-        self._packed = _place(self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True))
+        self._packed = _place(
+            self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True)
+        )
 
     @property
     def operands(self) -> tuple:
-        """Packed weights, embedding, norms, biases and rotations, on the devices. Raises NativeError while weights are missing."""
+        """Packed weights, embedding, norms, biases and rotations, on the devices. Raises NativeError while weights are
+        missing.
+        """
         self._require_weights()
         if self._ready is None:
             floats = [self._put(array, self._float_lanes[name]) for name, array in self._floats.items()]
@@ -261,7 +334,8 @@ class GpuSession(Running):
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
     def read_pass(self) -> float:
-        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound of decoding.
+        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound
+        of decoding.
 
         0 for a model so small that it cannot be told. Raises NativeError with the driver's words.
         """
@@ -274,13 +348,18 @@ class GpuSession(Running):
         call("gpu_trace", self.id, spans_per_cta)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Number, among those of all devices, and spans of each CTA of this process, a structured array (op, layer, begin_ns, end_ns)."""
+        """Number, among those of all devices, and spans of each CTA of this process, a structured array (op, layer,
+        begin_ns, end_ns).
+        """
         each = self.layout.lanes_here * self.layout.ctas
         for cta in range(len(self._places) * each):
             count = call("gpu_spans", self.id, cta, None, 0)
             spans = (Span * count)()
             call("gpu_spans", self.id, cta, spans, count)
-            yield self._places[cta // each] * each + cta % each, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+            yield (
+                self._places[cta // each] * each + cta % each,
+                np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span)),
+            )
 
 
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
@@ -321,7 +400,9 @@ def _matrix(op: str, layout: Layout, parts: list[jax.Array]) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("op", "layout", "sharding"), donate_argnums=0)
-def _place(packed: jax.Array, parts: list[jax.Array], offset: jax.Array, op: str, layout: Layout, sharding) -> jax.Array:
+def _place(
+    packed: jax.Array, parts: list[jax.Array], offset: jax.Array, op: str, layout: Layout, sharding
+) -> jax.Array:
     rows = layout.products[op].pack(_matrix(op, layout, parts)).reshape(*packed.shape[:3], -1)
     if sharding is not None:
         rows = jax.lax.with_sharding_constraint(rows, sharding)

@@ -30,31 +30,66 @@ class Model(ctypes.Structure):
     """`LaneformerModel` of cpu/decoder.h, field by field."""
 
     _fields_ = (
-        [(name, ctypes.c_int32) for name in (
-            "layers", "lanes", "hidden", "heads", "kv_heads", "head_dim", "ff", "vocab", "context", "head_type", "norm_of_sum", "tied_head",
-            "lane_norms", "lane_final_norm", "qkv_bias", "qk_norm", "weight_dtype", "cache_dtype", "rounded_activations",
-        )]
+        [
+            (name, ctypes.c_int32)
+            for name in (
+                "layers",
+                "lanes",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "ff",
+                "vocab",
+                "context",
+                "head_type",
+                "norm_of_sum",
+                "tied_head",
+                "lane_norms",
+                "lane_final_norm",
+                "qkv_bias",
+                "qk_norm",
+                "weight_dtype",
+                "cache_dtype",
+                "rounded_activations",
+            )
+        ]
         + [("norm_eps", ctypes.c_float), ("rope_factor", ctypes.c_float)]
         + [(name, ctypes.c_void_p) for name in ("rope_frequencies", "windows", "events", "event_weights")]
         + [("num_events", ctypes.c_int32)]
-    )  # fmt: skip
+    )
 
 
 class GpuModel(ctypes.Structure):
     """`LaneformerGpuModel` of gpu_host/session.h, field by field."""
 
     _fields_ = (
-        [(name, ctypes.c_int32) for name in (
-            "layers", "lanes", "lanes_here", "ctas", "threads", "shared_bytes", "vocab", "context", "kv_heads", "head_dim", "cache_dtype",
-            "weight_dtype", "pass_tags", "exchanges",
-        )]
+        [
+            (name, ctypes.c_int32)
+            for name in (
+                "layers",
+                "lanes",
+                "lanes_here",
+                "ctas",
+                "threads",
+                "shared_bytes",
+                "vocab",
+                "context",
+                "kv_heads",
+                "head_dim",
+                "cache_dtype",
+                "weight_dtype",
+                "pass_tags",
+                "exchanges",
+            )
+        ]
         + [(name, ctypes.c_int64) for name in ("lane_words", "shared_words", "packed_elements")]
         + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p)]
         + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32), ("steps", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("num_steps", "overlapping", "kept_floats")]
         + [("devices", ctypes.c_void_p), ("places", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("num_devices", "all_devices", "timeout_ms", "chaos_us")]
-    )  # fmt: skip
+    )
 
 
 class Options(ctypes.Structure):
@@ -69,7 +104,12 @@ class Options(ctypes.Structure):
 class Span(ctypes.Structure):
     """`Span` of cpu/decoder.h."""
 
-    _fields_ = (("op", ctypes.c_int32), ("layer", ctypes.c_int32), ("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))
+    _fields_ = (
+        ("op", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("begin_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
+    )
 
 
 _ID, _INT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -115,7 +155,10 @@ def unavailable() -> str | None:
     """Why there is no native library here, and the remedy; None if there is one, or it can be compiled on first use."""
     try:
         if build.find() is None and build.compiler() is None:
-            return "its library was not compiled, and no C++ compiler is here to do it: install g++ (Debian: apt install g++)"
+            return (
+                "its library was not compiled, and no C++ compiler is here to do it: install g++ (Debian: apt install"
+                " g++)"
+            )
     except build.BuildError as error:
         return str(error)
     return None
@@ -144,13 +187,15 @@ def library() -> ctypes.CDLL:
 
 
 def _check_version(compiled: int, path) -> None:
-    """A handler of another FFI version would make every JAX program of this process fail, so it must not even be registered."""
+    """A handler of another FFI version would make every JAX program of this process fail, so it must not even be
+    registered.
+    """
     header = (build.headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
     if compiled != 1000 * major + minor:
         raise NativeError(
-            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has {major}.{minor}: "
-            "remove the file"
+            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has"
+            f" {major}.{minor}: remove the file"
         )
 
 
@@ -164,7 +209,9 @@ def call(name: str, *arguments) -> int:
 
 
 def ring_slots(exchanges: list[tuple[int, int]]) -> int:
-    """The smallest ring of slots that exchanges need: (time of issue, time when last read) of each, in order of issue."""
+    """The smallest ring of slots that exchanges need: (time of issue, time when last read) of each, in order of
+    issue.
+    """
     times = (ctypes.c_int32 * (2 * len(exchanges)))(*(time for pair in exchanges for time in pair))
     return library().laneformer_ring_slots(times, len(exchanges))
 
@@ -181,5 +228,7 @@ def instruction_sets() -> list[str]:
 
 
 def read_bandwidth(num_bytes: int, threads: int) -> float:
-    """Bytes per second in one pass of `threads` threads over a buffer of that size, which stays allocated between calls."""
+    """Bytes per second in one pass of `threads` threads over a buffer of that size, which stays allocated between
+    calls.
+    """
     return library().laneformer_read_bandwidth(num_bytes, threads)

@@ -23,20 +23,24 @@ class GroupError(NativeError):
 
 
 class Group:
-    """The processes of a mesh, which do something together: all make the group at the same point of their program. Alone, a process has
-    nobody to ask.
+    """The processes of a mesh, which do something together: all make the group at the same point of their program.
+    Alone, a process has nobody to ask.
 
     As a context: an exception within it is told to the others, so that they end with it instead of waiting.
     """
 
     def __init__(self, mesh: Mesh | None, seconds: float, task: str):
-        """seconds: how long to wait for the others. task: what they do, for messages. Raises NativeError if this process has no device of
-        the mesh.
+        """seconds: how long to wait for the others. task: what they do, for messages. Raises NativeError if this
+        process has no device of the mesh.
         """
         self.index, self.seconds, self._task = jax.process_index(), seconds, task
-        self.processes = [self.index] if mesh is None else sorted({device.process_index for device in mesh.devices.flat})
+        self.processes = (
+            [self.index] if mesh is None else sorted({device.process_index for device in mesh.devices.flat})
+        )
         if self.index not in self.processes:
-            raise NativeError(f"process {self.index} has no device of the mesh: make it of devices of all processes that decode")
+            raise NativeError(
+                f"process {self.index} has no device of the mesh: make it of devices of all processes that decode"
+            )
         self._name = f"laneformer/{next(_groups)}" if self.several else None
         self._round, self._failed = 0, False
 
@@ -67,7 +71,10 @@ class Group:
         if not self.several:
             return {self.index: own}
         if self._failed:
-            raise GroupError(f"the processes of this job have lost each other: they could not {self._task} together; start them again")
+            raise GroupError(
+                f"the processes of this job have lost each other: they could not {self._task} together; start them"
+                " again"
+            )
         try:
             self._tell(own)
             until = time.monotonic() + (self.seconds if seconds is None else seconds)
@@ -85,7 +92,9 @@ class Group:
         while True:
             left = min(ATTENTION, until - time.monotonic())
             try:
-                said = global_state.client.blocking_key_value_get(self._key(self._round, process), max(1, round(1000 * left)))
+                said = global_state.client.blocking_key_value_get(
+                    self._key(self._round, process), max(1, round(1000 * left))
+                )
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -106,7 +115,9 @@ class Group:
         if self._failed:
             return False
         try:
-            global_state.client.wait_at_barrier(f"{self._name}/end", round(1000 * min(self.seconds, PATIENCE)), self.processes)
+            global_state.client.wait_at_barrier(
+                f"{self._name}/end", round(1000 * min(self.seconds, PATIENCE)), self.processes
+            )
         except jax.errors.JaxRuntimeError:
             return False
         return True

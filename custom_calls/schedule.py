@@ -33,8 +33,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Table:
-    """A laneformer.layout.Schedule for streams of so many channels. What happens at a time happens in the order of laneformer/executor.py:
-    own outputs are added, then sums land; a sum that has the lane's own part adds it as part of the whole."""
+    """A laneformer.layout.Schedule for streams of so many channels. What happens at a time happens in the order of
+    laneformer/executor.py: own outputs are added, then sums land; a sum that has the lane's own part adds it as part of
+    the whole.
+    """
 
     events: tuple[tuple[Event, ...], ...]
     """By time, modules + 1."""
@@ -57,7 +59,12 @@ class Table:
                 now.append(Event(payloads.index(landing.payload), apart=apart))
             events.append(tuple(now))
         sums = tuple(
-            Sum(round(payload.channels * hidden), payload.complete_at, payload.stream_mean_at is not None, tuple(payload.parts))
+            Sum(
+                round(payload.channels * hidden),
+                payload.complete_at,
+                payload.stream_mean_at is not None,
+                tuple(payload.parts),
+            )
             for payload in payloads
         )
         return cls(tuple(events), sums)
@@ -67,15 +74,23 @@ class Table:
         """Of each sum, and last of the head, the times at which it is issued and last read."""
         reads = {event.payload: time for time, now in enumerate(self.events) for event in now if event.payload >= 0}
         end = len(self.events) - 1
-        return [(total.complete_at, reads.get(i, total.complete_at)) for i, total in enumerate(self.sums)] + [(end, end)]
+        return [(total.complete_at, reads.get(i, total.complete_at)) for i, total in enumerate(self.sums)] + [
+            (end, end)
+        ]
 
     @cached_property
     def history(self) -> int:
-        """How many of the last modules' outputs a lane must keep: those that are still to be added, sent, or taken out of a sum."""
+        """How many of the last modules' outputs a lane must keep: those that are still to be added, sent, or taken out
+        of a sum.
+        """
         ages = [1]
         for time, now in enumerate(self.events):
             for event in now:
-                modules = [event.module] if event.payload < 0 else [m for m, _ in (*event.apart, *self.sums[event.payload].parts)]
+                modules = (
+                    [event.module]
+                    if event.payload < 0
+                    else [m for m, _ in (*event.apart, *self.sums[event.payload].parts)]
+                )
                 ages += [time - m + 1 for m in modules]
         return max(ages)
 

@@ -16,9 +16,16 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 HEADS = {"replicate": 0, "lane": 1, "vocab_parallel": 2}
 BIASES = ("attention.wq_bias", "attention.wk_bias", "attention.wv_bias")
 OF_LAYERS = (
-    "attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn_norm", "feed_forward.w1", "feed_forward.w2",
+    "attention_norm",
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "ffn_norm",
+    "feed_forward.w1",
+    "feed_forward.w2",
     "feed_forward.w3",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,11 @@ class Shapes:
     @property
     def weights(self) -> set[tuple[int, str]]:
         """Layer and name of every weight, 0 for those of no layer; names as in laneformer's parameter table."""
-        names = [*OF_LAYERS, *(BIASES if self.qkv_bias else ()), *(("attention.q_norm", "attention.k_norm") if self.qk_norm else ())]
+        names = [
+            *OF_LAYERS,
+            *(BIASES if self.qkv_bias else ()),
+            *(("attention.q_norm", "attention.k_norm") if self.qk_norm else ()),
+        ]
         ends = ("tok_embeddings", "norm") if self.tied_head else ("tok_embeddings", "norm", "lm_head")
         return {(layer, name) for layer in range(self.layers) for name in names} | {(0, name) for name in ends}
 
@@ -64,16 +75,28 @@ class Shapes:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         of_layers = (self.lanes, self.hidden) if self.lane_norms else (self.hidden,)
         heads = {
-            "replicate": (self.vocab, self.hidden), "lane": (self.lanes, self.vocab, self.hidden),
+            "replicate": (self.vocab, self.hidden),
+            "lane": (self.lanes, self.vocab, self.hidden),
             "vocab_parallel": (self.lanes, self.vocab // self.lanes, self.hidden),
-        }  # fmt: skip
+        }
         ends = {
-            "tok_embeddings": (self.vocab, self.hidden), "norm": (self.lanes, self.hidden) if self.lane_final_norm else (self.hidden,),
-            "attention_norm": of_layers, "ffn_norm": of_layers, "attention.q_norm": (self.head_dim,), "attention.k_norm": (self.head_dim,),
+            "tok_embeddings": (self.vocab, self.hidden),
+            "norm": (self.lanes, self.hidden) if self.lane_final_norm else (self.hidden,),
+            "attention_norm": of_layers,
+            "ffn_norm": of_layers,
+            "attention.q_norm": (self.head_dim,),
+            "attention.k_norm": (self.head_dim,),
             "lm_head": heads[self.head_type],
-        }  # fmt: skip
-        rows = {"wq": (queries, self.hidden), "wk": (keys, self.hidden), "wv": (keys, self.hidden), "wo": (self.hidden, queries),
-                "w1": (self.ff, self.hidden), "w3": (self.ff, self.hidden), "w2": (self.hidden, self.ff)}  # fmt: skip
+        }
+        rows = {
+            "wq": (queries, self.hidden),
+            "wk": (keys, self.hidden),
+            "wv": (keys, self.hidden),
+            "wo": (self.hidden, queries),
+            "w1": (self.ff, self.hidden),
+            "w3": (self.ff, self.hidden),
+            "w2": (self.hidden, self.ff),
+        }
         matrix, _, bias = name.partition(".")[2].partition("_")
         return ends[name] if name in ends else (self.lanes, *rows[matrix][: 1 if bias else 2])
 
@@ -121,6 +144,7 @@ class Running:
     """Names of the ops in a trace, by their number in a span."""
     worker: str
     """What does them."""
+
     @property
     def operands(self) -> tuple:
         """Arrays that the custom call reads beside those of the call. Raises NativeError while weights are missing."""
@@ -131,7 +155,9 @@ class Running:
     """For each operand whether its first axis is that of the lanes."""
 
     def _place_of(self, path: str) -> tuple[int, str]:
-        """Layer and name of a weight by its path in laneformer's parameter table. Raises NativeError if the model has none of it."""
+        """Layer and name of a weight by its path in laneformer's parameter table. Raises NativeError if the model has
+        none of it.
+        """
         layer, name = 0, path
         if path.startswith("layers."):
             _, number, name = path.split(".", 2)
@@ -153,7 +179,9 @@ class Running:
         self._function("begin")(self.id)
 
     def wait(self, have: int, timeout_ms: int = 50) -> int:
-        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The GIL is free."""
+        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The
+        GIL is free.
+        """
         return self._function("wait")(self.id, have, timeout_ms)
 
     @property
@@ -174,21 +202,36 @@ class Running:
 
 
 class Session(Running):
-    """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a time."""
+    """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a
+    time.
+    """
 
     _prefix, target = "", TARGET
-    ops, worker = ("qkv", "out", "gate_up", "down", "head", "embed", "attend", "exchange", "sample"), "worker"  # cpu/decoder.h, worker.h
+    ops, worker = (
+        ("qkv", "out", "gate_up", "down", "head", "embed", "attend", "exchange", "sample"),
+        "worker",
+    )  # cpu/decoder.h, worker.h
 
     def __init__(
-        self, shapes: Shapes, schedule, *, rope_frequencies: np.ndarray, windows: tuple[int | None, ...], threads: int | None = None,
-        one_thread_per_lane: bool = False, chaos_us: int = 0, timeout_ms: int = 60_000, instructions: str | None = None,
-    ):  # fmt: skip
-        """schedule: a laneformer.layout.Schedule. rope_frequencies: radians per position, float32 [head_dim / 2]. windows: keys that each
-        layer sees, None for all. threads: by default one per core that may be used.
+        self,
+        shapes: Shapes,
+        schedule,
+        *,
+        rope_frequencies: np.ndarray,
+        windows: tuple[int | None, ...],
+        threads: int | None = None,
+        one_thread_per_lane: bool = False,
+        chaos_us: int = 0,
+        timeout_ms: int = 60_000,
+        instructions: str | None = None,
+    ):
+        """schedule: a laneformer.layout.Schedule. rope_frequencies: radians per position, float32 [head_dim / 2].
+        windows: keys that each layer sees, None for all. threads: by default one per core that may be used.
 
-        one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit for bit.
-        chaos_us: random delays of up to so many microseconds around every exchange. Both are for tests. timeout_ms: for a worker or a
-        device that does not come. instructions: one of `instruction_sets()`, by default the best. Raises NativeError.
+        one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit
+        for bit. chaos_us: random delays of up to so many microseconds around every exchange. Both are for tests.
+        timeout_ms: for a worker or a device that does not come. instructions: one of `instruction_sets()`, by default
+        the best. Raises NativeError.
         """
         words, weights = encode_schedule(schedule, shapes.hidden)
         arrays = {
@@ -204,12 +247,18 @@ class Session(Running):
         if threads is not None and threads < 1:
             raise NativeError(f"threads = {threads}: give at least 1")
         options = Options(
-            threads or default_threads(), one_thread_per_lane, chaos_us, timeout_ms, instructions.encode() if instructions else None
+            threads or default_threads(),
+            one_thread_per_lane,
+            chaos_us,
+            timeout_ms,
+            instructions.encode() if instructions else None,
         )
         self._open(shapes, timeout_ms, ctypes.byref(model), ctypes.byref(options))
 
     def pack(self, path: str, weight: np.ndarray) -> None:
-        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it does not fit."""
+        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
+        does not fit.
+        """
         layer, name = self._place_of(path)
         weight = np.ascontiguousarray(weight)
         if weight.dtype.name not in DTYPES:
@@ -233,7 +282,9 @@ class Session(Running):
         return self._lib.laneformer_packed_bytes(self.id)
 
     def read_pass(self) -> float:
-        """Seconds in which the workers read all that they stream for one token, without computing anything: the bound of decoding."""
+        """Seconds in which the workers read all that they stream for one token, without computing anything: the bound
+        of decoding.
+        """
         return self._lib.laneformer_read_pass(self.id)
 
     def trace(self, spans_per_worker: int) -> None:

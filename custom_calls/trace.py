@@ -20,7 +20,8 @@ def spans_needed(layers: int, prompt_tokens: int, output_tokens: int) -> int:
 
 
 def write_perfetto(path: str | Path, session: Running, name: str = "laneformer decode") -> int:
-    """Writes the spans that the session holds in Chrome's JSON trace format, compressed if `path` ends in .gz; returns how many.
+    """Writes the spans that the session holds in Chrome's JSON trace format, compressed if `path` ends in .gz; returns
+    how many.
 
     One row per worker; times in microseconds from the first span. name: of the process in the picture.
     """
@@ -46,6 +47,11 @@ def _events(ops: tuple[str, ...], workers: list[tuple[int, np.ndarray]]) -> Iter
     for worker, spans in workers:
         for op, layer, begin, end in spans.tolist():
             event = {
-                "name": ops[op], "ph": "X", "ts": (begin - origin) / 1000, "dur": (end - begin) / 1000, "pid": PROCESS, "tid": worker,
-            }  # fmt: skip
+                "name": ops[op],
+                "ph": "X",
+                "ts": (begin - origin) / 1000,
+                "dur": (end - begin) / 1000,
+                "pid": PROCESS,
+                "tid": worker,
+            }
             yield event if ops[op] in WITHOUT_LAYER else event | {"args": {"layer": layer}}

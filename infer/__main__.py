@@ -23,7 +23,15 @@ COMMANDS = {
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: python -m infer COMMAND --checkpoint DIR ...", "", *lines, "", "python -m infer COMMAND --help: its options"])
+    return "\n".join(
+        [
+            "usage: python -m infer COMMAND --checkpoint DIR ...",
+            "",
+            *lines,
+            "",
+            "python -m infer COMMAND --help: its options",
+        ]
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -38,7 +46,9 @@ def main(args: Sequence[str] | None = None) -> int:
     say_errors_once()
     try:
         module = importlib.import_module(COMMANDS[name][0])
-        options = tyro.cli(module.Options, args=rest, prog=f"python -m infer {name}", config=(tyro.conf.FlagCreatePairsOff,))
+        options = tyro.cli(
+            module.Options, args=rest, prog=f"python -m infer {name}", config=(tyro.conf.FlagCreatePairsOff,)
+        )
         return module.run(options)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

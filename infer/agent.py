@@ -1,4 +1,6 @@
-"""An agent's loop: ask for code, put it into a copy of the task, run the tests in the sandbox, tell the model what failed, again."""
+"""An agent's loop: ask for code, put it into a copy of the task, run the tests in the sandbox, tell the model what
+failed, again.
+"""
 
 import time
 from collections.abc import Callable
@@ -68,7 +70,11 @@ class Run:
     def rate(self) -> float | None:
         """Tokens per second after the first of each answer; None where that is not known."""
         seconds = sum(turn.reply.decode for turn in self.turns)
-        return None if not self.tokens or not seconds else sum(max(turn.reply.tokens - 1, 0) for turn in self.turns) / seconds or None
+        return (
+            None
+            if not self.tokens or not seconds
+            else sum(max(turn.reply.tokens - 1, 0) for turn in self.turns) / seconds or None
+        )
 
     @property
     def split(self) -> dict[str, float]:
@@ -121,26 +127,40 @@ def check_start(workspace: Workspace, judge: Judge, seconds: float) -> None:
 
 
 def solve(
-    run: Run, workspace: Workspace, model: Model, judge: Judge, *, max_turns: int, test_seconds: float, options: dict[str, Any],
-    progress: Callable[[int, int], None], told: Callable[[Turn, Any], None],
-) -> None:  # fmt: skip
+    run: Run,
+    workspace: Workspace,
+    model: Model,
+    judge: Judge,
+    *,
+    max_turns: int,
+    test_seconds: float,
+    options: dict[str, Any],
+    progress: Callable[[int, int], None],
+    told: Callable[[Turn, Any], None],
+) -> None:
     """Fills `run` turn by turn, so that an interruption keeps what there was.
 
-    options: of the requests. progress: called with the turn and the characters so far; told: with each finished turn and its prompt.
-    Raises InputError or HarnessError where the server or the sandbox fails.
+    options: of the requests. progress: called with the turn and the characters so far; told: with each finished turn
+    and its prompt. Raises InputError or HarnessError where the server or the sandbox fails.
     """
     chat = model.mode == "chat"
     if not chat and len(run.task.editable) != 1:
-        raise InputError(f"{run.task.name}: a model that only continues texts writes one file, and the task has "
-                         f"{', '.join(run.task.editable) or 'none'} to write")  # fmt: skip
+        raise InputError(
+            f"{run.task.name}: a model that only continues texts writes one file, and the task has "
+            f"{', '.join(run.task.editable) or 'none'} to write"
+        )
     began = time.perf_counter()
     try:
         for number in range(1, max_turns + 1):
             start = time.perf_counter()
             last = run.turns[-1] if run.turns else None
             prompt = chat_prompt(run.task, last) if chat else completion_prompt(workspace, last)
-            reply = model.ask(prompt, () if chat else COMPLETION_STOPS, lambda count, turn=number: progress(turn, count), **options)
-            edits = read_edits(reply.text, run.task.editable, run.task.tests) if chat else _continued(run.task, reply.text)
+            reply = model.ask(
+                prompt, () if chat else COMPLETION_STOPS, lambda count, turn=number: progress(turn, count), **options
+            )
+            edits = (
+                read_edits(reply.text, run.task.editable, run.task.tests) if chat else _continued(run.task, reply.text)
+            )
             workspace.apply(edits)
             testing = time.perf_counter()
             outcome, output = workspace.test(judge, test_seconds)
@@ -159,10 +179,17 @@ def solve(
 
 
 def chat_prompt(task: Task, last: Turn | None) -> list[dict[str, str]]:
-    """The task, and the last answer with its failure: what came before is told by neither, so that the prompt stays short."""
+    """The task, and the last answer with its failure: what came before is told by neither, so that the prompt stays
+    short.
+    """
     files = "".join(f"{name}\n```\n{_text(content)}\n```\n\n" for name, content in task.files.items())
     example = task.editable[0] if task.editable else "name.py"
-    messages = [{"role": "user", "content": REQUEST.format(text=task.text, tests=", ".join(task.tests), files=files, example=example)}]
+    messages = [
+        {
+            "role": "user",
+            "content": REQUEST.format(text=task.text, tests=", ".join(task.tests), files=files, example=example),
+        }
+    ]
     if last is not None:
         notes = "".join(f"{note}\n" for note in last.notes)
         messages.append({"role": "assistant", "content": last.reply.text or "(nothing)"})
@@ -171,7 +198,9 @@ def chat_prompt(task: Task, last: Turn | None) -> list[dict[str, str]]:
 
 
 def completion_prompt(workspace: Workspace, last: Turn | None) -> str:
-    """A Python text that goes on with the file to write; from the second turn on with the last one and its failure before it."""
+    """A Python text that goes on with the file to write; from the second turn on with the last one and its failure
+    before it.
+    """
     task = workspace.task
     [target] = task.editable
     tests = "\n\n".join(f"# {name}\n{_text(task.files[name])}" for name in task.tests)
@@ -179,7 +208,10 @@ def completion_prompt(workspace: Workspace, last: Turn | None) -> str:
     if last is None:
         return f"{head}# {target}\n{_text(task.files[target])}\n\n# {target}, complete:\n"
     failure = "\n".join(f"# {line}" for line in last.output.splitlines())
-    return f"{head}# {target}, which fails these tests:\n{_text(workspace.files[target])}\n\n{failure}\n\n# {target}, corrected:\n"
+    return (
+        f"{head}# {target}, which fails these tests:\n{_text(workspace.files[target])}\n\n{failure}\n\n# {target},"
+        " corrected:\n"
+    )
 
 
 def _continued(task: Task, text: str) -> Edits:

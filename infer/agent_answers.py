@@ -1,4 +1,6 @@
-"""From what a model wrote to files: a code block goes into the file that it names, one without a name where only one can be meant."""
+"""From what a model wrote to files: a code block goes into the file that it names, one without a name where only one
+can be meant.
+"""
 
 import ast
 import re
@@ -54,7 +56,9 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str])
 
 
 def _name(info: str, before: str, code: str, known: Collection[str]) -> str | None:
-    """The file that a block is for: named after the fence, alone in the line before it, or in a comment that is its first line."""
+    """The file that a block is for: named after the fence, alone in the line before it, or in a comment that is its
+    first line.
+    """
     if found := NAME.search(info):
         return _plain(found[0])
     line = before.rstrip().rpartition("\n")[2]

@@ -1,4 +1,6 @@
-"""The model that an agent asks: any server that speaks OpenAI's completions, or `infer serve` in a process of its own."""
+"""The model that an agent asks: any server that speaks OpenAI's completions, or `infer serve` in a process of
+its own.
+"""
 
 import os
 import re
@@ -51,7 +53,9 @@ class Model:
         try:
             import openai
         except ImportError:
-            raise ConfigError("the agent speaks through OpenAI's client library: pip install 'laneformer[agent]'") from None
+            raise ConfigError(
+                "the agent speaks through OpenAI's client library: pip install 'laneformer[agent]'"
+            ) from None
         self._openai, self.base_url = openai, base_url
         try:
             with self._told():
@@ -60,7 +64,9 @@ class Model:
         except openai.NotFoundError:  # a server need not have a list
             known = {}
         except (AttributeError, TypeError):  # nor is every page that is there one
-            raise InputError(f"--base-url {base_url}: what answers there does not speak OpenAI's protocol; it often ends in /v1") from None
+            raise InputError(
+                f"--base-url {base_url}: what answers there does not speak OpenAI's protocol; it often ends in /v1"
+            ) from None
         if not name and len(known) != 1:
             raise ConfigError(f"--model: {base_url} has {', '.join(known) or 'no list of models'}: name one")
         self.name = name or next(iter(known))
@@ -71,8 +77,15 @@ class Model:
         """What our own server says of the engine; None for others."""
         self.mode: Mode = mode if mode != "auto" else "completion" if described.get("chat") is False else "chat"
 
-    def ask(self, prompt: str | Sequence[dict[str, str]], stop: Sequence[str], progress: Callable[[int], None], **options: Any) -> Reply:
-        """Streams an answer. prompt: text in completion mode, messages in chat mode. progress: called with the characters so far.
+    def ask(
+        self,
+        prompt: str | Sequence[dict[str, str]],
+        stop: Sequence[str],
+        progress: Callable[[int], None],
+        **options: Any,
+    ) -> Reply:
+        """Streams an answer. prompt: text in completion mode, messages in chat mode. progress: called with the
+        characters so far.
 
         options: max_tokens, temperature and so on. Raises InputError where the server refuses or fails.
         """
@@ -105,8 +118,16 @@ class Model:
         first, last = first or time.perf_counter(), last or time.perf_counter()
         queue = 0.001 * ((server or {}).get("queue_time_ms") or 0.0)
         queue = min(queue, first - began)
-        return Reply("".join(pieces), reason, usage and usage.prompt_tokens, usage and usage.completion_tokens, first - began - queue,
-                     last - first, queue, server)  # fmt: skip
+        return Reply(
+            "".join(pieces),
+            reason,
+            usage and usage.prompt_tokens,
+            usage and usage.completion_tokens,
+            first - began - queue,
+            last - first,
+            queue,
+            server,
+        )
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -120,9 +141,13 @@ class Model:
             raise InputError(f"{url} did not answer in time: give more seconds with --timeout") from None
         except openai.APIConnectionError as error:
             why = error.__cause__ or error
-            raise InputError(f"--base-url {url}: no server answers there ({why}): start one, or give --checkpoint") from None
+            raise InputError(
+                f"--base-url {url}: no server answers there ({why}): start one, or give --checkpoint"
+            ) from None
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise InputError(f"{url} wants another key ({_message(error)}): set OPENAI_API_KEY or give --api-key") from None
+            raise InputError(
+                f"{url} wants another key ({_message(error)}): set OPENAI_API_KEY or give --api-key"
+            ) from None
         except openai.APIError as error:
             raise InputError(f"{url}: {_message(error)}") from None
         except ValueError as error:  # a stream that is no stream, an address that is none
@@ -145,22 +170,30 @@ def _message(error: Any) -> str:
 
 
 class OwnServer:
-    """`python -m infer serve` on a free port of this machine, with a key that only this process has. Use it in a `with` block."""
+    """`python -m infer serve` on a free port of this machine, with a key that only this process has. Use it in a `with`
+    block.
+    """
 
     def __init__(self, options: Sequence[str], log: Path):
         """options: of `infer serve`. log: what it writes."""
         self.key, self._log = secrets.token_urlsafe(24), log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "infer", "serve", "--host", "127.0.0.1", "--port", "0", *options], stdin=subprocess.DEVNULL,
-                stdout=file, stderr=file, env={**os.environ, SERVER_KEY: self.key},
-            )  # fmt: skip
+                [sys.executable, "-m", "infer", "serve", "--host", "127.0.0.1", "--port", "0", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, SERVER_KEY: self.key},
+            )
 
     def wait(self) -> str:
         """The base URL, once the model is loaded. Raises ConfigError with the server's own words where it cannot be."""
         url = None
         while True:
-            ended, said = self._process.poll() is not None, self._log.read_text(encoding="utf-8", errors="replace").strip()
+            ended, said = (
+                self._process.poll() is not None,
+                self._log.read_text(encoding="utf-8", errors="replace").strip(),
+            )
             if ended:
                 told = re.search(r"^error: (.*)", said, re.MULTILINE)
                 raise ConfigError(told[1] if told else f"infer serve ended before it was ready: {self._log} says why")

@@ -1,4 +1,6 @@
-"""An agent's task: a folder with a text, files to start from and tests; and the program that runs those tests in the sandbox."""
+"""An agent's task: a folder with a text, files to start from and tests; and the program that runs those tests in the
+sandbox.
+"""
 
 import base64
 import hashlib
@@ -17,7 +19,8 @@ MOST_BYTES = 4 << 20  # of all files: they travel to the sandbox's memory before
 MOST_OUTPUT = 4000  # characters of the tests' output that are kept: a model reads all of them again
 FAILURE = "TestsFailed"
 
-# Writes the files, with the sandbox's own folder as the current one. What runs the tests is imported before, lest a file has its name.
+# Writes the files, with the sandbox's own folder as the current one. What runs the tests is imported before, lest a
+# file has its name.
 _SETUP = """
 import base64, io, os, subprocess, sys, unittest
 for name, content in {files!r}.items():
@@ -82,7 +85,11 @@ def load_task(folder: Path) -> Task:
     """Reads a task folder. Raises InputError, saying what it lacks."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give one with {TEXTS[0]}, files to start from and tests ({TEST})")
-    found = sorted(path for path in folder.rglob("*") if _belongs(path.relative_to(folder)) and (path.is_symlink() or not path.is_dir()))
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if _belongs(path.relative_to(folder)) and (path.is_symlink() or not path.is_dir())
+    )
     for path in found:
         if path.is_symlink() or not path.is_file():
             raise InputError(f"{path} is no plain file: put a copy there")
@@ -103,8 +110,10 @@ def load_task(folder: Path) -> Task:
         raise InputError(f"{folder / name}: the test command `{command[1]}` cannot be read ({error})") from None
     tests = tuple(name for name in files if PurePosixPath(name).match(TEST) or name in words)
     if not tests:
-        raise InputError(f"{folder} has no tests: put some there ({TEST}, run with unittest), or name a file that runs them in {name}, "
-                         "as in the line: Test command: `python check.py`")  # fmt: skip
+        raise InputError(
+            f"{folder} has no tests: put some there ({TEST}, run with unittest), or name a file that runs them in"
+            f" {name}, as in the line: Test command: `python check.py`"
+        )
     return Task(folder.resolve().name, text.strip(), files, tests, words or None)
 
 
@@ -113,7 +122,9 @@ def _belongs(path: Path) -> bool:
 
 
 def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> tuple[str, str]:
-    """A program that writes the files and one that tests them: arguments of `Sandbox.run`. A failure is raised, with the tests' output."""
+    """A program that writes the files and one that tests them: arguments of `Sandbox.run`. A failure is raised, with
+    the tests' output.
+    """
     packed = {name: base64.b64encode(content).decode() for name, content in files.items()}
     setup = _SETUP.format(files=packed, failure=FAILURE, most=MOST_OUTPUT)
     return setup, _UNITTEST if command is None else _COMMAND.format(command=list(command))

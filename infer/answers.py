@@ -10,7 +10,10 @@ from infer.problems import Problem, parse
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(")
 FUNCTION_STOPS = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")  # the prompt has begun the function
 SCRIPT_STOPS = ('\n"""', "\nassert")  # the prompt is a docstring; helper functions may come first
-REQUEST = "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n```\n{}\n```\n"
+REQUEST = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown code"
+    " block:\n```\n{}\n```\n"
+)
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 OPEN_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
 
@@ -41,8 +44,8 @@ def from_completion(problem: Problem, text: str) -> Answer:
 def from_chat(problem: Problem, text: str) -> Answer:
     """The program of the last code block that defines the function, else the last block, else all of the text.
 
-    What the prompt has before the function (imports, helpers) goes before it. An answer that does not define the function is taken as its
-    continuation.
+    What the prompt has before the function (imports, helpers) goes before it. An answer that does not define the
+    function is taken as its continuation.
     """
     blocks = BLOCK.findall(text) or OPEN_BLOCK.findall(text) or [text]
     defining = [block for block in blocks if _defines(block, problem.entry_point)]
@@ -73,4 +76,6 @@ def whole_statements(text: str) -> str:
 
 
 def _defines(code: str, name: str) -> bool:
-    return re.search(rf"^(async )?(def|class) {re.escape(name)}\b|^{re.escape(name)} *=", code, re.MULTILINE) is not None
+    return (
+        re.search(rf"^(async )?(def|class) {re.escape(name)}\b|^{re.escape(name)} *=", code, re.MULTILINE) is not None
+    )

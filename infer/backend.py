@@ -31,7 +31,9 @@ class Source(Protocol):
     """Dtype name of the weights as they come."""
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and lane-first array of each weight in the order of `parameter_table`; valid until the next one is asked for."""
+        """Path and lane-first array of each weight in the order of `parameter_table`; valid until the next one is asked
+        for.
+        """
 
     def model(self) -> Laneformer:
         """The model, on its mesh."""
@@ -58,7 +60,9 @@ def _on_host(weight: jax.Array) -> np.ndarray:
     if not (weight.is_fully_addressable or weight.is_fully_replicated):
         return multihost_utils.process_allgather(weight, tiled=True)
     host = jax.local_devices(backend="cpu")[0]
-    parts = [(shard.index, jax.device_put(shard.data, host)) for shard in weight.addressable_shards if shard.replica_id == 0]
+    parts = [
+        (shard.index, jax.device_put(shard.data, host)) for shard in weight.addressable_shards if shard.replica_id == 0
+    ]
     if len(parts) == 1:
         return np.asarray(parts[0][1])
     whole = np.empty(weight.shape, weight.dtype)
@@ -71,7 +75,13 @@ class CheckpointSource:
     """A checkpoint on disk; arguments and errors are those of laneformer.load."""
 
     def __init__(
-        self, path: str | Path, dtype=None, *, mesh: Mesh | None = None, num_lanes: int | None = None, precision: Precision | None = None
+        self,
+        path: str | Path,
+        dtype=None,
+        *,
+        mesh: Mesh | None = None,
+        num_lanes: int | None = None,
+        precision: Precision | None = None,
     ):
         self._checkpoint = open_checkpoint(path, dtype, num_lanes)
         self.config, self.stored_dtype, self.mesh = self._checkpoint.config, self._checkpoint.dtype, mesh
@@ -131,8 +141,9 @@ class Chunk(NamedTuple):
     logprobs: list[float]
     """Log softmax of the raw logits at each token."""
     top: list[list[tuple[int, float]]]
-    """For each token the `top_logprobs` most likely ones at its position by the raw logits, with their log-probabilities: the most likely
-    first, the lowest id first among equals."""
+    """For each token the `top_logprobs` most likely ones at its position by the raw logits, with their
+    log-probabilities: the most likely first, the lowest id first among equals.
+    """
 
 
 class Backend(Protocol):
@@ -141,7 +152,9 @@ class Backend(Protocol):
     name: ClassVar[str]
     source: Source
     conditions: dict[str, Any]
-    """What its speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, and what else there is to say."""
+    """What its speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, and what else there is to
+    say.
+    """
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
@@ -150,9 +163,11 @@ class Backend(Protocol):
     def __init__(self, source: Source): ...
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        """Sets the prefill going and gives the chunks: at most `limit` tokens, none after a stop token, fewer if cancelled.
+        """Sets the prefill going and gives the chunks: at most `limit` tokens, none after a stop token, fewer if
+        cancelled.
 
-        The first chunk is the first token alone. Closing the iterator at any point leaves the backend ready for the next request.
+        The first chunk is the first token alone. Closing the iterator at any point leaves the backend ready for the
+        next request.
         """
 
 

@@ -1,7 +1,8 @@
-"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, the memory's speed between them.
+"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, the memory's speed between
+them.
 
-Every figure says where its clock stood. At the engine's host a token has a time when it has arrived there, alone or in a group; backend
-cpu also writes down when its kernel drew each one.
+Every figure says where its clock stood. At the engine's host a token has a time when it has arrived there, alone or in
+a group; backend cpu also writes down when its kernel drew each one.
 """
 
 import os
@@ -46,8 +47,8 @@ class Case:
             raise ConfigError(f"tokens_per_dispatch = {self.tokens_per_dispatch}: give at least 1")
         if self.prompt_tokens + self.output_tokens > context:
             raise ConfigError(
-                f"a prompt of {self.prompt_tokens} and {self.output_tokens} output tokens are more than the model's context of {context}: "
-                "choose a smaller --context or --output-tokens"
+                f"a prompt of {self.prompt_tokens} and {self.output_tokens} output tokens are more than the model's"
+                f" context of {context}: choose a smaller --context or --output-tokens"
             )
 
     def prompt(self, number: int, vocabulary: int) -> np.ndarray:
@@ -69,7 +70,9 @@ class Run:
     bandwidth: float | None
     """Bytes per second that the machine's memory gave, mean of before and after; None where it cannot be measured."""
     read_pass: float | None
-    """Seconds in which the backend's workers read a token's weights alone, mean of before and after; None for backends that cannot."""
+    """Seconds in which the backend's workers read a token's weights alone, mean of before and after; None for backends
+    that cannot.
+    """
 
     @classmethod
     def of(cls, result: Result, drawn: np.ndarray | None, bandwidth: float | None, read_pass: float | None) -> "Run":
@@ -112,17 +115,25 @@ class Measured:
 
 
 def measure(engines: Sequence[Engine], case: Case, say: Callable[[str], None]) -> list[Measured]:
-    """Runs the case on each engine, in turn, with the same prompts. say: is told of the progress. Raises ConfigError."""
+    """Runs the case on each engine, in turn, with the same prompts. say: is told of the progress. Raises
+    ConfigError.
+    """
     for engine in engines:
         case.check(engine.config.max_position_embeddings)
     measured = []
     for engine in engines:
         say(f"prompt {case.prompt_tokens}, {engine.backend}: first request")
         memory = Memory(engine, bytes_per_token(engine, case))
-        measured.append(Measured(engine, case, memory, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2))))
+        measured.append(
+            Measured(engine, case, memory, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2)))
+        )
     for number in range(case.warmup_runs + case.runs):
         warm = number < case.warmup_runs
-        which = f"warm-up {number + 1} of {case.warmup_runs}" if warm else f"run {number + 1 - case.warmup_runs} of {case.runs}"
+        which = (
+            f"warm-up {number + 1} of {case.warmup_runs}"
+            if warm
+            else f"run {number + 1 - case.warmup_runs} of {case.runs}"
+        )
         for one in measured:
             run = _run(one.engine, case, number, None if warm else one.memory)
             say(f"prompt {case.prompt_tokens}, {one.engine.backend}: {which}, {run.rate:,.1f} tokens/s")
@@ -137,7 +148,11 @@ def _run(engine: Engine, case: Case, number: int, memory: "Memory | None") -> Ru
     prompt = case.prompt(number, engine.config.vocab_size)
     before = memory.read() if memory else (None, None)
     result = engine.generate(
-        prompt, max_new_tokens=case.output_tokens, sampling=case.sampling, stop_tokens=(), tokens_per_dispatch=case.tokens_per_dispatch
+        prompt,
+        max_new_tokens=case.output_tokens,
+        sampling=case.sampling,
+        stop_tokens=(),
+        tokens_per_dispatch=case.tokens_per_dispatch,
     ).result
     after = memory.read() if memory else (None, None)
     drawn = None if engine.session is None else engine.session.drawn(0, len(result.tokens)).times
@@ -150,7 +165,9 @@ class Memory:
     def __init__(self, engine: Engine, num_bytes: float):
         self._session = engine.session
         self.num_bytes = min(int(num_bytes), LARGEST_READ)
-        self.unavailable = "not measured on this kind of device" if jax.default_backend() != "cpu" else custom_calls.unavailable()
+        self.unavailable = (
+            "not measured on this kind of device" if jax.default_backend() != "cpu" else custom_calls.unavailable()
+        )
         try:
             self.threads = 0 if self.unavailable else engine.conditions.get("threads") or custom_calls.default_threads()
         except custom_calls.NativeError as error:  # the library is compiled on first use, if it was not before
@@ -159,11 +176,18 @@ class Memory:
     @property
     def source(self) -> str:
         """How the bandwidth was measured."""
-        return f"custom_calls.read_bandwidth: {self.threads} threads over {self.num_bytes:,} bytes, before and after each run"
+        return (
+            f"custom_calls.read_bandwidth: {self.threads} threads over {self.num_bytes:,} bytes, before and after"
+            " each run"
+        )
 
     def read(self) -> tuple[float | None, float | None]:
-        """Bytes per second over a buffer, and seconds over the backend's packed weights; None for what cannot be read."""
-        buffer = None if self.unavailable else _median(lambda: custom_calls.read_bandwidth(self.num_bytes, self.threads))
+        """Bytes per second over a buffer, and seconds over the backend's packed weights; None for what cannot
+        be read.
+        """
+        buffer = (
+            None if self.unavailable else _median(lambda: custom_calls.read_bandwidth(self.num_bytes, self.threads))
+        )
         return buffer, None if self._session is None else _median(self._session.read_pass)
 
 
@@ -184,7 +208,9 @@ def weight_bytes(engine: Engine) -> float:
 def kv_bytes(engine: Engine, case: Case) -> float:
     """Of keys and values that decoding one token reads and writes, the mean over the case's tokens."""
     size = jnp.dtype(engine.conditions["kv_dtype"]).itemsize
-    contexts = range(case.prompt_tokens, case.prompt_tokens + case.output_tokens - 1)  # the first token is the prefill's
+    contexts = range(
+        case.prompt_tokens, case.prompt_tokens + case.output_tokens - 1
+    )  # the first token is the prefill's
     return float(np.mean([kv_bytes_per_token(engine.config, context, size) for context in contexts]))
 
 
@@ -199,13 +225,17 @@ def summary(samples) -> dict[str, float | None]:
     told = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
     told["p99.9"] = float(np.percentile(samples, 99.9)) if samples.size >= MANY else None
     return told | {
-        "min": float(samples.min()), "max": float(samples.max()), "mean": float(samples.mean()), "std": float(samples.std()),
+        "min": float(samples.min()),
+        "max": float(samples.max()),
+        "mean": float(samples.mean()),
+        "std": float(samples.std()),
         "n": samples.size,
-    }  # fmt: skip
+    }
 
 
 def peak(arrivals: np.ndarray, counts: np.ndarray, window: int = WINDOW) -> tuple[float, int] | None:
-    """Tokens per second of the fastest stretch from one arrival to another with at least `window` tokens between, and how many those are.
+    """Tokens per second of the fastest stretch from one arrival to another with at least `window` tokens between, and
+    how many those are.
 
     None where there are too few tokens.
     """
@@ -228,5 +258,7 @@ def share(samples: Sequence[float]) -> dict | None:
 
 def first_difference(a: Sequence[Run], b: Sequence[Run]) -> int | None:
     """The smallest index of a token in which runs of the same prompts differ; None if none does."""
-    firsts = [n for x, y in zip(a, b, strict=True) for n, (s, t) in enumerate(zip(x.tokens, y.tokens, strict=True)) if s != t]
+    firsts = [
+        n for x, y in zip(a, b, strict=True) for n, (s, t) in enumerate(zip(x.tokens, y.tokens, strict=True)) if s != t
+    ]
     return min(firsts, default=None)

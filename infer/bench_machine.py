@@ -26,10 +26,13 @@ def hardware() -> dict:
     """What is known of host and accelerators beside their name and number; None where nobody says."""
     gpu = {} if on_host() else _nvidia()
     return {
-        "host_cpu": device_name(jax.devices("cpu")[0]), "host_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(), "interconnect": None, "driver": gpu.get("driver"), "power_cap_w": gpu.get("power_cap_w"),
+        "host_cpu": device_name(jax.devices("cpu")[0]),
+        "host_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "interconnect": None,
+        "driver": gpu.get("driver"),
+        "power_cap_w": gpu.get("power_cap_w"),
         "clocks": _cpu_clocks() if on_host() else gpu.get("clocks"),
-    }  # fmt: skip
+    }
 
 
 def software() -> dict:
@@ -38,10 +41,14 @@ def software() -> dict:
     changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") if inside else None
     return {
         "git_sha": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") if inside else None,
-        "dirty": None if changed is None else bool(changed), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
-        "numpy": np.__version__, "xla_flags": os.environ.get("XLA_FLAGS", ""), "python": platform.python_version(),
+        "dirty": None if changed is None else bool(changed),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "python": platform.python_version(),
         "os": platform.platform(),
-    }  # fmt: skip
+    }
 
 
 def utc_now() -> str:
@@ -58,7 +65,11 @@ def _nvidia() -> dict:
     except ValueError:
         return {}
     watts = float(cap) if cap.replace(".", "", 1).isdigit() else None
-    return {"driver": driver, "power_cap_w": watts, "clocks": f"SM {sm} of {most} MHz, memory {memory} MHz, after the runs"}
+    return {
+        "driver": driver,
+        "power_cap_w": watts,
+        "clocks": f"SM {sm} of {most} MHz, memory {memory} MHz, after the runs",
+    }
 
 
 def _cpu_clocks() -> str | None:

@@ -1,4 +1,6 @@
-"""Schema laneformer.bench/1: what must stand in a record of a measurement, so that no figure goes without its conditions."""
+"""Schema laneformer.bench/1: what must stand in a record of a measurement, so that no figure goes without its
+conditions.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,43 +20,105 @@ class Null:
 
 
 NUMBER = (int, float)
-STATISTICS = {**dict.fromkeys(("p50", "p90", "p95", "p99"), NUMBER), "p99.9": Null(NUMBER),
-              **dict.fromkeys(("min", "max", "mean", "std"), NUMBER), "n": int}  # fmt: skip
+STATISTICS = {
+    **dict.fromkeys(("p50", "p90", "p95", "p99"), NUMBER),
+    "p99.9": Null(NUMBER),
+    **dict.fromkeys(("min", "max", "mean", "std"), NUMBER),
+    "n": int,
+}
 SHARE = Null({"median": NUMBER, "min": NUMBER, "samples": list})
-# Every key must be there, and no other. Values: a type, several of them, a dict of further keys, or Null of one of these.
+# Every key must be there, and no other. Values: a type, several of them, a dict of further keys, or Null of one of
+# these.
 FIELDS = {
-    "schema": str, "kind": str, "status": str,
+    "schema": str,
+    "kind": str,
+    "status": str,
     "conditions": {
-        "model": {"name": str, "config_sha256": str, "weights": str, "params_total": int, "params_streamed": int,
-                  "weight_bytes_per_token": NUMBER, "layout": str, "lanes": int},
-        "precision": {"stored": str, "weights": str, "activations": str, "kv_cache": str, "accumulate": str, "matmul_flag": Null(str)},
-        "batch_size": int, "concurrency": int, "speculative": bool, "quantized": bool, "pruned": bool,
-        "prompt_tokens": int, "output_tokens": int, "context_mean": NUMBER, "sliding_window": Null(int), "prompts": str,
-        "sampling": dict, "ignore_eos": bool,
+        "model": {
+            "name": str,
+            "config_sha256": str,
+            "weights": str,
+            "params_total": int,
+            "params_streamed": int,
+            "weight_bytes_per_token": NUMBER,
+            "layout": str,
+            "lanes": int,
+        },
+        "precision": {
+            "stored": str,
+            "weights": str,
+            "activations": str,
+            "kv_cache": str,
+            "accumulate": str,
+            "matmul_flag": Null(str),
+        },
+        "batch_size": int,
+        "concurrency": int,
+        "speculative": bool,
+        "quantized": bool,
+        "pruned": bool,
+        "prompt_tokens": int,
+        "output_tokens": int,
+        "context_mean": NUMBER,
+        "sliding_window": Null(int),
+        "prompts": str,
+        "sampling": dict,
+        "ignore_eos": bool,
         "parallelism": {"kind": str, "devices": int, "delay": Null(int), "exchanges": int, "exposed": int},
         "engine": dict,
         "tokens_per_dispatch": {"asked": Null(int), "median": NUMBER, "max": int},
         "measurement_point": str,
-        "hardware": {"device": str, "count": int, "memory_bw_spec_Bps": Null(NUMBER), "memory_bw_effective_Bps": Null(NUMBER),
-                     "effective_source": Null(str), "interconnect": Null(str), "host_cpu": str, "host_cores": int,
-                     "driver": Null(str), "power_cap_w": Null(NUMBER), "clocks": Null(str)},
-        "software": {"git_sha": Null(str), "dirty": Null(bool), "jax": str, "jaxlib": str, "numpy": str, "xla_flags": str,
-                     "python": str, "os": str},
-        "warmup_runs": int, "measured_runs": int, "compile_s": {"cold": NUMBER, "cached": NUMBER},
-        "other_load": {"loadavg_before": list, "loadavg_after": list}, "date_utc": str,
+        "hardware": {
+            "device": str,
+            "count": int,
+            "memory_bw_spec_Bps": Null(NUMBER),
+            "memory_bw_effective_Bps": Null(NUMBER),
+            "effective_source": Null(str),
+            "interconnect": Null(str),
+            "host_cpu": str,
+            "host_cores": int,
+            "driver": Null(str),
+            "power_cap_w": Null(NUMBER),
+            "clocks": Null(str),
+        },
+        "software": {
+            "git_sha": Null(str),
+            "dirty": Null(bool),
+            "jax": str,
+            "jaxlib": str,
+            "numpy": str,
+            "xla_flags": str,
+            "python": str,
+            "os": str,
+        },
+        "warmup_runs": int,
+        "measured_runs": int,
+        "compile_s": {"cold": NUMBER, "cached": NUMBER},
+        "other_load": {"loadavg_before": list, "loadavg_after": list},
+        "date_utc": str,
     },
     "metrics": {
-        "ttft_ms": STATISTICS, "itl_us": Null({"point": str, **STATISTICS}),
-        "group_us": Null({"point": str, "per_token_p50": NUMBER, **STATISTICS}), "ici_us": Null(STATISTICS), "queue_ms": Null(STATISTICS),
-        "e2e_ms": STATISTICS, "e2e_tps": {"median": NUMBER, "min": NUMBER},
-        "decode_tps": {"sustained_median": NUMBER, "sustained_min": NUMBER, "window_tokens": int, "samples": list,
-                       "peak": Null(NUMBER), "peak_window_tokens": Null(int)},
+        "ttft_ms": STATISTICS,
+        "itl_us": Null({"point": str, **STATISTICS}),
+        "group_us": Null({"point": str, "per_token_p50": NUMBER, **STATISTICS}),
+        "ici_us": Null(STATISTICS),
+        "queue_ms": Null(STATISTICS),
+        "e2e_ms": STATISTICS,
+        "e2e_tps": {"median": NUMBER, "min": NUMBER},
+        "decode_tps": {
+            "sustained_median": NUMBER,
+            "sustained_min": NUMBER,
+            "window_tokens": int,
+            "samples": list,
+            "peak": Null(NUMBER),
+            "peak_window_tokens": Null(int),
+        },
         "mbu": {"peak_spec": SHARE, "effective": SHARE, "read_pass": SHARE, "bytes_per_token": NUMBER},
     },
     "correctness": {"matches_reference": Null(bool), "method": str},
     "raw": Null({"path": str, "sha256": str, "prefix": str}),
     "notes": list,
-}  # fmt: skip
+}
 
 
 def check(record: Any, where: str = "record") -> None:

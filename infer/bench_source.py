@@ -29,18 +29,24 @@ BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 class RandomSource:
     """Any model with random weights, for measurements: made one at a time, as fast as memory is written. A `Source`."""
 
-    def __init__(self, config: ModelConfig, dtype="bfloat16", *, mesh: Mesh | None = None, precision: Precision | None = None):
+    def __init__(
+        self, config: ModelConfig, dtype="bfloat16", *, mesh: Mesh | None = None, precision: Precision | None = None
+    ):
         """dtype: of the weights. precision: by default `Precision.default(dtype)`."""
         self.config, self.mesh, self.stored_dtype = config, mesh, jnp.dtype(dtype).name
         self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """One block of normal numbers repeated, from another place for each weight; deviations are those of `initial_weights`."""
+        """One block of normal numbers repeated, from another place for each weight; deviations are those of
+        `initial_weights`.
+        """
         size = min(BLOCK, max(math.prod(p.shape) for p in parameter_table(self.config).values()))
         normal = np.random.default_rng(0).standard_normal(size, np.float32)
         outputs = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
-        scaled = {name: (deviation * normal).astype(self.stored_dtype)
-                  for name, deviation in (("normal", 0.02), ("embedding", 0.02), ("output", outputs))}  # fmt: skip
+        scaled = {
+            name: (deviation * normal).astype(self.stored_dtype)
+            for name, deviation in (("normal", 0.02), ("embedding", 0.02), ("output", outputs))
+        }
         for path, parameter in parameter_table(self.config).items():
             if parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
@@ -63,7 +69,9 @@ def is_recipe(name: str) -> bool:
 
 
 def recipe_config(name: str) -> ModelConfig:
-    """The model of a recipe as `python -m train` knows it, as its last phase leaves it. Raises ConfigError for an unknown one."""
+    """The model of a recipe as `python -m train` knows it, as its last phase leaves it. Raises ConfigError for an
+    unknown one.
+    """
     try:
         return importlib.import_module(RECIPES).find_recipe(name).phases[-1].model
     except ConfigError as error:
@@ -80,17 +88,27 @@ def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
 
 
 def open_engine(
-    checkpoint: str, backend: str, *, dtype: str | None = None, compute: str | None = None, devices: int = 1, lanes: int | None = None,
-    threads: int | None = None, layout: str | None = None,
-) -> Engine:  # fmt: skip
-    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores. layout: for a recipe's weights.
+    checkpoint: str,
+    backend: str,
+    *,
+    dtype: str | None = None,
+    compute: str | None = None,
+    devices: int = 1,
+    lanes: int | None = None,
+    threads: int | None = None,
+    layout: str | None = None,
+) -> Engine:
+    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores. layout: for a
+    recipe's weights.
 
     Raises ConfigError or CheckpointError.
     """
     precision = None if compute is None else Precision(compute=compute)
     options = {} if threads is None else {"threads": threads}
     if not is_recipe(checkpoint):
-        return Engine.load(checkpoint, backend, dtype=dtype, devices=devices, num_lanes=lanes, precision=precision, **options)
+        return Engine.load(
+            checkpoint, backend, dtype=dtype, devices=devices, num_lanes=lanes, precision=precision, **options
+        )
     config = model_config(checkpoint, lanes)
     config = config if layout is None else config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=devices) if devices != 1 else None

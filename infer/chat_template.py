@@ -1,7 +1,8 @@
-"""Chat templates: conversations to text and to token ids, as Hugging Face folders define them, and which of it the assistant wrote.
+"""Chat templates: conversations to text and to token ids, as Hugging Face folders define them, and which of it the
+assistant wrote.
 
-A template is a Jinja program over `messages`, run in a sandbox with what Hugging Face gives it. What people and models write is data: where
-a message spells a special token, that is text; only the template itself makes special tokens.
+A template is a Jinja program over `messages`, run in a sandbox with what Hugging Face gives it. What people and models
+write is data: where a message spells a special token, that is text; only the template itself makes special tokens.
 """
 
 import functools
@@ -21,7 +22,8 @@ from laneformer.errors import CheckpointError, InputError
 
 TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-# For a tokenizer without a template of its own that has these two tokens. What it cannot write is an error, not left out.
+# For a tokenizer without a template of its own that has these two tokens. What it cannot write is an error, not left
+# out.
 CHATML = """\
 {%- if tools %}{{- raise_exception('the default template cannot write tool definitions: give a template that can') }}{%- endif %}
 {%- for message in messages %}
@@ -34,8 +36,12 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Characters that Unicode keeps for internal use: three of them that a conversation does not contain mark places while it is rendered.
-NONCHARACTERS = [*map(chr, range(0xFDD0, 0xFDF0)), *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF))]
+# Characters that Unicode keeps for internal use: three of them that a conversation does not contain mark places while
+# it is rendered.
+NONCHARACTERS = [
+    *map(chr, range(0xFDD0, 0xFDF0)),
+    *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
+]
 CODE = "<template>"  # Jinja's name for it in tracebacks
 MARKS = "generation_marks"  # the variable that carries them into {% generation %} blocks
 
@@ -57,25 +63,45 @@ class Rendered:
     answers: tuple[tuple[int, int], ...] = ()
     """Character spans [start, stop) that the assistant wrote, its end-of-turn token included."""
     cuts: tuple[int, ...] = ()
-    """Positions inside the spelling of special tokens that came from messages: there the text is encoded in separate parts."""
+    """Positions inside the spelling of special tokens that came from messages: there the text is encoded in separate
+    parts.
+    """
 
 
 class ChatTemplate:
     """A chat template with the tokenizer it belongs to. Safe to use from several threads."""
 
-    def __init__(self, source: str, tokenizer: tokenizers.Tokenizer, tokens: Mapping[str, str], *, name: str = "the chat template",
-                 config: bytes | None = None, now: Callable[[], datetime] = datetime.now):
-        """tokens: what the template may name, as in {"bos_token": "<s>"}; config: the tokenizer_config.json to hand on; now: for
-        `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2 package."""
+    def __init__(
+        self,
+        source: str,
+        tokenizer: tokenizers.Tokenizer,
+        tokens: Mapping[str, str],
+        *,
+        name: str = "the chat template",
+        config: bytes | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ):
+        """tokens: what the template may name, as in {"bos_token": "<s>"}; config: the tokenizer_config.json to hand on;
+        now: for `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2 package.
+        """
         self.source, self.tokens, self.name, self._config, self._now = source, dict(tokens), name, config, now
-        # Without a post-processor, which would trim spaces off the offsets; it adds its tokens to no text of a template.
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**json.loads(tokenizer.to_str()), "post_processor": None}))
+        # Without a post-processor, which would trim spaces off the offsets; it adds its tokens to no text of a
+        # template.
+        self._tokenizer = tokenizers.Tokenizer.from_str(
+            json.dumps({**json.loads(tokenizer.to_str()), "post_processor": None})
+        )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = False  # in the text of the template; messages are cut apart
-        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special and len(token.content) > 1}
+        special = {
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special and len(token.content) > 1
+        }
         self._special, self._lengths = special, {len(token) for token in special}
-        self._first = re.compile(f"[{re.escape(''.join(sorted({token[0] for token in special})))}]" if special else "(?!)")
+        self._first = re.compile(
+            f"[{re.escape(''.join(sorted({token[0] for token in special})))}]" if special else "(?!)"
+        )
         self._beginnings = {token[:n] for token in special for n in range(1, len(token))}
         self._ends = {token[n:] for token in special for n in range(1, len(token))}
         environment = _environment()
@@ -84,19 +110,30 @@ class ChatTemplate:
             names = _names(environment.parse(source))
         except Exception as error:  # TemplateSyntaxError, and what else comes of a file that is none
             line = getattr(error, "lineno", None)
-            raise InputError(f"{name}{'' if line is None else f', line {line}'} is not a chat template: {error}") from None
+            raise InputError(
+                f"{name}{'' if line is None else f', line {line}'} is not a chat template: {error}"
+            ) from None
         if "eos_token" in names and "eos_token" not in tokens:
-            raise InputError(f"{name} writes the eos_token, and no {CONFIG} says which one that is: put it beside the {TOKENIZER}")
+            raise InputError(
+                f"{name} writes the eos_token, and no {CONFIG} says which one that is: put it beside the {TOKENIZER}"
+            )
         self.says_answers = MARKS in names
         """Whether {% generation %} blocks say what the assistant wrote."""
         self.says_date = "strftime_now" in names
         """Whether it writes the date: then the same conversation is other text on another day."""
 
     @classmethod
-    def load(cls, folder: str | Path, file: str | Path | None = None, *, tokenizer: tokenizers.Tokenizer | None = None,
-             now: Callable[[], datetime] = datetime.now) -> Self:
-        """The template in `file`, or that of a tokenizer folder: its chat_template.jinja, else the one in its tokenizer_config.json, else
-        CHATML where the tokenizer has its tokens. tokenizer: where it is not the folder's tokenizer.json.
+    def load(
+        cls,
+        folder: str | Path,
+        file: str | Path | None = None,
+        *,
+        tokenizer: tokenizers.Tokenizer | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> Self:
+        """The template in `file`, or that of a tokenizer folder: its chat_template.jinja, else the one in its
+        tokenizer_config.json, else CHATML where the tokenizer has its tokens. tokenizer: where it is not the folder's
+        tokenizer.json.
 
         Raises CheckpointError for a folder without tokenizer or template, InputError for a template that cannot work.
         """
@@ -104,17 +141,24 @@ class ChatTemplate:
         try:
             tokenizer = tokenizer or tokenizers.Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{folder / TOKENIZER} is not a readable tokenizer.json ({error}): copy it again") from None
+            raise CheckpointError(
+                f"{folder / TOKENIZER} is not a readable tokenizer.json ({error}): copy it again"
+            ) from None
         try:
             config = (folder / CONFIG).read_bytes() if (folder / CONFIG).exists() else None
             fields = json.loads(config or "{}")
-            tokens = {key: value if isinstance(value, str) else value["content"] for key, value in fields.items()
-                      if key.endswith("_token") and isinstance(value, str | dict)}
+            tokens = {
+                key: value if isinstance(value, str) else value["content"]
+                for key, value in fields.items()
+                if key.endswith("_token") and isinstance(value, str | dict)
+            }
             own = fields.get("chat_template")
             if isinstance(own, list):
                 own = {each["name"]: each["template"] for each in own}["default"]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"cannot read {folder / CONFIG} ({type(error).__name__}: {error}): copy it again") from None
+            raise CheckpointError(
+                f"cannot read {folder / CONFIG} ({type(error).__name__}: {error}): copy it again"
+            ) from None
         if file is None and (folder / TEMPLATE).exists():
             file = folder / TEMPLATE
         if file is not None:
@@ -124,15 +168,21 @@ class ChatTemplate:
                 raise InputError(f"cannot read the chat template {file}: {error}") from None
         elif own is not None:
             source, name = own, f"the chat_template in {folder / CONFIG}"
-        elif {TURN_START, TURN_END} <= {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}:
+        elif {TURN_START, TURN_END} <= {
+            token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+        }:
             source, name = CHATML, "the default chat template"
         else:
-            raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name a file that holds one")
+            raise CheckpointError(
+                f"{folder} has no chat template: put a {TEMPLATE} there, or name a file that holds one"
+            )
         return cls(source, tokenizer, tokens, name=name, config=config, now=now)
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end an answer beside the model's end of text: the special token that the template writes behind one, if it does."""
+        """Ids that end an answer beside the model's end of text: the special token that the template writes behind one,
+        if it does.
+        """
         answer = "<the answer>"
         try:
             text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}])
@@ -151,25 +201,37 @@ class ChatTemplate:
         config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens}, indent=1).encode()
         return {TEMPLATE: self.source.encode(), CONFIG: self._config or config}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """The text of a conversation; with add_generation_prompt up to where the assistant goes on writing.
 
-        messages: {"role": ..., "content": ...} and whatever else the template knows. Raises InputError for messages of another shape, and
-        with the line for what the template refuses. For token ids use `encode`: in this text messages are not told from the template.
+        messages: {"role": ..., "content": ...} and whatever else the template knows. Raises InputError for messages of
+        another shape, and with the line for what the template refuses. For token ids use `encode`: in this text
+        messages are not told from the template.
         """
         return self._rendered(messages, tools, add_generation_prompt).text
 
-    def render_with_answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Rendered:
+    def render_with_answers(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> Rendered:
         """The text of a whole conversation, with the parts that the assistant wrote.
 
-        These are what {% generation %} blocks enclose. Without such blocks an answer is what its message adds to the conversation before
-        it with add_generation_prompt, up to and with the end-of-turn token. Raises InputError where that cannot be: for templates that
-        write an answer differently once another message follows.
+        These are what {% generation %} blocks enclose. Without such blocks an answer is what its message adds to the
+        conversation before it with add_generation_prompt, up to and with the end-of-turn token. Raises InputError where
+        that cannot be: for templates that write an answer differently once another message follows.
         """
         return self._rendered(messages, tools, False, find_answers=not self.says_answers)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
-               tools: Sequence[Any] | None = None) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation; errors as `render`."""
         [(ids, _)] = self.encode_rendered([self._rendered(messages, tools, add_generation_prompt)])
         return ids.tolist()
@@ -179,12 +241,16 @@ class ChatTemplate:
 
         No token reaches over the border of an answer, as at inference, where the prompt is encoded without the answer.
         """
-        encodings = self._tokenizer.encode_batch([conversation.text for conversation in conversations], add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(
+            [conversation.text for conversation in conversations], add_special_tokens=False
+        )
         found = []
         for conversation, encoding in zip(conversations, encodings, strict=True):
             ids, offsets = np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
             borders = {border for answer in conversation.answers for border in answer}
-            if conversation.cuts or any(np.any((offsets[:, 0] < border) & (border < offsets[:, 1])) for border in borders):
+            if conversation.cuts or any(
+                np.any((offsets[:, 0] < border) & (border < offsets[:, 1])) for border in borders
+            ):
                 ids, offsets = self._encode_apart(conversation.text, sorted(borders.union(conversation.cuts)))
             mask = np.zeros(len(ids), bool)
             for start, stop in conversation.answers:
@@ -197,7 +263,9 @@ class ChatTemplate:
         ids, offsets = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             part, lead = self._spans(text[start:stop]), 0
-            if start:  # after a line end, without its tokens: sentencepiece-style tokenizers put a space before the beginning of a text
+            # After a line end, without its tokens: sentencepiece-style tokenizers put a space before the beginning of a
+            # text
+            if start:
                 follows = [(token, span) for token, span in self._spans("\n" + text[start:stop]) if span[1] > 1]
                 if all(span[0] >= 1 for _, span in follows):  # else the line end became part of a token
                     part, lead = follows, 1
@@ -209,8 +277,13 @@ class ChatTemplate:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return list(zip(encoding.ids, encoding.offsets, strict=True))
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool,
-                  find_answers: bool = False) -> Rendered:
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        find_answers: bool = False,
+    ) -> Rendered:
         check_messages(messages)
         everything = json.dumps([messages, tools, self.source], ensure_ascii=False, default=str)
         try:
@@ -219,7 +292,9 @@ class ChatTemplate:
             raise InputError("a message is not valid Unicode: it holds half of a surrogate pair") from None
         free = [character for character in NONCHARACTERS if character not in everything][: len(Marks._fields)]
         if len(free) < len(Marks._fields):
-            raise InputError("the conversation uses up the characters that Unicode reserves for internal use: take these out")
+            raise InputError(
+                "the conversation uses up the characters that Unicode reserves for internal use: take these out"
+            )
         marks = Marks(*free)
         messages, tools = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
         text = self._run(messages, tools, add_generation_prompt, marks)
@@ -228,10 +303,15 @@ class ChatTemplate:
         return self._read_marks(text, marks)
 
     def _marked(self, value: Any, cut: str) -> Any:
-        """`value` with a cut inside all that reads as a special token, and at ends that could become one beside other text."""
+        """`value` with a cut inside all that reads as a special token, and at ends that could become one beside other
+        text.
+        """
         if isinstance(value, str):
             parts = range(1, max(self._lengths, default=1))
-            before, after = any(value[:n] in self._ends for n in parts), any(value[-n:] in self._beginnings for n in parts)
+            before, after = (
+                any(value[:n] in self._ends for n in parts),
+                any(value[-n:] in self._beginnings for n in parts),
+            )
             return cut * before + self._cut_inside(value, cut) + cut * after
         if isinstance(value, Mapping):
             return {self._cut_inside(key, cut): self._marked(each, cut) for key, each in value.items()}
@@ -246,9 +326,17 @@ class ChatTemplate:
 
     def _run(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool, marks: Marks) -> str:
         try:
-            return self._template.render({**self.tokens, "messages": messages, "tools": tools, "documents": None,
-                                          "add_generation_prompt": add_generation_prompt,
-                                          "strftime_now": lambda form: self._now().strftime(form), MARKS: marks})
+            return self._template.render(
+                {
+                    **self.tokens,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    "strftime_now": lambda form: self._now().strftime(form),
+                    MARKS: marks,
+                }
+            )
         except Exception as error:  # a template can do anything that an expression can
             lines, frame = [], error.__traceback__
             while frame is not None:
@@ -266,11 +354,15 @@ class ChatTemplate:
             before = self._run(messages[:i], tools, True, marks)
             after = self._run(messages[: i + 1], tools, False, marks) if i + 1 < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
-                raise InputError(f"{self.name} does not tell what the assistant wrote in messages[{i}]: it writes the message differently "
-                                 "than after its generation prompt, or than when others follow; put {% generation %} and "
-                                 "{% endgeneration %} around it in the template")
+                raise InputError(
+                    f"{self.name} does not tell what the assistant wrote in messages[{i}]: it writes the message"
+                    " differently than after its generation prompt, or than when others follow; put {% generation %}"
+                    " and {% endgeneration %} around it in the template"
+                )
             said = after[len(before) :].rstrip()
-            ended = any(said[-n:] in self._special for n in self._lengths)  # what follows the end of turn is the template's
+            ended = any(
+                said[-n:] in self._special for n in self._lengths
+            )  # what follows the end of turn is the template's
             stop = len(before) + len(said) if ended else len(after)
             pieces += [whole[done : len(before)], marks.start, whole[len(before) : stop], marks.stop]
             done = stop
@@ -293,7 +385,9 @@ class ChatTemplate:
 
 
 def check_messages(messages: Any) -> None:
-    """InputError unless these are messages: a list of objects, each with a role and, where it has content, text or a list of parts."""
+    """InputError unless these are messages: a list of objects, each with a role and, where it has content, text or a
+    list of parts.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(f"messages must be a list of at least one message, not {_shown(messages)}")
     for i, message in enumerate(messages):
@@ -325,7 +419,9 @@ def _environment() -> Any:
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("enclose", [nodes.Name(MARKS, "load")]), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("enclose", [nodes.Name(MARKS, "load")]), [], [], body).set_lineno(
+                line
+            )
 
         def enclose(self, marks: Marks, caller: Callable[[], str]) -> str:
             return marks.start + caller() + marks.stop
@@ -336,7 +432,9 @@ def _environment() -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = to_json  # Jinja's own writes <, > and & as \u escapes, for HTML
     environment.globals["raise_exception"] = refuse
     return environment

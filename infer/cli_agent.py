@@ -30,8 +30,9 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Let a model solve a task: it writes code, the tests run in the sandbox, it reads what failed, and writes again. The exit code is 0 if
-    the tests pass in the end, else 1. docs/agent.md has the details."""
+    """Let a model solve a task: it writes code, the tests run in the sandbox, it reads what failed, and writes again.
+    The exit code is 0 if the tests pass in the end, else 1. docs/agent.md has the details.
+    """
 
     task: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TASK_DIR")]]
     """Folder with task.md, files to start from and tests (test*.py). Nothing in it is changed."""
@@ -40,11 +41,17 @@ class Options:
     model: str = ""
     """Model of that server; by default the only one it has."""
     api_key: str = ""
-    """Key for that server; the environment variable OPENAI_API_KEY does the same, and does not show in lists of processes."""
+    """Key for that server; the environment variable OPENAI_API_KEY does the same, and does not show in lists of
+    processes.
+    """
     checkpoint: str = ""
-    """Or start our own server for this: HF folder, training run, or a recipe as `python -m train` takes it, which gets random weights."""
+    """Or start our own server for this: HF folder, training run, or a recipe as `python -m train` takes it, which gets
+    random weights.
+    """
     mode: Literal["auto", "chat", "completion"] = "auto"
-    """chat: the model is asked in messages. completion: it continues a text. auto: chat, unless our server says that the model cannot."""
+    """chat: the model is asked in messages. completion: it continues a text. auto: chat, unless our server says that
+    the model cannot.
+    """
     max_turns: int = 6
     """Rounds of writing and testing at most."""
     max_new_tokens: int = 1024
@@ -58,16 +65,20 @@ class Options:
     timeout: float = 600.0
     """Seconds for an answer at most."""
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How the tests are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource limits; only inside a
-    virtual machine."""
+    """How the tests are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
+    limits; only inside a virtual machine.
+    """
     workspace: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """New folder for the copy that the model works on (files), the transcript and the record; by default one in runs/agent."""
+    """New folder for the copy that the model works on (files), the transcript and the record; by default one in
+    runs/agent.
+    """
     json: File = None
     """Record of the run; by default record.json in the workspace."""
     backend: str = "auto"
     """With --checkpoint: cuda, hip, cpu or xla; auto takes the first of them that is available."""
     devices: int = 1
-    """With --checkpoint: devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    """With --checkpoint: devices that the lanes are spread over; where there is no GPU the CPU is split into as many.
+    """
     threads: Integer = None
     """With --checkpoint: worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Integer = None
@@ -82,7 +93,9 @@ def run(options: Options) -> int:
     task = load_task(options.task)
     folder = find_workspace(options, task)
     with contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))  # ends servers and programs too
+        stack.callback(
+            signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt)
+        )  # ends servers and programs too
         if options.base_url:  # first: it takes no time
             key = options.api_key or os.environ.get(KEY) or "none"
             model = Model(options.base_url, key, options.model, options.mode, options.timeout)
@@ -103,7 +116,10 @@ def check(options: Options) -> None:
     if options.base_url and given:
         raise ConfigError(f"--{given[0]} goes with --checkpoint: a server that runs has its own")
     if options.checkpoint and (options.model or options.api_key):
-        raise ConfigError(f"--{'model' if options.model else 'api-key'} goes with --base-url: our own server has one model and its own key")
+        raise ConfigError(
+            f"--{'model' if options.model else 'api-key'} goes with --base-url: our own server has one model and its"
+            " own key"
+        )
     for name, least in (("max_turns", 1), ("max_new_tokens", 1), ("temperature", 0)):
         if not getattr(options, name) >= least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
@@ -113,7 +129,9 @@ def check(options: Options) -> None:
 
 
 def find_workspace(options: Options, task: Task) -> Path:
-    """Where a new folder can be made, outside of the task. Raises ConfigError for one that holds files, or lies in the task."""
+    """Where a new folder can be made, outside of the task. Raises ConfigError for one that holds files, or lies in the
+    task.
+    """
     folder = options.workspace
     if folder is None:
         number = 1
@@ -140,26 +158,46 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
     """The loop, with its transcript and its record; the exit code."""
     asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
     asked |= {} if options.seed is None else {"seed": options.seed}
-    described = conditions(model, judge.report, judge.sandbox.report, asked, max_turns=options.max_turns, test_seconds=options.test_seconds)
+    described = conditions(
+        model, judge.report, judge.sandbox.report, asked, max_turns=options.max_turns, test_seconds=options.test_seconds
+    )
     found, path = Run(task), options.json or folder / "record.json"
     print(f"{task.name}: {model.name} at {model.base_url}, {model.mode}", file=sys.stderr)
     live = Live(options.max_turns)
     with (folder / "transcript.jsonl").open("w", encoding="utf-8") as transcript:
 
         def told(turn: Turn, prompt: Any) -> None:
-            line = {"turn": turn.number, "prompt": prompt, "answer": turn.reply.text, "written": turn.written, "notes": turn.notes,
-                    "verdict": turn.outcome.verdict, "output": turn.output}  # fmt: skip
+            line = {
+                "turn": turn.number,
+                "prompt": prompt,
+                "answer": turn.reply.text,
+                "written": turn.written,
+                "notes": turn.notes,
+                "verdict": turn.outcome.verdict,
+                "output": turn.output,
+            }
             transcript.write(json.dumps(line, ensure_ascii=False) + "\n")
             transcript.flush()
             live.end(turn_line(turn, options.max_turns))
 
         try:
-            solve(found, workspace, model, judge, max_turns=options.max_turns, test_seconds=options.test_seconds, options=asked,
-                  progress=live.show, told=told)  # fmt: skip
+            solve(
+                found,
+                workspace,
+                model,
+                judge,
+                max_turns=options.max_turns,
+                test_seconds=options.test_seconds,
+                options=asked,
+                progress=live.show,
+                told=told,
+            )
         finally:
             live.end()
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record(found, described, task), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(record(found, described, task), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
     print(split_table(found, described).text())
     if found.turns and (table := projection(found)) is not None:
         print(f"\n{table.text()}")

@@ -1,4 +1,6 @@
-"""python -m infer bench: the latency of decoding with all its conditions; a table and, if asked for, a record and a trace."""
+"""python -m infer bench: the latency of decoding with all its conditions; a table and, if asked for, a record and a
+trace.
+"""
 
 import itertools
 import statistics
@@ -28,18 +30,24 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure time to first token, time per token and tokens per second at batch 1. The table goes to standard output."""
+    """Measure time to first token, time per token and tokens per second at batch 1. The table goes to standard
+    output.
+    """
 
     checkpoint: str = ""
-    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random weights."""
+    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random
+    weights.
+    """
     backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available. cuda-graph and cuda-graph-overlap are there to compare with:
-    the kernels of cuda, one launch for each op."""
+    """cuda, hip, cpu or xla; auto takes the first of them that is available. cuda-graph and cuda-graph-overlap are
+    there to compare with: the kernels of cuda, one launch for each op.
+    """
     compare: str = ""
     """Several backends instead, as in cpu,xla: a run of each in turn, in one process, with the same prompts."""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()
-    """A recipe's shape under each of these layouts instead of its own, as in tp 'dtp(2)' laneformer none, with the same weights: runs take
-    turns, and a table says what their exchanges cost."""
+    """A recipe's shape under each of these layouts instead of its own, as in tp 'dtp(2)' laneformer none, with the same
+    weights: runs take turns, and a table says what their exchanges cost.
+    """
     context: str = "512"
     """Prompt lengths in tokens, as in 128,512,4096: a record for each."""
     output_tokens: Optional = None
@@ -63,7 +71,9 @@ class Options:
     lanes: Optional = None
     """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     bandwidth_spec: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None
-    """Memory bandwidth of one device as its maker specifies it, 10^9 bytes per second; for the share of it that is used."""
+    """Memory bandwidth of one device as its maker specifies it, 10^9 bytes per second; for the share of it that is
+    used.
+    """
     json: File = None
     """Write the records to this file, and the times of every token beside it as .npz."""
     trace: File = None
@@ -103,7 +113,9 @@ def run(options: Options) -> int:
 def check(options: Options) -> None:
     """Raises ConfigError for what would fail only after minutes of measuring, or cannot be meant."""
     if options.bandwidth_spec is not None and options.bandwidth_spec <= 0:
-        raise ConfigError(f"--bandwidth-spec {options.bandwidth_spec}: give 10^9 bytes per second of one device, as in 4800")
+        raise ConfigError(
+            f"--bandwidth-spec {options.bandwidth_spec}: give 10^9 bytes per second of one device, as in 4800"
+        )
     if options.compare and options.backend != "auto":
         raise ConfigError("give --backend, or several with --compare, not both")
     names = backends(options)
@@ -111,7 +123,9 @@ def check(options: Options) -> None:
         raise ConfigError(f"--compare {options.compare}: name each backend once")
     if options.layouts:
         if not is_recipe(options.checkpoint):
-            raise ConfigError("--layouts is for recipes, whose weights are random: a trained model is right under its own layout only")
+            raise ConfigError(
+                "--layouts is for recipes, whose weights are random: a trained model is right under its own layout only"
+            )
         if len(set(options.layouts)) < len(options.layouts):
             raise ConfigError(f"--layouts {' '.join(options.layouts)}: name each layout once")
         for layout in options.layouts:
@@ -121,7 +135,9 @@ def check(options: Options) -> None:
     if options.trace and set(names) == {"xla"}:
         raise ConfigError("--trace: backend xla writes no spans, the others do")
     if options.json and options.json.suffix != ".json":
-        raise ConfigError(f"--json {options.json}: give a name that ends in .json; the raw times get the same with .npz")
+        raise ConfigError(
+            f"--json {options.json}: give a name that ends in .json; the raw times get the same with .npz"
+        )
     for file in filter(None, (options.json, options.trace)):
         file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -136,24 +152,38 @@ def cases(options: Options, context: int) -> list[Case]:
     try:
         prompts = [int(word) for word in options.context.split(",")]
     except ValueError:
-        raise ConfigError(f"--context {options.context}: write whole numbers with commas between them, as in 128,512") from None
+        raise ConfigError(
+            f"--context {options.context}: write whole numbers with commas between them, as in 128,512"
+        ) from None
     made = []
     for prompt in prompts:
         output = min(USUAL_OUTPUT, max(2, context - prompt)) if options.output_tokens is None else options.output_tokens
-        made.append(Case(prompt, output, options.runs, options.warmup_runs, options.sampling, options.tokens_per_dispatch))
+        made.append(
+            Case(prompt, output, options.runs, options.warmup_runs, options.sampling, options.tokens_per_dispatch)
+        )
         made[-1].check(context)
     return made
 
 
 def open_engines(options: Options) -> list[Engine]:
-    """One for each layout and backend. Raises ConfigError if one of them cannot be had, or --trace has nothing to trace."""
+    """One for each layout and backend. Raises ConfigError if one of them cannot be had, or --trace has nothing to
+    trace.
+    """
     made = []
     for layout, name in itertools.product(options.layouts or (None,), backends(options)):
         threads = options.threads if not options.compare or name == "cpu" else None
-        made.append(open_engine(
-            options.checkpoint, name, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
-            threads=threads, layout=layout,
-        ))  # fmt: skip
+        made.append(
+            open_engine(
+                options.checkpoint,
+                name,
+                dtype=options.dtype,
+                compute=options.compute,
+                devices=options.devices,
+                lanes=options.lanes,
+                threads=threads,
+                layout=layout,
+            )
+        )
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace: backend {made[0].backend} writes no spans, the others do")
     return made
@@ -166,8 +196,8 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
         same = [one for one in measured if one.engine.config.layout == layout]
         medians = {one.engine.backend: statistics.median(run.rate for run in one.runs) for one in same}
         notes += [
-            f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the medians of "
-            f"tokens/s, {a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"
+            f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the"
+            f" medians of tokens/s, {a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"
             for a, b in itertools.combinations(medians, 2)
         ]
     spec = None if options.bandwidth_spec is None else 1e9 * options.bandwidth_spec
@@ -175,10 +205,15 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
     for one in measured:
         same = [other for other in measured if other.engine.config.layout == one.engine.config.layout]
         reference = next((other for other in same if other.engine.backend == "xla"), same[0])
-        records.append(bench_record.make_record(
-            one, random_weights=is_recipe(options.checkpoint), bandwidth_spec=spec, notes=notes,
-            beside=None if one is reference else reference,
-        ))  # fmt: skip
+        records.append(
+            bench_record.make_record(
+                one,
+                random_weights=is_recipe(options.checkpoint),
+                bandwidth_spec=spec,
+                notes=notes,
+                beside=None if one is reference else reference,
+            )
+        )
     return records
 
 

@@ -26,7 +26,9 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Continue a prompt with a checkpoint. Text goes to standard output as it comes, everything else to standard error."""
+    """Continue a prompt with a checkpoint. Text goes to standard output as it comes, everything else to
+    standard error.
+    """
 
     checkpoint: Path
     """HF folder (config.json + safetensors), training run, or one step of a run."""
@@ -45,7 +47,9 @@ class Options:
     ignore_eos: bool = False
     """Go on after the model's end-of-text token."""
     backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there to compare with."""
+    """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there
+    to compare with.
+    """
     devices: int = 1
     """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
     distributed: Distributed = False
@@ -69,10 +73,14 @@ def run(options: Options) -> int:
     prompt = read_prompt(options)
     take_devices(options.devices, options.distributed)
     engine = Engine.load(
-        options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
+        options.checkpoint,
+        options.backend,
+        dtype=options.dtype,
+        devices=options.devices,
+        num_lanes=options.lanes,
         precision=None if options.compute is None else Precision(compute=options.compute),
         **({} if options.threads is None else {"threads": options.threads}),
-    )  # fmt: skip
+    )
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(
         prompt,
@@ -106,7 +114,9 @@ def read_prompt(options: Options) -> str | list[int]:
         try:
             return [int(word) for word in options.prompt_ids.split(",")]
         except ValueError:
-            raise InputError(f"--prompt-ids {options.prompt_ids}: write whole numbers with commas between them, as in 1,2,3") from None
+            raise InputError(
+                f"--prompt-ids {options.prompt_ids}: write whole numbers with commas between them, as in 1,2,3"
+            ) from None
     if options.prompt not in ("", "-"):
         return options.prompt
     name, source = ("standard input", sys.stdin.buffer) if options.prompt else (options.prompt_file, None)
@@ -121,7 +131,9 @@ def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of ending the run
     if sys.stdout.isatty():
-        print(f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True)
+        print(
+            f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True
+        )
     for piece in generation.texts() if text else _ids(generation):
         print(piece, end="", flush=True)
 
@@ -135,25 +147,37 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     """One line: tokens, speed, and the conditions without which a speed means nothing."""
     c = engine.conditions
     ended = f"{result.finish_reason}{'' if result.stop_reason is None else f' {result.stop_reason!r}'}"
-    speed = "too few tokens for a rate" if result.time_per_token is None else f"{1 / result.time_per_token:,.1f} tokens/s sustained"
-    first = "no token" if result.time_to_first_token is None else f"first token after {1000 * result.time_to_first_token:.1f} ms"
-    weights = c["weights_dtype"] + (f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else "")
+    speed = (
+        "too few tokens for a rate"
+        if result.time_per_token is None
+        else f"{1 / result.time_per_token:,.1f} tokens/s sustained"
+    )
+    first = (
+        "no token"
+        if result.time_to_first_token is None
+        else f"first token after {1000 * result.time_to_first_token:.1f} ms"
+    )
+    weights = c["weights_dtype"] + (
+        f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else ""
+    )
     weights += f", products in {c['compute_dtype']}" if c["compute_dtype"] != c["weights_dtype"] else ""
     threads = f", {c['threads']} thread{'s' * (c['threads'] > 1)} ({c['instructions']})" if "threads" in c else ""
     s = options.sampling
     changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
-    chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty")
+    chosen = ", ".join(
+        f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty"
+    )
     sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
     return (
-        f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | "
-        f"{c['model']}: {c['parameters']:,} parameters, weights {weights}; "
-        f"backend {c['backend']}{threads}, {c['devices']} x {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, "
-        f"context {c['context']}; {sampling}"
+        f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | {c['model']}:"
+        f" {c['parameters']:,} parameters, weights {weights}; backend {c['backend']}{threads}, {c['devices']} x"
+        f" {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, context {c['context']}; {sampling}"
     )
 
 
 def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
-    """Bytes read per token, at the answer's mean context, and the share of the time in which the backend's threads only read as many.
+    """Bytes read per token, at the answer's mean context, and the share of the time in which the backend's threads only
+    read as many.
 
     The share is measured now, on backend cpu: what is missing to 1 is more than streaming. None where there is no rate.
     """
@@ -185,6 +209,10 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
         **dataclasses.asdict(result),
         "bytes_per_token": num_bytes,
         "share_of_read_speed": share,
-        "conditions": {**engine.conditions, "sampling": dataclasses.asdict(options.sampling), "ignore_eos": options.ignore_eos},
+        "conditions": {
+            **engine.conditions,
+            "sampling": dataclasses.asdict(options.sampling),
+            "ignore_eos": options.ignore_eos,
+        },
         "warmup_seconds": compiled,
     }

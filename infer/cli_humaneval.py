@@ -1,4 +1,6 @@
-"""python -m infer humaneval: lets a checkpoint solve programming problems and scores what it wrote, or scores samples from elsewhere."""
+"""python -m infer humaneval: lets a checkpoint solve programming problems and scores what it wrote, or scores samples
+from elsewhere.
+"""
 
 import json
 import sys
@@ -26,16 +28,20 @@ OPTIONAL = {"metavar": "FILE"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """HumanEval, HumanEval+, MBPP, MBPP+: samples of a checkpoint and their verdicts. With --checkpoint it generates and scores, with
-    --samples alone it scores. A killed command goes on where it was when it is given again."""
+    """HumanEval, HumanEval+, MBPP, MBPP+: samples of a checkpoint and their verdicts. With --checkpoint it generates
+    and scores, with --samples alone it scores. A killed command goes on where it was when it is given again.
+    """
 
     data: str
-    """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval, humaneval+, mbpp,
-    mbpp-sanitized, mbpp+ to have `datasets` download them."""
+    """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval,
+    humaneval+, mbpp, mbpp-sanitized, mbpp+ to have `datasets` download them.
+    """
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """HF folder (config.json + safetensors), training run, or one step of a run. Without it nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Samples as JSON lines: task_id, and completion or solution. With --checkpoint they are written there; default: beside the report."""
+    """Samples as JSON lines: task_id, and completion or solution. With --checkpoint they are written there; default:
+    beside the report.
+    """
     json: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Report to write; default: beside the samples, ending in .report.json."""
     mode: Literal["completion", "chat"] = "completion"
@@ -61,8 +67,9 @@ class Options:
     """Convert the weights; without it they stay as stored."""
     compute: Compute = None
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How programs are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource limits; only inside a
-    virtual machine."""
+    """How programs are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
+    limits; only inside a virtual machine.
+    """
     workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Programs that run at a time; default: one per core."""
     generate_only: bool = False
@@ -89,7 +96,9 @@ def run(options: Options) -> int:
             if settings_path(samples_path).exists():
                 settings = json.loads(settings_path(samples_path).read_text(encoding="utf-8"))
         else:
-            judge.verify(chosen.problems, progress=True)  # first: a sandbox that does not work should not cost a generation
+            judge.verify(
+                chosen.problems, progress=True
+            )  # first: a sandbox that does not work should not cost a generation
             samples, settings = written(options, problems, chosen, samples_path)
         ids = {problem.task_id for problem in chosen}
         samples = [sample for sample in samples if sample.task_id in ids]
@@ -120,31 +129,51 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
     """Of the samples and of the report; the one that is not given lies beside the other."""
     samples, report = options.samples, options.json
     if samples is None:
-        samples = report.with_suffix(".samples.jsonl") if report else Path(f"{options.checkpoint.absolute().name}-{problems.kind}.jsonl")
+        samples = (
+            report.with_suffix(".samples.jsonl")
+            if report
+            else Path(f"{options.checkpoint.absolute().name}-{problems.kind}.jsonl")
+        )
     return samples, report or samples.with_suffix(".report.json")
 
 
 def open_engine(options: Options) -> Engine:
     return Engine.load(
-        options.checkpoint, options.backend, dtype=options.dtype, devices=options.devices, num_lanes=options.lanes,
+        options.checkpoint,
+        options.backend,
+        dtype=options.dtype,
+        devices=options.devices,
+        num_lanes=options.lanes,
         precision=None if options.compute is None else Precision(compute=options.compute),
-    )  # fmt: skip
+    )
 
 
-def written(options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples in the file, after those were generated that it lacked of the chosen problems; and how they are made."""
+def written(
+    options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path
+) -> tuple[list[Sample], dict[str, Any]]:
+    """The samples in the file, after those were generated that it lacked of the chosen problems; and how they
+    are made.
+    """
     weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
     engine = open_engine(options)
-    chat = ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template) if options.mode == "chat" else None
+    chat = (
+        ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template)
+        if options.mode == "chat"
+        else None
+    )
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
     with lead(engine), SampleFile(path, settings, problems) as file:
-        for sample in generate(engine, chosen, samples=options.samples_per_problem, done=file.counts, progress=True, **how):
+        for sample in generate(
+            engine, chosen, samples=options.samples_per_problem, done=file.counts, progress=True, **how
+        ):
             file.add(sample)
         return file.samples, settings
 
 
-def scored(samples: list[Sample], settings: dict[str, Any] | None, problems: ProblemSet, judge: Judge, path: Path) -> Report:
+def scored(
+    samples: list[Sample], settings: dict[str, Any] | None, problems: ProblemSet, judge: Judge, path: Path
+) -> Report:
     """The report, also written to `path`; verdicts are kept beside it until it is whole."""
     conditions = {"data": data_report(problems), "sandbox": judge.sandbox.report}
     with VerdictFile(path.with_name(path.name + ".verdicts.jsonl"), conditions) as verdicts:

@@ -1,4 +1,6 @@
-"""python -m infer roofline: how fast a model could answer on hardware that need not be there; everything is projected."""
+"""python -m infer roofline: how fast a model could answer on hardware that need not be there; everything is
+projected.
+"""
 
 import math
 from dataclasses import dataclass
@@ -23,13 +25,17 @@ Sweep = Literal["layout", "lanes", "delay", "context", "precision"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Project the speed at batch 1 of one model on one node: bytes per token by part, the ceiling, and what waiting adds."""
+    """Project the speed at batch 1 of one model on one node: bytes per token by part, the ceiling, and what waiting
+    adds.
+    """
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG.json")]] = ""
-    """config.json of a published model, or its folder: a mixture of experts (Mixtral, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek V3 and V4,
-    Kimi K2), or a model that this package runs."""
+    """config.json of a published model, or its folder: a mixture of experts (Mixtral, Qwen3-MoE, Qwen3-Next, gpt-oss,
+    DeepSeek V3 and V4, Kimi K2), or a model that this package runs.
+    """
     checkpoint: str = ""
-    """Or: HF folder or its config.json, training run, or a recipe as `python -m train` takes it. No weights are read."""
+    """Or: HF folder or its config.json, training run, or a recipe as `python -m train` takes it. No weights are read.
+    """
     moe: str = ""
     """Or a mixture-of-experts model by name, or all: qwen3-coder-next, gpt-oss-120b, deepseek-v4-flash, kimi-k2.6."""
     gigabytes: Number = None
@@ -45,7 +51,9 @@ class Options:
     devices: Integer = None
     """Devices of the node; by default one per lane, as many as its fast links join, and 8 for the other models."""
     bandwidth: GBs = None
-    """Memory bandwidth of one device, 10^9 bytes per second, in place of the table's: a measured one, of which all counts."""
+    """Memory bandwidth of one device, 10^9 bytes per second, in place of the table's: a measured one, of which all
+    counts.
+    """
     bandwidth_share: Number = None
     """Share of the bandwidth that reads reach; by default 0.8 of the table's, 1 of --bandwidth."""
     link: GBs = None
@@ -59,15 +67,21 @@ class Options:
     launch_us: float = 1e6 * LAUNCH
     """Time of one launch."""
     precision: str = "bfloat16"
-    """Of the weights: float32, bfloat16, float16, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits). MoE models have their own mixture."""
+    """Of the weights: float32, bfloat16, float16, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits). MoE models have their
+    own mixture.
+    """
     kv_precision: str = "bfloat16"
     """Of keys and values."""
     context: Integer = None
     """Positions before the token; by default 1536, or the model's longest context if that is shorter."""
     kv_megabytes: Number = None
-    """With --moe NAME: what one token reads and writes of cache and state, 10^6 bytes, in place of the table's or where it is unknown."""
+    """With --moe NAME: what one token reads and writes of cache and state, 10^6 bytes, in place of the table's or where
+    it is unknown.
+    """
     rate: Number = None
-    """Tokens per second that are known: for the share of the bandwidth, and the time of a dependent operation that explains them."""
+    """Tokens per second that are known: for the share of the bandwidth, and the time of a dependent operation that
+    explains them.
+    """
     rate_status: Literal["measured", "simulated"] = MEASURED
     """Where --rate is from."""
     sweep: tuple[Sweep, ...] = ()
@@ -97,9 +111,11 @@ def check(options: Options, described: ConfigFile | None) -> None:
     is_moe = bool(options.moe) or (described is not None and described.is_moe)
     is_model = bool(options.checkpoint) or (described is not None and not is_moe)
     given = {
-        "CONFIG.json": options.config, "--checkpoint": options.checkpoint, "--moe": options.moe,
+        "CONFIG.json": options.config,
+        "--checkpoint": options.checkpoint,
+        "--moe": options.moe,
         "--gigabytes": options.gigabytes is not None,
-    }  # fmt: skip
+    }
     models = [name for name, value in given.items() if value]
     if len(models) > 1:
         raise ConfigError(f"{' and '.join(models)}: give one model")
@@ -112,20 +128,29 @@ def check(options: Options, described: ConfigFile | None) -> None:
     if options.rate is not None and (not models or options.moe == "all"):
         raise ConfigError("--rate belongs to one model: give CONFIG.json, --checkpoint, --moe NAME or --gigabytes")
     if options.precision != "bfloat16" and not is_model:
-        raise ConfigError("--precision is for --checkpoint: MoE models have their own mixture, beside which --sweep precision sets others")
+        raise ConfigError(
+            "--precision is for --checkpoint: MoE models have their own mixture, beside which --sweep precision sets"
+            " others"
+        )
     if options.gigabytes is not None and (options.context is not None or options.kv_precision != "bfloat16"):
         raise ConfigError("--context and --kv-precision need a model: --gigabytes counts all that a token reads")
-    if options.kv_megabytes is not None and (not is_moe or options.moe == "all" or not 0 <= options.kv_megabytes < math.inf):
+    if options.kv_megabytes is not None and (
+        not is_moe or options.moe == "all" or not 0 <= options.kv_megabytes < math.inf
+    ):
         raise ConfigError(f"--kv-megabytes {options.kv_megabytes:g}: 0 or above, and only with --moe NAME")
     if options.layers is not None and (options.gigabytes is None or options.layers < 1):
-        raise ConfigError(f"--layers {options.layers}: at least 1, and only with --gigabytes; the other models have their own")
+        raise ConfigError(
+            f"--layers {options.layers}: at least 1, and only with --gigabytes; the other models have their own"
+        )
     for name in ("lanes", "layout"):
         if getattr(options, name) and not is_model:
             raise ConfigError(f"--{name} is for --checkpoint: other models are known by their bytes alone")
     allowed = ("precision",) if is_moe else options.sweep if is_model else ()
     refused = [name for name in options.sweep if name not in allowed]
     if refused:
-        raise ConfigError(f"--sweep {' '.join(refused)} needs a model of --checkpoint" + ("; of --moe: precision" if is_moe else ""))
+        raise ConfigError(
+            f"--sweep {' '.join(refused)} needs a model of --checkpoint" + ("; of --moe: precision" if is_moe else "")
+        )
     if options.png and options.png.suffix != ".png":
         raise ConfigError(f"--png {options.png}: give a name that ends in .png")
     if options.png and not (is_moe or is_model or options.agent):

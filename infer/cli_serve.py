@@ -1,4 +1,6 @@
-"""python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, whose engine runs in a process of its own."""
+"""python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, whose engine runs in a process of its
+own.
+"""
 
 import asyncio
 import logging
@@ -22,10 +24,14 @@ KEY = "LANEFORMER_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Serve a checkpoint over HTTP, in the forms of OpenAI's completions and chat completions. docs/serving.md has the details."""
+    """Serve a checkpoint over HTTP, in the forms of OpenAI's completions and chat completions. docs/serving.md has the
+    details.
+    """
 
     checkpoint: str
-    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random weights."""
+    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random
+    weights.
+    """
     host: str = "127.0.0.1"
     """Address to listen on. Others than this machine's own need a key."""
     port: int = 8000
@@ -59,7 +65,9 @@ class Options:
     """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
     compute: Compute = None
     tokens_per_dispatch: Optional = None
-    """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's choice."""
+    """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's
+    choice.
+    """
 
 
 def run(options: Options) -> int:
@@ -75,14 +83,23 @@ def run(options: Options) -> int:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)
     engine_options = EngineOptions(
-        options.checkpoint, options.backend, options.dtype, options.compute, options.devices, options.distributed, options.lanes,
-        options.threads, None if options.chat_template is None else str(options.chat_template),
-    )  # fmt: skip
+        options.checkpoint,
+        options.backend,
+        options.dtype,
+        options.compute,
+        options.devices,
+        options.distributed,
+        options.lanes,
+        options.threads,
+        None if options.chat_template is None else str(options.chat_template),
+    )
     if options.distributed and not _is_first():
         return follow(engine_options)
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
-        raise ConfigError(f"--host {options.host}: others could reach it: set a key with {KEY} or --api-key-file, or say --insecure")
+        raise ConfigError(
+            f"--host {options.host}: others could reach it: set a key with {KEY} or --api-key-file, or say --insecure"
+        )
     listening = listen(options.host, options.port)
     logging.basicConfig(format="%(message)s", force=True)  # also where an imported library has set one up
     logging.getLogger("infer").setLevel(logging.INFO)
@@ -97,9 +114,22 @@ def run(options: Options) -> int:
             await super().shutdown(sockets)
 
     app = Api(engine, metrics, name, options.stream_interval_ms / 1000).app(key, {options.host, *options.allowed_host})
-    server = Server(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, server_header=False, ws="none",
-                                   lifespan="on", timeout_graceful_shutdown=1))  # fmt: skip
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends in good order, and then raises what it was ended with once more
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+        )
+    )
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # uvicorn ends in good order, and then raises what it was ended with once more
         signal.signal(number, lambda *_: None)
     host, port = listening.getsockname()[:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}", file=sys.stderr, flush=True)
@@ -134,7 +164,10 @@ def read_key(options: Options) -> str | None:
     if options.api_key_file is not None and KEY in os.environ:
         raise ConfigError(f"give either --api-key-file or {KEY}, not both")
     if options.api_key_file is not None:
-        key, source = options.api_key_file.read_text(encoding="utf-8", errors="replace").strip(), str(options.api_key_file)
+        key, source = (
+            options.api_key_file.read_text(encoding="utf-8", errors="replace").strip(),
+            str(options.api_key_file),
+        )
     elif KEY in os.environ:
         key, source = os.environ[KEY], KEY
     else:

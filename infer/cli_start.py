@@ -25,7 +25,8 @@ def show_log() -> None:
 
 
 def take_devices(count: int, distributed: bool = False) -> None:
-    """Splits the CPU into so many devices, for where there is no GPU; or joins the other processes of the job that the devices belong to.
+    """Splits the CPU into so many devices, for where there is no GPU; or joins the other processes of the job that the
+    devices belong to.
 
     Call before the first JAX operation. Raises ConfigError.
     """
@@ -36,7 +37,8 @@ def take_devices(count: int, distributed: bool = False) -> None:
         join_hosts()
         if count < jax.process_count():
             raise ConfigError(
-                f"--devices {count}: each of the job's {jax.process_count()} processes needs one, so give the number of all their GPUs"
+                f"--devices {count}: each of the job's {jax.process_count()} processes needs one, so give the number of"
+                " all their GPUs"
             )
         if not speaks():
             logging.disable(logging.INFO)

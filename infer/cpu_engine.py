@@ -1,4 +1,6 @@
-"""The CPU backend: the persistent decode kernel of custom_calls, which generates a whole answer, prompt included, in one call."""
+"""The CPU backend: the persistent decode kernel of custom_calls, which generates a whole answer, prompt included, in
+one call.
+"""
 
 import jax
 
@@ -29,16 +31,29 @@ class CpuBackend(NativeBackend):
         return custom_calls.unavailable()
 
     def __init__(
-        self, source: Source, *, threads: int | None = None, one_thread_per_lane: bool = False, chaos_us: int = 0,
+        self,
+        source: Source,
+        *,
+        threads: int | None = None,
+        one_thread_per_lane: bool = False,
+        chaos_us: int = 0,
         instructions: str | None = None,
-    ):  # fmt: skip
-        """The options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be used."""
+    ):
+        """The options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library
+        cannot be used.
+        """
         self.source, config = source, source.config
         try:
             session = Session(
-                kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows,
-                threads=threads, one_thread_per_lane=one_thread_per_lane, chaos_us=chaos_us, instructions=instructions,
-            )  # fmt: skip
+                kernel_shapes(source),
+                config.schedule,
+                rope_frequencies=rotary_frequencies(config)[0],
+                windows=config.layer_windows,
+                threads=threads,
+                one_thread_per_lane=one_thread_per_lane,
+                chaos_us=chaos_us,
+                instructions=instructions,
+            )
             pack(session, source)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None

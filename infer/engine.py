@@ -33,28 +33,40 @@ log = logging.getLogger("infer")
 
 ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
 BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
+    backend.name: backend
+    for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
 }
-NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)  # the last ones are to compare with: auto never takes them
+NAMES = (
+    *ORDER,
+    CudaGraphBackend.name,
+    CudaOverlapBackend.name,
+)  # the last ones are to compare with: auto never takes them
 MOST_TOP_LOGPROBS = 20
 
 
 class Engine:
     """Generates text with a model, one generation at a time.
 
-        engine = infer.Engine.load("checkpoints/mine")
-        for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
-            print(token.text, end="", flush=True)
+    engine = infer.Engine.load("checkpoints/mine")
+    for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
+        print(token.text, end="", flush=True)
     """
 
     def __init__(
-        self, model: Laneformer | Source, backend: str = "auto", *, tokenizer: Tokenizer | None = None, name: str = "model",
+        self,
+        model: Laneformer | Source,
+        backend: str = "auto",
+        *,
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
         **options: Any,
-    ):  # fmt: skip
-        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` says which.
+    ):
+        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` says
+        which.
 
-        name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/cpu_engine.py). Raises ConfigError for
-        a backend that is unknown, not built or not able to run the model, and for options that it does not have.
+        name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/cpu_engine.py).
+        Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for options that
+        it does not have.
         """
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
@@ -68,13 +80,20 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, backend: str = "auto", *, dtype=None, devices: int = 1, num_lanes: int | None = None,
-        precision: Precision | None = None, **options: Any,
-    ) -> "Engine":  # fmt: skip
+        cls,
+        path: str | Path,
+        backend: str = "auto",
+        *,
+        dtype=None,
+        devices: int = 1,
+        num_lanes: int | None = None,
+        precision: Precision | None = None,
+        **options: Any,
+    ) -> "Engine":
         """An engine for a checkpoint and the tokenizer.json beside it, if there is one.
 
-        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: over how many the lanes spread.
-        backend, options: as above. Raises CheckpointError or ConfigError.
+        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: over how many
+        the lanes spread. backend, options: as above. Raises CheckpointError or ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
         source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
@@ -88,14 +107,20 @@ class Engine:
 
     @property
     def model(self) -> Laneformer:
-        """The model as backend xla runs it; its weights may be replaced between generations. ConfigError on backends that have none."""
+        """The model as backend xla runs it; its weights may be replaced between generations. ConfigError on backends
+        that have none.
+        """
         if not isinstance(self._backend, XlaBackend):
-            raise ConfigError(f"backend {self.backend} keeps the weights in a form of its own: use laneformer.load, or backend xla")
+            raise ConfigError(
+                f"backend {self.backend} keeps the weights in a form of its own: use laneformer.load, or backend xla"
+            )
         return self._backend.model
 
     @property
     def session(self) -> Running | None:
-        """What the native backends keep in their library, for measurements: when each token was drawn. None on backend xla."""
+        """What the native backends keep in their library, for measurements: when each token was drawn. None on backend
+        xla.
+        """
         return getattr(self._backend, "session", None)
 
     @property
@@ -124,10 +149,14 @@ class Engine:
         }
 
     def encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        """The prompt as generate() takes it: token ids, int32 [n]. Raises InputError unless it leaves room for an answer."""
+        """The prompt as generate() takes it: token ids, int32 [n]. Raises InputError unless it leaves room for an
+        answer.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InputError("a text prompt needs a tokenizer.json beside the checkpoint: put it there, or give token ids")
+                raise InputError(
+                    "a text prompt needs a tokenizer.json beside the checkpoint: put it there, or give token ids"
+                )
             ids = np.asarray(self.tokenizer.encode(prompt), np.int64)
         else:
             ids = np.asarray(prompt)
@@ -156,11 +185,12 @@ class Engine:
     ) -> Generation:
         """Starts to generate; the tokens come from the returned iterator.
 
-        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, taken as they are. max_new_tokens: by default
-        as many as the context has room for. stop_tokens: by default the config's eos_token_id; () for none; not handed out.
-        stop_strings: the text ends before the first of them; they are looked for in the answer's text, which special tokens are not in.
-        tokens_per_dispatch: tokens between two looks of the host, by default as many as take about 75 ms. top_logprobs: how many of the
-        most likely tokens each token tells, with their log-probabilities by the raw logits; up to 20.
+        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, taken as they are.
+        max_new_tokens: by default as many as the context has room for. stop_tokens: by default the config's
+        eos_token_id; () for none; not handed out. stop_strings: the text ends before the first of them; they are looked
+        for in the answer's text, which special tokens are not in. tokens_per_dispatch: tokens between two looks of the
+        host, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens each token tells,
+        with their log-probabilities by the raw logits; up to 20.
 
         Raises InputError for a prompt or a limit that cannot work, and while another generation of this engine runs.
         """
@@ -187,9 +217,11 @@ class Engine:
         return generation
 
     def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
-        """Compiles what a request of that size runs, so that its times are those of the machine alone; returns the seconds it took.
+        """Compiles what a request of that size runs, so that its times are those of the machine alone; returns the
+        seconds it took.
 
-        Prompts and caches come in a few sizes (powers of two); sampling settings, stop tokens and seeds need no compilation.
+        Prompts and caches come in a few sizes (powers of two); sampling settings, stop tokens and seeds need no
+        compilation.
         """
         began = time.perf_counter()
         prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
@@ -201,7 +233,8 @@ class Engine:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """Within it the other processes of the job, which have called `follow`, generate whatever this one does; for its first process.
+        """Within it the other processes of the job, which have called `follow`, generate whatever this one does; for
+        its first process.
 
             if jax.process_index() == 0:
                 with engine.leading():
@@ -209,8 +242,8 @@ class Engine:
             else:
                 engine.follow()
 
-        What still runs at its end is cancelled. In it `generate` also raises custom_calls.processes.GroupError, when a process is lost.
-        In a job of one process there is nobody to lead.
+        What still runs at its end is cancelled. In it `generate` also raises custom_calls.processes.GroupError, when a
+        process is lost. In a job of one process there is nobody to lead.
         """
         self._leader = Leader(self._backend)
         try:
@@ -224,7 +257,9 @@ class Engine:
                 leader.end()
 
     def follow(self) -> None:
-        """Generates what the first process of the job does, until it leaves its `leading`. Raises GroupError if it has gone."""
+        """Generates what the first process of the job does, until it leaves its `leading`. Raises GroupError if it has
+        gone.
+        """
         follow(self._backend)
 
     def _require_free(self) -> None:
@@ -232,7 +267,10 @@ class Engine:
         if running is None or running.finished:
             return
         if not running.cancelled:
-            raise InputError("this engine is still generating: take all of it, or call .cancel() on that generation, before the next one")
+            raise InputError(
+                "this engine is still generating: take all of it, or call .cancel() on that generation, before the"
+                " next one"
+            )
         running.settle()
 
     def _stop_tokens(self, tokens: int | Iterable[int] | None) -> tuple[int, ...]:
@@ -240,7 +278,11 @@ class Engine:
             return self.config.eos_token_id
         tokens = (tokens,) if isinstance(tokens, int | np.integer) else tuple(tokens)
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.config.vocab_size:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int | np.integer)
+                or not 0 <= token < self.config.vocab_size
+            ):
                 raise InputError(f"stop token {token!r}: give ids from 0 to {self.config.vocab_size - 1}")
         return tuple(int(token) for token in tokens)
 
@@ -249,7 +291,9 @@ def _choose(name: str, source: Source) -> type[Backend]:
     """The backend of that name, or the first that can run the model."""
     if name not in ("auto", *NAMES):
         raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(NAMES)}")
-    reasons = {known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES}
+    reasons = {
+        known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES
+    }
     able = [known for known in NAMES if reasons[known] is None]
     if name == "auto":
         for known in ORDER[: ORDER.index(able[0])]:
@@ -257,12 +301,20 @@ def _choose(name: str, source: Source) -> type[Backend]:
         log.info("backend %s (auto)", able[0])
         return BACKENDS[able[0]]
     if reasons[name] is not None:
-        raise ConfigError(f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of them")
+        raise ConfigError(
+            f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of"
+            " them"
+        )
     return BACKENDS[name]
 
 
 def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or (most is not None and value > most):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or value < least
+        or (most is not None and value > most)
+    ):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise InputError(f"{name} = {value!r}: give a whole number {allowed}")
     return int(value)

@@ -1,4 +1,6 @@
-"""In a job of several processes one takes the requests, and the others follow it: what it generates, they generate with it."""
+"""In a job of several processes one takes the requests, and the others follow it: what it generates, they generate with
+it.
+"""
 
 import dataclasses
 import logging
@@ -17,7 +19,9 @@ SECONDS = 300  # for the others to end the request before, and to compile for th
 
 
 class Leader:
-    """Tells the other processes what this one generates; made while they begin to `follow`. Alone it has nothing to do."""
+    """Tells the other processes what this one generates; made while they begin to `follow`. Alone it has
+    nothing to do.
+    """
 
     def __init__(self, backend: Backend):
         self._group = Group(backend.source.mesh, SECONDS, "follow the first one")

@@ -18,7 +18,9 @@ class Token(int):
     """A token id, with what is known of it."""
 
     text: str
-    """The text that became printable with it: "" while a character or a possible stop string is incomplete, or without tokenizer."""
+    """The text that became printable with it: "" while a character or a possible stop string is incomplete, or without
+    tokenizer.
+    """
     logprob: float
     """Natural log of the probability the model gave it (of the raw logits, whatever the sampling settings)."""
     time: float
@@ -26,7 +28,14 @@ class Token(int):
     top_logprobs: tuple[tuple[int, float], ...]
     """The most likely tokens here and their log-probabilities, as many as were asked for, the most likely first."""
 
-    def __new__(cls, token: int, text: str = "", logprob: float = 0.0, time: float = 0.0, top_logprobs: tuple[tuple[int, float], ...] = ()):
+    def __new__(
+        cls,
+        token: int,
+        text: str = "",
+        logprob: float = 0.0,
+        time: float = 0.0,
+        top_logprobs: tuple[tuple[int, float], ...] = (),
+    ):
         self = super().__new__(cls, token)
         self.text, self.logprob, self.time, self.top_logprobs = text, logprob, time, top_logprobs
         return self
@@ -55,7 +64,8 @@ class Result:
     token_times: tuple[float, ...]
     """Of each token; tokens of one dispatch arrive together."""
     time_per_token: float | None
-    """Sustained: from the first token to the last dispatch, over the tokens drawn in between. None with fewer than two."""
+    """Sustained: from the first token to the last dispatch, over the tokens drawn in between. None with fewer than two.
+    """
     total_time: float
     """Until the last dispatch; time that the caller took between tokens is in it."""
     tokens_per_dispatch: tuple[int, ...]
@@ -65,14 +75,22 @@ class Result:
 class Generation(Iterator[Token]):
     """Yields `Token`s as they come; made by `Engine.generate`.
 
-    `list(generation)` are the ids. Afterwards `.result` has text, reason and timings; asked for earlier, it runs the generation to its end.
-    `.cancel()` ends it, from any thread; so do leaving a `with` block and dropping the last reference. The texts of the tokens joined
-    are the result's text, but for what was held back when the end came after the last token had been handed out: `texts()` has that too.
+    `list(generation)` are the ids. Afterwards `.result` has text, reason and timings; asked for earlier, it runs the
+    generation to its end. `.cancel()` ends it, from any thread; so do leaving a `with` block and dropping the last
+    reference. The texts of the tokens joined are the result's text, but for what was held back when the end came after
+    the last token had been handed out: `texts()` has that too.
 
     KeyboardInterrupt while waiting for a token ends the generation as cancelled and is raised on.
     """
 
-    def __init__(self, backend: Backend, request: Request, tokenizer: Tokenizer | None, stop_strings: tuple[str, ...], accepted: float):
+    def __init__(
+        self,
+        backend: Backend,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stop_strings: tuple[str, ...],
+        accepted: float,
+    ):
         """accepted: time.perf_counter() when the request came."""
         self._request, self._accepted = request, accepted
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt)
@@ -106,7 +124,9 @@ class Generation(Iterator[Token]):
         return self._request.cancelled.is_set()
 
     def cancel(self) -> None:
-        """Ends the generation: at once, or, while another thread waits for a token, with the dispatch that is running."""
+        """Ends the generation: at once, or, while another thread waits for a token, with the dispatch that is
+        running.
+        """
         self._request.cancelled.set()
         if self._lock.acquire(blocking=False):
             try:
@@ -164,8 +184,9 @@ class Generation(Iterator[Token]):
             if math.isnan(logprob):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
-                    f"the model's output at position {position} is not a number: its weights are damaged, or too large for their dtype "
-                    "(a checkpoint made for bfloat16 overflows in float16: load it with dtype='bfloat16' or 'float32')"
+                    f"the model's output at position {position} is not a number: its weights are damaged, or too large"
+                    " for their dtype (a checkpoint made for bfloat16 overflows in float16: load it with"
+                    " dtype='bfloat16' or 'float32')"
                 )
             drawn += 1
             if token in self._request.stop_tokens:

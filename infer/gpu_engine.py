@@ -18,13 +18,18 @@ from laneformer.cache import Cache
 from laneformer.errors import ConfigError
 from laneformer.rotary import rotary_frequencies
 
-BLOCK, SMALLEST_BLOCK = 512, 64  # tokens of a prompt that go through XLA together; shorter rests go through the kernel, one by one
+BLOCK, SMALLEST_BLOCK = (
+    512,
+    64,
+)  # tokens of a prompt that go through XLA together; shorter rests go through the kernel, one by one
 
 
 class GpuBackend(NativeBackend):
-    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there twice.
+    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there
+    twice.
 
-    Where the devices belong to several processes, all of these make the engine and then the same requests; each has all tokens.
+    Where the devices belong to several processes, all of these make the engine and then the same requests; each has all
+    tokens.
     """
 
     platform: str
@@ -36,16 +41,29 @@ class GpuBackend(NativeBackend):
         kind = getattr(device.client, "platform_version", "")
         here = "hip" if "rocm" in kind.lower() else "cuda" if device.platform == "gpu" else None
         if here != cls.platform:
-            return f"JAX's devices here are {device.platform}: it needs GPUs of {'AMD' if cls.platform == 'hip' else 'NVIDIA'}"
+            return (
+                f"JAX's devices here are {device.platform}: it needs GPUs of"
+                f" {'AMD' if cls.platform == 'hip' else 'NVIDIA'}"
+            )
         if jax.process_count() > 1 and (
-            source.mesh is None or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
+            source.mesh is None
+            or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
         ):
-            return "the job has several processes: give it a mesh with devices of each of them (devices=...), or use backend xla"
+            return (
+                "the job has several processes: give it a mesh with devices of each of them (devices=...), or use"
+                " backend xla"
+            )
         capability, (wanted, which) = str(device.compute_capability), CAPABILITIES[cls.platform]
         if not capability.startswith(wanted):
-            return f"{device.device_kind} has compute capability {capability}: the kernel is written for {wanted} ({which})"
+            return (
+                f"{device.device_kind} has compute capability {capability}: the kernel is written for {wanted}"
+                f" ({which})"
+            )
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
-            return f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use backend xla"
+            return (
+                f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use"
+                " backend xla"
+            )
         try:
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
@@ -53,20 +71,35 @@ class GpuBackend(NativeBackend):
         return custom_calls.unavailable()
 
     def __init__(
-        self, source: Source, *, absorb: bool = True, machine: Machine | None = None, chaos_us: int = 0,
-        compile_with: Callable | None = None, driver: Path | None = None,
-    ):  # fmt: skip
-        """absorb: whether XLA reads long prompts; without, the kernel does, and the weights are there once. The others are for tests and
-        measurements; see custom_calls.gpu_session. Raises ConfigError if the library or the device cannot be used.
+        self,
+        source: Source,
+        *,
+        absorb: bool = True,
+        machine: Machine | None = None,
+        chaos_us: int = 0,
+        compile_with: Callable | None = None,
+        driver: Path | None = None,
+    ):
+        """absorb: whether XLA reads long prompts; without, the kernel does, and the weights are there once. The others
+        are for tests and measurements; see custom_calls.gpu_session. Raises ConfigError if the library or the device
+        cannot be used.
         """
         self.source, config = source, source.config
         self._model = source.model() if absorb else None
         try:
             session = GpuSession(
-                kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows,
-                mesh=source.mesh, platform=self.platform, launch=self.launch, machine=machine, chaos_us=chaos_us,
-                compile_with=compile_with, driver=driver,
-            )  # fmt: skip
+                kernel_shapes(source),
+                config.schedule,
+                rope_frequencies=rotary_frequencies(config)[0],
+                windows=config.layer_windows,
+                mesh=source.mesh,
+                platform=self.platform,
+                launch=self.launch,
+                machine=machine,
+                chaos_us=chaos_us,
+                compile_with=compile_with,
+                driver=driver,
+            )
             if self._model is None:
                 pack(session, source)
             else:
@@ -114,7 +147,9 @@ class CudaBackend(GpuBackend):
 
 
 class CudaGraphBackend(CudaBackend):
-    """The same kernels, launched one by one for every token, from a CUDA graph: what the persistent kernel is compared with."""
+    """The same kernels, launched one by one for every token, from a CUDA graph: what the persistent kernel is compared
+    with.
+    """
 
     name, launch = "cuda-graph", "graph"
 
@@ -124,7 +159,9 @@ class CudaGraphBackend(CudaBackend):
 
 
 class CudaOverlapBackend(CudaGraphBackend):
-    """Its launches overlap (programmatic dependent launch): an op's weights are on their way while the one before ends."""
+    """Its launches overlap (programmatic dependent launch): an op's weights are on their way while the one
+    before ends.
+    """
 
     name, launch = "cuda-graph-overlap", "overlapping graph"
 

@@ -3,8 +3,8 @@
     problems = infer.problems.load_problems("HumanEval.jsonl.gz")
     print(infer.humaneval.evaluate(engine, problems, max_new_tokens=512).summary)
 
-Problems and tests as published by Chen et al. (HumanEval, arXiv 2107.03374), Austin et al. (MBPP, arXiv 2108.07732) and Liu et al.
-(EvalPlus: HumanEval+ and MBPP+, arXiv 2305.01210).
+Problems and tests as published by Chen et al. (HumanEval, arXiv 2107.03374), Austin et al. (MBPP, arXiv 2108.07732) and
+Liu et al. (EvalPlus: HumanEval+ and MBPP+, arXiv 2305.01210).
 """
 
 import contextlib
@@ -92,7 +92,11 @@ class Report:
             "seconds": sum(seconds),
             "tokens_per_second": tokens / sum(seconds),
             "decode_tokens_per_second_median": statistics.median(sustained) if sustained else None,
-            "seconds_per_sample": {"mean": statistics.mean(seconds), "median": statistics.median(seconds), "max": max(seconds)},
+            "seconds_per_sample": {
+                "mean": statistics.mean(seconds),
+                "median": statistics.median(seconds),
+                "max": max(seconds),
+            },
             "finish_reasons": dict(Counter(sample.finish_reason for sample in self.samples)),
         }
 
@@ -102,8 +106,9 @@ class Report:
         passed, (low, high) = sum(verdict.passed for verdict in self.verdicts), self.interval
         shares = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in self.pass_at.items())
         lines = [
-            f"{self.problems.kind}: {passed}/{len(self.verdicts)} passed, {shares} (95 % interval of pass@1 {100 * low:.1f} to "
-            f"{100 * high:.1f} %); {', '.join(f'{n} {name}' for name, n in self.outcomes.items())}; sandbox {self.sandbox['level']}"
+            f"{self.problems.kind}: {passed}/{len(self.verdicts)} passed, {shares} (95 % interval of pass@1"
+            f" {100 * low:.1f} to {100 * high:.1f} %); {', '.join(f'{n} {name}' for name, n in self.outcomes.items())};"
+            f" sandbox {self.sandbox['level']}"
         ]
         if without := len(self.problems) - len(self.counts):
             lines.append(f"{without} of {len(self.problems)} problems have no samples and are not counted")
@@ -136,7 +141,11 @@ class Report:
             "data": data_report(self.problems),
             "sandbox": dict(self.sandbox),
             "limits": dict(self.limits),
-            "generation": None if self.settings is None and self.speed is None else {**(self.settings or {}), **(self.speed or {})},
+            "generation": (
+                None
+                if self.settings is None and self.speed is None
+                else {**(self.settings or {}), **(self.speed or {})}
+            ),
             "verdicts": [
                 {
                     "task_id": verdict.task_id,
@@ -165,8 +174,9 @@ def evaluate(
 ) -> Report:
     """Lets a model solve problems, `samples` times each, and scores what it wrote.
 
-    model: an engine, or a model, which then needs the tokenizer. chat: the template to ask with; without it the model continues the
-    prompts. judge: to keep from call to call, as in training: its sandbox is set up and the reference solutions are run once.
+    model: an engine, or a model, which then needs the tokenizer. chat: the template to ask with; without it the model
+    continues the prompts. judge: to keep from call to call, as in training: its sandbox is set up and the reference
+    solutions are run once.
 
     Raises ConfigError or InputError for what cannot work, HarnessError where programs cannot be judged.
     """
@@ -175,7 +185,15 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(Judge()) if judge is None else judge
         ours.verify(problems.problems, progress)  # first: a sandbox that does not work should not cost a generation
-        made = generate(engine, problems, max_new_tokens=max_new_tokens, samples=samples, sampling=sampling, chat=chat, progress=progress)
+        made = generate(
+            engine,
+            problems,
+            max_new_tokens=max_new_tokens,
+            samples=samples,
+            sampling=sampling,
+            chat=chat,
+            progress=progress,
+        )
         return score(list(made), problems, ours, settings=settings, progress=progress)
 
 
@@ -192,7 +210,8 @@ def generate(
 ) -> Iterator[Sample]:
     """Samples, problem by problem; `done` says how many there are of each already.
 
-    The seed of a sample is made of the sampling's seed, the problem and the sample's number, so that it does not matter where one begins.
+    The seed of a sample is made of the sampling's seed, the problem and the sample's number, so that it does not matter
+    where one begins.
     """
     if samples < 1:
         raise ConfigError(f"samples = {samples}: give at least 1")
@@ -209,7 +228,12 @@ def generate(
 
 
 def _sample(
-    engine: Engine, problem: Problem, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None, compiled: set[tuple[int, int]]
+    engine: Engine,
+    problem: Problem,
+    max_new_tokens: int,
+    sampling: Sampling,
+    chat: ChatTemplate | None,
+    compiled: set[tuple[int, int]],
 ) -> Sample:
     """compiled: sizes of requests that the engine was warmed up for, so that compiling is not in the times."""
     ends = engine.config.eos_token_id
@@ -217,16 +241,30 @@ def _sample(
         ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
     else:
         ends = (*ends, *chat.ends)
-        ids, stops = chat.encode([{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True), ()
+        ids, stops = (
+            chat.encode(
+                [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True
+            ),
+            (),
+        )
     room = engine.config.max_position_embeddings - len(ids)
     if room < 1:
-        return Sample(task_id=problem.task_id, solution=problem.prompt, completion="", raw="", finish_reason=TOO_LONG,
-                      prompt_tokens=len(ids), n_tokens=0)  # fmt: skip
+        return Sample(
+            task_id=problem.task_id,
+            solution=problem.prompt,
+            completion="",
+            raw="",
+            finish_reason=TOO_LONG,
+            prompt_tokens=len(ids),
+            n_tokens=0,
+        )
     size = (len(ids) - 1).bit_length(), (len(ids) + min(max_new_tokens, room) - 1).bit_length()
     if size not in compiled:
         engine.warmup(len(ids), max_new_tokens)
         compiled.add(size)
-    result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends, stop_strings=stops).result
+    result = engine.generate(
+        ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends, stop_strings=stops
+    ).result
     answer = (from_completion if chat is None else from_chat)(problem, result.text)
     return Sample(
         task_id=problem.task_id,

@@ -31,7 +31,9 @@ LARGE = 100_000_000  # parameters from which packing shows its progress
 
 
 class NativeBackend:
-    """One request at a time; packed weights stay on their threads or devices, and the cache for the next request of the same size."""
+    """One request at a time; packed weights stay on their threads or devices, and the cache for the next request of the
+    same size.
+    """
 
     name: ClassVar[str]
     source: Source
@@ -67,12 +69,17 @@ class NativeBackend:
         stops = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stops[: len(request.stop_tokens)] = request.stop_tokens
         inputs = Inputs(
-            padded, np.array([len(prompt), start, request.limit, sampling.top_k], np.int32),
-            np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32), sampling.key, stops,
-        )  # fmt: skip
+            padded,
+            np.array([len(prompt), start, request.limit, sampling.top_k], np.int32),
+            np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
+            sampling.key,
+            stops,
+        )
         room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
         state = State(seen, keys, values)
-        _, state = jax.block_until_ready(self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs))
+        _, state = jax.block_until_ready(
+            self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs)
+        )
         self._cache = (state.keys, state.values)
         if self.session.failure is not None:
             raise custom_calls.NativeError(self.session.failure)
@@ -90,7 +97,9 @@ class NativeBackend:
 
 
 class _Answer(Iterator[Chunk]):
-    """The tokens of a call, which runs on a thread of its own: the caller's stays free for Ctrl-C and for what is drawn meanwhile."""
+    """The tokens of a call, which runs on a thread of its own: the caller's stays free for Ctrl-C and for what is drawn
+    meanwhile.
+    """
 
     def __init__(self, session: Running, request: Request, run: Callable[[], None], patience: float):
         self._session, self._request = session, request
@@ -161,27 +170,46 @@ def _end(session: Running, thread: threading.Thread, cancelled: Cancellation) ->
 def kernel_shapes(source: Source) -> Shapes:
     """The model as the kernel sees it.
 
-    Weights are packed as they are stored where products compute in float32, which is exact; otherwise in the dtype of the products.
+    Weights are packed as they are stored where products compute in float32, which is exact; otherwise in the dtype of
+    the products.
     """
     config, compute = source.config, source.precision.compute
     per_lane_layers, per_lane_final = config.lane_norm_scales
     lanes = config.num_lanes
     return Shapes(
-        layers=config.num_hidden_layers, lanes=lanes, hidden=config.hidden_size, heads=config.num_attention_heads // lanes,
-        kv_heads=config.num_key_value_heads // lanes, head_dim=config.head_size, ff=config.intermediate_size // lanes,
-        vocab=config.vocab_size, context=config.max_position_embeddings, head_type=config.lm_head_type,
-        norm_of_sum=config.pre_norm_lane_agg, tied_head=config.tie_word_embeddings, lane_norms=per_lane_layers,
-        lane_final_norm=per_lane_final, qkv_bias=config.qkv_bias, qk_norm=config.qk_norm,
-        weight_dtype=source.stored_dtype if compute == "float32" else compute, cache_dtype=compute,
-        rounded_activations=compute != "float32", norm_eps=config.norm_eps, rope_factor=rotary_frequencies(config)[1],
-    )  # fmt: skip
+        layers=config.num_hidden_layers,
+        lanes=lanes,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads // lanes,
+        kv_heads=config.num_key_value_heads // lanes,
+        head_dim=config.head_size,
+        ff=config.intermediate_size // lanes,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        head_type=config.lm_head_type,
+        norm_of_sum=config.pre_norm_lane_agg,
+        tied_head=config.tie_word_embeddings,
+        lane_norms=per_lane_layers,
+        lane_final_norm=per_lane_final,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        weight_dtype=source.stored_dtype if compute == "float32" else compute,
+        cache_dtype=compute,
+        rounded_activations=compute != "float32",
+        norm_eps=config.norm_eps,
+        rope_factor=rotary_frequencies(config)[1],
+    )
 
 
 def pack(session: Running, source: Source) -> None:
     """All weights, one at a time, with a progress bar for large models."""
     names = tqdm(
-        source.weights(), "packing weights", total=len(parameter_table(source.config)), unit="weight", leave=False,
+        source.weights(),
+        "packing weights",
+        total=len(parameter_table(source.config)),
+        unit="weight",
+        leave=False,
         disable=None if parameter_count(source.config) >= LARGE else True,
-    )  # fmt: skip
+    )
     for path, weight in names:
         session.pack(path, weight)

@@ -1,7 +1,7 @@
 """The sampling noise: a pure function of seed, position and token id, the same in every backend and for every chunking.
 
-    Threefry-2x32, 20 rounds (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the function
-    `threefry2x32` of the Random123 library):
+    Threefry-2x32, 20 rounds (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
+    function `threefry2x32` of the Random123 library):
 
     k0, k1 = low and high 32 bits of the seed, an unsigned 64-bit number;  k2 = k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = position, token id
@@ -15,9 +15,9 @@
     u = ((w >> 9) + 0.5) * 2^-23     exact in float32, from 2^-24 to 1 - 2^-24: the logarithms are finite
     g = -log(-log(u))                standard Gumbel, float32, from -2.8115 to 16.6355
 
-`position` is the absolute index in the sequence, prompt included, of the token that is being drawn: the first token after a prompt of n
-tokens (a begin-of-text token counts) has position n. The natural logarithms may differ between machines in the last bits of float32; the
-word w may not.
+`position` is the absolute index in the sequence, prompt included, of the token that is being drawn: the first token
+after a prompt of n tokens (a begin-of-text token counts) has position n. The natural logarithms may differ between
+machines in the last bits of float32; the word w may not.
 """
 
 import jax
@@ -27,7 +27,9 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 
 
-def threefry_2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def threefry_2x32(
+    key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """The two output words, uint32, for key and counter words of any shapes that broadcast."""
     k0, k1 = (jnp.asarray(word, jnp.uint32) for word in key)
     x0, x1 = (jnp.asarray(word, jnp.uint32) for word in counter)

@@ -1,4 +1,6 @@
-"""Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the files their authors publish or through `datasets`."""
+"""Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the files their authors publish or
+through `datasets`.
+"""
 
 import ast
 import gzip
@@ -22,8 +24,8 @@ HUB = {
     "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "test"),
     "mbpp+": ("evalplus/mbppplus", None, "test"),
 }
-# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus's own evaluator, which has other
-# tests, compares as the second does.
+# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus's own
+# evaluator, which has other tests, compares as the second does.
 REPAIRS = (
     (
         "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32
@@ -47,7 +49,9 @@ class Problem:
     task_id: str
     """As in "HumanEval/0" and "Mbpp/2"."""
     prompt: str
-    """What a program begins with: imports, signature and docstring; of MBPP a docstring with the text and the first assertion."""
+    """What a program begins with: imports, signature and docstring; of MBPP a docstring with the text and the first
+    assertion.
+    """
     entry_point: str
     """The function that the tests call."""
     reference: str
@@ -105,7 +109,9 @@ def load_problems(source: str | Path) -> ProblemSet:
         rows, name = _download(str(source)), str(source)
         raw = json.dumps(rows, sort_keys=True).encode()
     else:
-        raise InputError(f"{source} is no file, nor one of {', '.join(HUB)}: give the file of a data set, or one of these names")
+        raise InputError(
+            f"{source} is no file, nor one of {', '.join(HUB)}: give the file of a data set, or one of these names"
+        )
     if not rows:
         raise InputError(f"{name} has no problems in it")
     kind, read = _format(rows, name)
@@ -164,7 +170,9 @@ def _download(name: str) -> list[dict]:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{name} comes through datasets: pip install -e '.[data]', or give --data the file of the data set") from None
+        raise ConfigError(
+            f"{name} comes through datasets: pip install -e '.[data]', or give --data the file of the data set"
+        ) from None
     path, config, split = HUB[name]
     try:
         return [dict(row) for row in datasets.load_dataset(path, config, split=split)]
@@ -180,7 +188,10 @@ def _format(rows: list[dict], name: str) -> tuple[str, Any]:
         return ("HumanEval+" if all("inputs = [" in row["test"] for row in rows) else "HumanEval"), _humaneval
     if {"code", "test_list"} <= fields:
         return ("MBPP+" if "test" in fields else "MBPP"), _mbpp
-    raise InputError(f"{name} has the fields {', '.join(sorted(fields))}: known are the files of HumanEval, HumanEval+, MBPP and MBPP+")
+    raise InputError(
+        f"{name} has the fields {', '.join(sorted(fields))}: known are the files of HumanEval, HumanEval+, MBPP and"
+        " MBPP+"
+    )
 
 
 def _humaneval(row: dict, kind: str) -> Problem:

@@ -1,9 +1,11 @@
-"""How fast a token can be: bytes that it must read over what the memory gives, and what waiting adds. All of it is projected.
+"""How fast a token can be: bytes that it must read over what the memory gives, and what waiting adds. All of it is
+projected.
 
     seconds = bytes / bandwidth + dependent operations x sync + waits for exchanges + launches x time of a launch
 
-The terms are added, as if no weight were read during a wait: a kernel that streams weights across its waits is faster. Exchanges run
-beside the modules between their issue and their landing; a landing waits for what those modules do not cover.
+The terms are added, as if no weight were read during a wait: a kernel that streams weights across its waits is faster.
+Exchanges run beside the modules between their issue and their landing; a landing waits for what those modules do not
+cover.
 """
 
 import math
@@ -21,7 +23,8 @@ ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k
 EDGES = "dependent operations"
 OUTER_EDGES = 2  # head, sampled token
 EXCHANGES_PER_LAYER = 2  # of plain tensor parallelism, for models that are known by their bytes alone
-# Shares of the effective bandwidth that Kog measured with 4 GB a token: 2,100 tok/s on 8 H200 of 7,680, 3,000 on 8 MI300X of 8,400.
+# Shares of the effective bandwidth that Kog measured with 4 GB a token: 2,100 tok/s on 8 H200 of 7,680, 3,000 on 8
+# MI300X of 8,400.
 PUBLIC_SHARES = (2100 / 7680, 3000 / 8400)
 
 
@@ -74,7 +77,9 @@ class Token:
         return self.node.total_bandwidth / self.bytes
 
     def sync_for(self, rate: float) -> float | None:
-        """The time of a dependent operation with which this sum gives that many tokens per second; None if none could."""
+        """The time of a dependent operation with which this sum gives that many tokens per second; None if none
+        could.
+        """
         edges = next((term for term in self.terms if term.name == EDGES), None)
         left = None if edges is None else 1 / rate - (self.seconds - edges.seconds)
         return None if left is None or left < 0 else left / edges.count
@@ -86,10 +91,18 @@ def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
     for path, parameter in parameter_table(config).items():
         if path == "tok_embeddings" and not config.tie_word_embeddings:
             continue
-        kind = "head" if path in ("lm_head", "tok_embeddings") else "norms" if path.endswith("norm") else _module_kind(path)
+        kind = (
+            "head"
+            if path in ("lm_head", "tok_embeddings")
+            else "norms"
+            if path.endswith("norm")
+            else _module_kind(path)
+        )
         parts[kind] += math.prod(parameter.shape) * PRECISIONS[work.weights]
     parts["row of the embedding"] = config.hidden_size * PRECISIONS[work.weights]
-    parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv])
+    parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(
+        config, work.context, PRECISIONS[work.kv]
+    )
     return parts
 
 
@@ -98,12 +111,16 @@ def _module_kind(path: str) -> str:
 
 
 def module_bytes(config: ModelConfig, work: Work) -> list[float]:
-    """Bytes of each module, attention of layer 0 first; what is left of `bytes_by_part` is read outside of the layers."""
+    """Bytes of each module, attention of layer 0 first; what is left of `bytes_by_part` is read outside of the
+    layers.
+    """
     found = [0.0] * (2 * config.num_hidden_layers)
     for path, parameter in parameter_table(config).items():
         if path.startswith("layers."):
             _, layer, name = path.split(".", 2)
-            found[2 * int(layer) + (not name.startswith("attention"))] += math.prod(parameter.shape) * PRECISIONS[work.weights]
+            found[2 * int(layer) + (not name.startswith("attention"))] += (
+                math.prod(parameter.shape) * PRECISIONS[work.weights]
+            )
     touched = [1 + (min(work.context, window - 1) if window else work.context) for window in config.layer_windows]
     per_position = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv]) / sum(touched)
     for layer, positions in enumerate(touched):
@@ -137,7 +154,12 @@ def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
     """The longest exchange that all delayed landings hide; None where there are none."""
     last, exposed = len(modules) - 1, set(schedule.exposed)
     return min(
-        (math.fsum(modules[x.payload.complete_at + 1 : min(x.at, last) + 1]) for x in schedule.landings if x not in exposed), default=None
+        (
+            math.fsum(modules[x.payload.complete_at + 1 : min(x.at, last) + 1])
+            for x in schedule.landings
+            if x not in exposed
+        ),
+        default=None,
     )
 
 
@@ -145,7 +167,9 @@ def check_devices(config: ModelConfig, devices: int) -> None:
     """Raises ConfigError unless the lanes spread evenly."""
     if config.num_lanes % devices:
         fitting = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
-        raise ConfigError(f"--devices {devices}: {config.num_lanes} lanes spread over {', '.join(map(str, fitting))} devices")
+        raise ConfigError(
+            f"--devices {devices}: {config.num_lanes} lanes spread over {', '.join(map(str, fitting))} devices"
+        )
 
 
 def token(config: ModelConfig, node: Node, work: Work) -> Token:
@@ -164,14 +188,23 @@ def token(config: ModelConfig, node: Node, work: Work) -> Token:
         detail = f"{schedule.num_reductions} exchanges of {1e6 * one:.2f} us, {len(schedule.exposed)} exposed landings"
         terms.append(Term(f"waits of layout {config.layout}", detail, waits(schedule, modules, node, d)))
         if head is not None:
-            terms.append(Term(f"sum over lanes of the {config.lm_head_type} head", f"1 x {1e6 * node.exchange_seconds(head):.2f} us",
-                              node.exchange_seconds(head)))  # fmt: skip
-        terms.append(Term("agreeing on the token", f"1 x {1e6 * node.exchange_seconds():.2f} us", node.exchange_seconds()))
+            terms.append(
+                Term(
+                    f"sum over lanes of the {config.lm_head_type} head",
+                    f"1 x {1e6 * node.exchange_seconds(head):.2f} us",
+                    node.exchange_seconds(head),
+                )
+            )
+        terms.append(
+            Term("agreeing on the token", f"1 x {1e6 * node.exchange_seconds():.2f} us", node.exchange_seconds())
+        )
     return Token(size, node, (*terms, *_launches(node)))
 
 
 def token_of_bytes(size: float, node: Node, layers: int | None) -> Token:
-    """The same where only bytes and layers are known, under plain tensor parallelism; without layers no waits are counted."""
+    """The same where only bytes and layers are known, under plain tensor parallelism; without layers no waits are
+    counted.
+    """
     terms = [_reading(size, node)]
     if layers is not None:
         edges = (ATTENTION_EDGES + MLP_EDGES) * layers + OUTER_EDGES

@@ -51,14 +51,27 @@ def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
         longest = max((generating, "generating"), (tools, "tools"), (tests, "tests"))[1]
         rows.append((name, rate, origin, generating, tools, tests, total, 100 * generating / total, longest))
     even = task.even_rate
-    limit = "nothing else takes time" if even is None else f"generating takes more than half of the time below {even:,.0f} tok/s"
+    limit = (
+        "nothing else takes time"
+        if even is None
+        else f"generating takes more than half of the time below {even:,.0f} tok/s"
+    )
     seconds = [Column(f"{what} s", ",.1f", PROJECTED) for what in ("generating", "tools", "tests", "total")]
     return Table(
-        "agent", f"An agent's task of {task.tokens:,} tokens in {task.iterations} rounds: {limit}",
-        (Column("speed"), Column("tok/s", ",.0f"), Column("origin"), *seconds, Column("generating %", ".0f", PROJECTED), Column("longest")),
-        rows, f"{task.tool_seconds:g} s of tools and {task.test_seconds:g} s of tests a round, one after the other, the same at every "
-        "speed; reading prompts belongs to the tools; a constant speed",
-    )  # fmt: skip
+        "agent",
+        f"An agent's task of {task.tokens:,} tokens in {task.iterations} rounds: {limit}",
+        (
+            Column("speed"),
+            Column("tok/s", ",.0f"),
+            Column("origin"),
+            *seconds,
+            Column("generating %", ".0f", PROJECTED),
+            Column("longest"),
+        ),
+        rows,
+        f"{task.tool_seconds:g} s of tools and {task.test_seconds:g} s of tests a round, one after the other, the same"
+        " at every speed; reading prompts belongs to the tools; a constant speed",
+    )
 
 
 def usual_rates() -> dict[str, tuple[float, str]]:

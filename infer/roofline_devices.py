@@ -1,11 +1,14 @@
-"""Accelerators as the roofline sees them, and the node that is made of them: every figure has a source or is an assumption."""
+"""Accelerators as the roofline sees them, and the node that is made of them: every figure has a source or is an
+assumption.
+"""
 
 import math
 from dataclasses import dataclass
 
 from laneformer.errors import ConfigError
 
-SHARE = 0.80  # of the specified bandwidth that long reads reach. An assumption; 4.3 of 4.8 TB/s is what a copy reaches on an H200.
+# Of the specified bandwidth that long reads reach. An assumption; 4.3 of 4.8 TB/s is what a copy reaches on an H200.
+SHARE = 0.80
 LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel. Kog, "Laneformer 2B", measured on MI300X.
 CUSTOM = "custom"
 GIB = 2**30
@@ -22,7 +25,8 @@ class Device:
 
     name: str
     kind: str | None = None
-    """`device_kind` of the JAX device; None for what cannot be bought yet, which the planning of training leaves out."""
+    """`device_kind` of the JAX device; None for what cannot be bought yet, which the planning of training leaves out.
+    """
     peak_flops: float | None = None
     """Dense bfloat16 products, FLOP/s."""
     memory: float
@@ -38,7 +42,9 @@ class Device:
     exchange: float
     """Latency of one exchange between devices, without the time of its bytes. Assumed."""
     sync: float
-    """From the end of one operation to the start of one that depends on it, inside a kernel. Assumed where not of this very device."""
+    """From the end of one operation to the start of one that depends on it, inside a kernel. Assumed where not of this
+    very device.
+    """
     source: str
     """Of bandwidth and link, with the date."""
     exchange_source: str
@@ -46,56 +52,125 @@ class Device:
 
 
 # The one table of accelerators: train/cluster.py, which plans training and finds peaks for MFU, is made of it.
-# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it. NVIDIA gives bfloat16 with 2:4 sparsity,
-# twice the dense peak. Memory of what can be bought is in GiB where makers say GB; NVIDIA's is what the driver reports
-# (target_config/specs of github.com/openxla/xla).
+# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it. NVIDIA gives
+# bfloat16 with 2:4 sparsity, twice the dense peak. Memory of what can be bought is in GiB where makers say GB; NVIDIA's
+# is what the driver reports (target_config/specs of github.com/openxla/xla).
 DEVICES: dict[str, Device] = {
     # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H100: 8 x 400 Gb/s InfiniBand.
     "h100": Device(
-        name="NVIDIA H100 SXM", kind="NVIDIA H100 80GB HBM3", peak_flops=1979e12 / 2, memory=84_929_347_584, bandwidth=3.35e12, link=450e9,
-        per_node=8, network=50e9, exchange=2.0e-6, sync=0.65e-6, source="nvidia.com/en-us/data-center/h100, 2026-11",
-        exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA H100 SXM",
+        kind="NVIDIA H100 80GB HBM3",
+        peak_flops=1979e12 / 2,
+        memory=84_929_347_584,
+        bandwidth=3.35e12,
+        link=450e9,
+        per_node=8,
+        network=50e9,
+        exchange=2.0e-6,
+        sync=0.65e-6,
+        source="nvidia.com/en-us/data-center/h100, 2026-11",
+        exchange_source=_PUSH,
+        sync_source=_SYNC_H100,
     ),
     # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H200: 8 x 400 Gb/s InfiniBand.
     "h200": Device(
-        name="NVIDIA H200 SXM", kind="NVIDIA H200", peak_flops=1979e12 / 2, memory=151_397_597_184, bandwidth=4.8e12, link=450e9,
-        per_node=8, network=50e9, exchange=2.0e-6, sync=0.65e-6, source="nvidia.com/en-us/data-center/h200, 2026-11",
-        exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA H200 SXM",
+        kind="NVIDIA H200",
+        peak_flops=1979e12 / 2,
+        memory=151_397_597_184,
+        bandwidth=4.8e12,
+        link=450e9,
+        per_node=8,
+        network=50e9,
+        exchange=2.0e-6,
+        sync=0.65e-6,
+        source="nvidia.com/en-us/data-center/h200, 2026-11",
+        exchange_source=_PUSH,
+        sync_source=_SYNC_H100,
     ),
-    # HGX. NVIDIA Blackwell data sheet (nvdam.widen.net/s/wwnsxrhm2w): 4.5 PFLOPS sparse, NVLink 1.8 TB/s. DGX B200: 8 x 400 Gb/s.
+    # HGX. NVIDIA Blackwell data sheet (nvdam.widen.net/s/wwnsxrhm2w): 4.5 PFLOPS sparse, NVLink 1.8 TB/s. DGX B200: 8 x
+    # 400 Gb/s.
     "b200": Device(
-        name="NVIDIA B200", kind="NVIDIA B200", peak_flops=2.25e15, memory=191_514_411_008, bandwidth=7.67e12, link=900e9, per_node=8,
-        network=50e9, exchange=2.0e-6, sync=0.65e-6,
-        source="target_config/specs of github.com/openxla/xla (as the driver reports), Blackwell data sheet for NVLink, 2026-11",
-        exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA B200",
+        kind="NVIDIA B200",
+        peak_flops=2.25e15,
+        memory=191_514_411_008,
+        bandwidth=7.67e12,
+        link=900e9,
+        per_node=8,
+        network=50e9,
+        exchange=2.0e-6,
+        sync=0.65e-6,
+        source=(
+            "target_config/specs of github.com/openxla/xla (as the driver reports), Blackwell data sheet for NVLink,"
+            " 2026-11"
+        ),
+        exchange_source=_PUSH,
+        sync_source=_SYNC_H100,
     ),
     "rubin": Device(
-        name="NVIDIA Rubin", memory=288e9, bandwidth=22e12, link=1.8e12, per_node=72, exchange=2.0e-6, sync=0.65e-6,
-        source="announced, NVIDIA at CES 2026, read second-hand (voice.lapaas.com 2026-03, which says that early parts may reach 20 TB/s; "
-        "NVLink 6: jp.imgtag.co.kr)",
-        exchange_source=_PUSH, sync_source=_SYNC_H100,
+        name="NVIDIA Rubin",
+        memory=288e9,
+        bandwidth=22e12,
+        link=1.8e12,
+        per_node=72,
+        exchange=2.0e-6,
+        sync=0.65e-6,
+        source=(
+            "announced, NVIDIA at CES 2026, read second-hand (voice.lapaas.com 2026-03, which says that early parts may"
+            " reach 20 TB/s; NVLink 6: jp.imgtag.co.kr)"
+        ),
+        exchange_source=_PUSH,
+        sync_source=_SYNC_H100,
     ),
     # 1,307.4 TFLOPS, 192 GB; 128 GB/s both ways to each of the 7 others.
     "mi300x": Device(
-        name="AMD Instinct MI300X", kind="AMD Instinct MI300X", peak_flops=1307.4e12, memory=192 * GIB, bandwidth=5.3e12, link=7 * 64e9,
-        per_node=8, exchange=3.0e-6, sync=0.87e-6, source="amd.com/en/products/accelerators/instinct/mi300/mi300x.html, 2026-11",
-        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+        name="AMD Instinct MI300X",
+        kind="AMD Instinct MI300X",
+        peak_flops=1307.4e12,
+        memory=192 * GIB,
+        bandwidth=5.3e12,
+        link=7 * 64e9,
+        per_node=8,
+        exchange=3.0e-6,
+        sync=0.87e-6,
+        source="amd.com/en/products/accelerators/instinct/mi300/mi300x.html, 2026-11",
+        exchange_source=_KCCL,
+        sync_source=_SYNC_MI300X,
     ),
-    # 256 CUs at 2.4 GHz, each 4,096 FLOPs per clock (8,192 in FP8), 288 GB; 153.6 GB/s both ways to each of the 7 others. Network: 8 x
-    # 400 Gb/s (rocm.docs.amd.com, "SGLang distributed inference with MoRI").
+    # 256 CUs at 2.4 GHz, each 4,096 FLOPs per clock (8,192 in FP8), 288 GB; 153.6 GB/s both ways to each of the 7
+    # others. Network: 8 x 400 Gb/s (rocm.docs.amd.com, "SGLang distributed inference with MoRI").
     "mi355x": Device(
-        name="AMD Instinct MI355X", kind="AMD Instinct MI355X", peak_flops=256 * 4096 * 2.4e9, memory=288 * GIB, bandwidth=8e12,
-        link=7 * 76.8e9, per_node=8, network=50e9, exchange=3.0e-6, sync=0.87e-6, source="AMD at Hot Chips 2025 and ISSCC 2026",
-        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+        name="AMD Instinct MI355X",
+        kind="AMD Instinct MI355X",
+        peak_flops=256 * 4096 * 2.4e9,
+        memory=288 * GIB,
+        bandwidth=8e12,
+        link=7 * 76.8e9,
+        per_node=8,
+        network=50e9,
+        exchange=3.0e-6,
+        sync=0.87e-6,
+        source="AMD at Hot Chips 2025 and ISSCC 2026",
+        exchange_source=_KCCL,
+        sync_source=_SYNC_MI300X,
     ),
     "mi450": Device(
-        name="AMD Instinct MI455X, of the MI450 series", memory=432e9, bandwidth=23.3e12, link=1.8e12, per_node=72, exchange=3.0e-6,
+        name="AMD Instinct MI455X, of the MI450 series",
+        memory=432e9,
+        bandwidth=23.3e12,
+        link=1.8e12,
+        per_node=72,
+        exchange=3.0e-6,
         sync=0.87e-6,
-        source="huggingface.co/blog/badaoui/transformers-on-amd-mi455, 2026-07-23 (announced with 19.6 TB/s in January); "
-        "links: pcmasters.de on AMD at CES 2026",
-        exchange_source=_KCCL, sync_source=_SYNC_MI300X,
+        source=(
+            "huggingface.co/blog/badaoui/transformers-on-amd-mi455, 2026-07-23 (announced with 19.6 TB/s in January); "
+            "links: pcmasters.de on AMD at CES 2026"
+        ),
+        exchange_source=_KCCL,
+        sync_source=_SYNC_MI300X,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,19 +201,31 @@ class Node:
         return self.devices * self.bandwidth
 
     def exchange_seconds(self, sent_values: float = 0) -> float:
-        """One exchange in which every device pushes that many float32 values to each other one; nothing on one device."""
+        """One exchange in which every device pushes that many float32 values to each other one; nothing on one
+        device.
+        """
         if self.devices == 1:
             return 0.0
         return self.exchange + (4 * sent_values * (self.devices - 1) / self.link if self.link else 0.0)
 
 
 def make_node(
-    device: str, devices: int, *, bandwidth: float | None = None, share: float | None = None, link: float | None = None,
-    exchange: float | None = None, sync: float | None = None, launches: float = 0, launch: float = LAUNCH,
-) -> Node:  # fmt: skip
-    """A node of the table's devices, or of "custom" ones; figures that are given (bytes/s, seconds) stand in for the table's.
+    device: str,
+    devices: int,
+    *,
+    bandwidth: float | None = None,
+    share: float | None = None,
+    link: float | None = None,
+    exchange: float | None = None,
+    sync: float | None = None,
+    launches: float = 0,
+    launch: float = LAUNCH,
+) -> Node:
+    """A node of the table's devices, or of "custom" ones; figures that are given (bytes/s, seconds) stand in for the
+    table's.
 
-    Raises ConfigError for an unknown device, for a number that cannot be meant, and where a custom device lacks a figure.
+    Raises ConfigError for an unknown device, for a number that cannot be meant, and where a custom device lacks a
+    figure.
     """
     if device != CUSTOM and device not in DEVICES:
         raise ConfigError(f"--device {device}: known are {', '.join(DEVICES)}, and {CUSTOM} for figures of your own")
@@ -147,14 +234,22 @@ def make_node(
     if known is None and bandwidth is None:
         raise ConfigError("--device custom: give --bandwidth, the GB/s that one device reads its memory with")
     if known is None and devices > 1 and exchange is None:
-        raise ConfigError("--device custom with several devices: give --exchange-us, the time of one exchange between them")
+        raise ConfigError(
+            "--device custom with several devices: give --exchange-us, the time of one exchange between them"
+        )
     if known is None and sync is None:
-        raise ConfigError("--device custom: give --sync-us, the time from one operation to one that needs its result; 0 for none")
+        raise ConfigError(
+            "--device custom: give --sync-us, the time from one operation to one that needs its result; 0 for none"
+        )
     if known is not None and devices > known.per_node:
         raise ConfigError(f"--devices {devices}: the fast links of {known.name} join {known.per_node}")
     used = (1.0 if bandwidth is not None else SHARE) if share is None else share
     base = known.bandwidth if bandwidth is None else bandwidth
-    origin = f"of {base / 1e12:g} TB/s ({known.source})" if bandwidth is None else f"of {base / 1e9:,.5g} GB/s given on the command line"
+    origin = (
+        f"of {base / 1e12:g} TB/s ({known.source})"
+        if bandwidth is None
+        else f"of {base / 1e9:,.5g} GB/s given on the command line"
+    )
     said = [f"bandwidth {100 * used:.3g}% {origin}"]
     for what, given, of_table in (("exchange", exchange, "exchange_source"), ("sync", sync, "sync_source")):
         if given is not None:
@@ -165,14 +260,24 @@ def make_node(
     if devices > 1 and through is not None:
         said.append(f"links {through / 1e9:g} GB/s a direction" + ("" if link is None else " given"))
     if launches:
-        said.append(f"{launches:g} launches a token of {1e6 * launch:g} us" + (" (Kog, measured on MI300X)" if launch == LAUNCH else ""))
+        said.append(
+            f"{launches:g} launches a token of {1e6 * launch:g} us"
+            + (" (Kog, measured on MI300X)" if launch == LAUNCH else "")
+        )
     return Node(
-        name=f"{devices} x {known.name if known else CUSTOM}", devices=devices, bandwidth=base * used,
-        spec=known.bandwidth if known else None, memory=known.memory if known else None,
-        link=through, per_node=known.per_node if known else None,
-        exchange=exchange if exchange is not None else known.exchange if known else 0.0, sync=sync if sync is not None else known.sync,
-        launches=launches, launch=launch, assumptions=tuple(said),
-    )  # fmt: skip
+        name=f"{devices} x {known.name if known else CUSTOM}",
+        devices=devices,
+        bandwidth=base * used,
+        spec=known.bandwidth if known else None,
+        memory=known.memory if known else None,
+        link=through,
+        per_node=known.per_node if known else None,
+        exchange=exchange if exchange is not None else known.exchange if known else 0.0,
+        sync=sync if sync is not None else known.sync,
+        launches=launches,
+        launch=launch,
+        assumptions=tuple(said),
+    )
 
 
 def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) -> None:
@@ -183,7 +288,12 @@ def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) ->
             raise ConfigError(f"{name} {value / scale:g}: it must be above 0")
     if share is not None and share > 1:
         raise ConfigError(f"--bandwidth-share {share:g}: a share is at most 1, as in 0.8")
-    times = (("--exchange-us", exchange, 1e6), ("--sync-us", sync, 1e6), ("--launches", launches, 1), ("--launch-us", launch, 1e6))
+    times = (
+        ("--exchange-us", exchange, 1e6),
+        ("--sync-us", sync, 1e6),
+        ("--launches", launches, 1),
+        ("--launch-us", launch, 1e6),
+    )
     for name, value, scale in times:
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{name} {value * scale:g}: it must be 0 or above")

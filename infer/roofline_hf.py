@@ -1,6 +1,8 @@
-"""From the config.json of a published mixture-of-experts model to what a token reads of it: dimensions of each part, and its precision.
+"""From the config.json of a published mixture-of-experts model to what a token reads of it: dimensions of each part,
+and its precision.
 
-Counted are matrices; norms, biases and gates of one value per head or expert are left out, and multi-token prediction is not read.
+Counted are matrices; norms, biases and gates of one value per head or expert are left out, and multi-token prediction
+is not read.
 """
 
 import fnmatch
@@ -19,10 +21,13 @@ LINEAR = ("fp8", "finegrained_fp8", "fbgemm_fp8")  # quantization methods whose 
 DTYPES = ("bfloat16", "float16", "float32")
 # Names that stand for a part's matrices where a config lists modules which it leaves as they are.
 MODULES = {
-    "routed": "model.layers.{n}.mlp.experts.0.gate_proj", "shared": "model.layers.{n}.mlp.shared_experts.gate_proj",
-    "shared expert": "model.layers.{n}.mlp.shared_expert.gate_proj", "dense": "model.layers.0.mlp.gate_proj",
-    "attention": "model.layers.{n}.self_attn.o_proj", "linear attention": "model.layers.{n}.linear_attn.out_proj",
-}  # fmt: skip
+    "routed": "model.layers.{n}.mlp.experts.0.gate_proj",
+    "shared": "model.layers.{n}.mlp.shared_experts.gate_proj",
+    "shared expert": "model.layers.{n}.mlp.shared_expert.gate_proj",
+    "dense": "model.layers.0.mlp.gate_proj",
+    "attention": "model.layers.{n}.self_attn.o_proj",
+    "linear attention": "model.layers.{n}.linear_attn.out_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class _Fields:
 
 @dataclass(frozen=True)
 class _Anatomy:
-    """What an architecture is made of: (name, weights, key of MODULES, or "" for what no format quantizes); cached values; state."""
+    """What an architecture is made of: (name, weights, key of MODULES, or "" for what no format quantizes); cached
+    values; state.
+    """
 
     parts: list[tuple[str, float, str]]
     kv_full: int | None
@@ -126,7 +133,10 @@ class _Anatomy:
 def _model(values: Mapping[str, Any], name: str, source: str) -> MoeModel:
     text = values.get("text_config")
     if isinstance(text, Mapping):  # a model that also sees: its language model
-        values = {**{key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values}, **text}
+        values = {
+            **{key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values},
+            **text,
+        }
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"model_type = {kind!r}: known mixtures of experts are {', '.join(ARCHITECTURES)}")
@@ -139,13 +149,25 @@ def _model(values: Mapping[str, Any], name: str, source: str) -> MoeModel:
         precision = routed if routed and module == "routed" else chosen(module) if module else usual
         parts.append(Part(part, weights, precision))
     return MoeModel(
-        name=name, layers=fields.layers, parts=tuple(parts), source=source, precision_source=how, kv_full=anatomy.kv_full,
-        kv_window=anatomy.kv_window, state=anatomy.state, checkpoint=None, nominal={}, nominal_rule="", difference="",
-    )  # fmt: skip
+        name=name,
+        layers=fields.layers,
+        parts=tuple(parts),
+        source=source,
+        precision_source=how,
+        kv_full=anatomy.kv_full,
+        kv_window=anatomy.kv_window,
+        state=anatomy.state,
+        checkpoint=None,
+        nominal={},
+        nominal_rule="",
+        difference="",
+    )
 
 
 def _precisions(fields: _Fields) -> tuple[str, Callable[[str], str], str]:
-    """The dtype of what is not quantized, module -> precision, and this in words. Raises ConfigError for a format that is not known."""
+    """The dtype of what is not quantized, module -> precision, and this in words. Raises ConfigError for a format that
+    is not known.
+    """
     usual = fields.word("dtype", fields.word("torch_dtype", "bfloat16"))
     if usual not in DTYPES:
         raise ConfigError(f"dtype = {usual!r}: known are {', '.join(DTYPES)}")
@@ -169,7 +191,11 @@ def _precisions(fields: _Fields) -> tuple[str, Callable[[str], str], str]:
     def chosen(module: str) -> str:
         return usual if any(_matches(pattern, MODULES[module].format(n=last)) for pattern in kept) else precision
 
-    return usual, chosen, f"matrices in {precision} but for those that the config keeps in {usual}, router and head {usual}"
+    return (
+        usual,
+        chosen,
+        f"matrices in {precision} but for those that the config keeps in {usual}, router and head {usual}",
+    )
 
 
 def _compressed(quantization: _Fields) -> str:
@@ -188,11 +214,15 @@ def _compressed(quantization: _Fields) -> str:
     if found == (4, "int", 32):
         return "int4"
     said = ", ".join(map(str, found))
-    raise ConfigError(f"{where}: num_bits, type, group_size = {said}: known are 8 bits, and int of 4 bits in groups of 32")
+    raise ConfigError(
+        f"{where}: num_bits, type, group_size = {said}: known are 8 bits, and int of 4 bits in groups of 32"
+    )
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """As Hugging Face's libraries read such lists: regular expressions after re:, else names or parts of names, also with *."""
+    """As Hugging Face's libraries read such lists: regular expressions after re:, else names or parts of names, also
+    with *.
+    """
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
@@ -253,10 +283,15 @@ def _mixtral(fields: _Fields) -> _Anatomy:
     attention, cached = _grouped(fields)
     window = fields.rank("sliding_window")
     return _Anatomy(
-        [*_experts(fields, layers, experts, fields.size("intermediate_size")), _router(fields, layers, experts),
-         ("attention", layers * attention, "attention"), _head(fields)],
-        0 if window else layers * cached, (layers * cached, window) if window else (0, 0),
-    )  # fmt: skip
+        [
+            *_experts(fields, layers, experts, fields.size("intermediate_size")),
+            _router(fields, layers, experts),
+            ("attention", layers * attention, "attention"),
+            _head(fields),
+        ],
+        0 if window else layers * cached,
+        (layers * cached, window) if window else (0, 0),
+    )
 
 
 def _gpt_oss(fields: _Fields) -> _Anatomy:
@@ -264,10 +299,15 @@ def _gpt_oss(fields: _Fields) -> _Anatomy:
     attention, cached = _grouped(fields)
     sliding = _of_type(fields, "sliding_attention")
     return _Anatomy(
-        [*_experts(fields, layers, experts, fields.size("intermediate_size")), _router(fields, layers, experts),
-         ("attention", layers * attention, "attention"), _head(fields)],
-        (layers - sliding) * cached, (sliding * cached, fields.size("sliding_window")) if sliding else (0, 0),
-    )  # fmt: skip
+        [
+            *_experts(fields, layers, experts, fields.size("intermediate_size")),
+            _router(fields, layers, experts),
+            ("attention", layers * attention, "attention"),
+            _head(fields),
+        ],
+        (layers - sliding) * cached,
+        (sliding * cached, fields.size("sliding_window")) if sliding else (0, 0),
+    )
 
 
 def _sparse_layers(fields: _Fields) -> int:
@@ -282,29 +322,45 @@ def _qwen3_moe(fields: _Fields) -> _Anatomy:
     if fields.flag("use_sliding_window"):
         raise ConfigError("use_sliding_window = true: of this family only models without windows are known")
     return _Anatomy(
-        [*_experts(fields, sparse, experts, fields.size("moe_intermediate_size")), *_dense(fields, layers - sparse),
-         _router(fields, sparse, experts), ("attention", layers * attention, "attention"), _head(fields)],
+        [
+            *_experts(fields, sparse, experts, fields.size("moe_intermediate_size")),
+            *_dense(fields, layers - sparse),
+            _router(fields, sparse, experts),
+            ("attention", layers * attention, "attention"),
+            _head(fields),
+        ],
         layers * cached,
-    )  # fmt: skip
+    )
 
 
 def _qwen3_next(fields: _Fields) -> _Anatomy:
     layers, sparse, experts, d = fields.layers, _sparse_layers(fields), fields.size("num_experts"), fields.hidden
-    full = _of_type(fields, "full_attention") if fields.list("layer_types") else layers // fields.size("full_attention_interval", 4)
+    full = (
+        _of_type(fields, "full_attention")
+        if fields.list("layer_types")
+        else layers // fields.size("full_attention_interval", 4)
+    )
     heads, dim = fields.size("num_attention_heads"), fields.head_dim
     attention, cached = _grouped(fields)
     keys = fields.size("linear_num_key_heads") * fields.size("linear_key_head_dim")
     value_heads, value_dim = fields.size("linear_num_value_heads"), fields.size("linear_value_head_dim")
     values, kernel = value_heads * value_dim, fields.size("linear_conv_kernel_dim")
-    linear = d * (2 * keys + 3 * values + 2 * value_heads) + kernel * (2 * keys + values)  # q k, v z out, two gates; convolution
+    linear = d * (2 * keys + 3 * values + 2 * value_heads) + kernel * (
+        2 * keys + values
+    )  # q k, v z out, two gates; convolution
     return _Anatomy(
-        [*_experts(fields, sparse, experts, fields.size("moe_intermediate_size")),
-         ("shared expert", sparse * 3 * fields.size("shared_expert_intermediate_size") * d, "shared expert"),
-         *_dense(fields, layers - sparse), _router(fields, sparse, experts),
-         (f"attention, {full} layers, gated", full * (attention + d * heads * dim), "attention"),
-         (f"gated DeltaNet, {layers - full} layers", (layers - full) * linear, "linear attention"), _head(fields)],
-        full * cached, state=(layers - full) * value_heads * fields.size("linear_key_head_dim") * value_dim,
-    )  # fmt: skip
+        [
+            *_experts(fields, sparse, experts, fields.size("moe_intermediate_size")),
+            ("shared expert", sparse * 3 * fields.size("shared_expert_intermediate_size") * d, "shared expert"),
+            *_dense(fields, layers - sparse),
+            _router(fields, sparse, experts),
+            (f"attention, {full} layers, gated", full * (attention + d * heads * dim), "attention"),
+            (f"gated DeltaNet, {layers - full} layers", (layers - full) * linear, "linear attention"),
+            _head(fields),
+        ],
+        full * cached,
+        state=(layers - full) * value_heads * fields.size("linear_key_head_dim") * value_dim,
+    )
 
 
 def _deepseek_v3(fields: _Fields) -> _Anatomy:
@@ -314,15 +370,25 @@ def _deepseek_v3(fields: _Fields) -> _Anatomy:
     sparse, width = layers - fields.size("first_k_dense_replace", 0, 0), fields.size("moe_intermediate_size")
     if sparse < 1:
         raise ConfigError(f"first_k_dense_replace = {layers - sparse}: there are {layers} layers")
-    heads, kv_rank, rope = fields.size("num_attention_heads"), fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
+    heads, kv_rank, rope = (
+        fields.size("num_attention_heads"),
+        fields.size("kv_lora_rank"),
+        fields.size("qk_rope_head_dim"),
+    )
     nope, value, rank = fields.size("qk_nope_head_dim"), fields.size("v_head_dim"), fields.rank("q_lora_rank")
     query = d * heads * (nope + rope) if rank is None else d * rank + rank * heads * (nope + rope)
     latent = query + d * (kv_rank + rope) + kv_rank * heads * (nope + value) + heads * value * d
     return _Anatomy(
-        [*_experts(fields, sparse, experts, width), *_shared(fields, sparse, width), *_dense(fields, layers - sparse),
-         ("latent attention", layers * latent, "attention"), _router(fields, sparse, experts), _head(fields)],
+        [
+            *_experts(fields, sparse, experts, width),
+            *_shared(fields, sparse, width),
+            *_dense(fields, layers - sparse),
+            ("latent attention", layers * latent, "attention"),
+            _router(fields, sparse, experts),
+            _head(fields),
+        ],
         layers * (kv_rank + rope),
-    )  # fmt: skip
+    )
 
 
 def _shared(fields: _Fields, sparse: int, width: int) -> list[tuple[str, float, str]]:
@@ -331,7 +397,12 @@ def _shared(fields: _Fields, sparse: int, width: int) -> list[tuple[str, float, 
 
 
 def _deepseek_v4(fields: _Fields) -> _Anatomy:
-    layers, experts, d, width = fields.layers, fields.size("n_routed_experts"), fields.hidden, fields.size("moe_intermediate_size")
+    layers, experts, d, width = (
+        fields.layers,
+        fields.size("n_routed_experts"),
+        fields.hidden,
+        fields.size("moe_intermediate_size"),
+    )
     heads, dim, kv = fields.size("num_attention_heads"), fields.size("head_dim"), fields.size("num_key_value_heads")
     rank, out_rank, groups = fields.size("q_lora_rank"), fields.size("o_lora_rank"), fields.size("o_groups")
     attention = d * rank + rank * heads * dim + d * kv * dim + heads * dim * out_rank + groups * out_rank * d
@@ -339,19 +410,30 @@ def _deepseek_v4(fields: _Fields) -> _Anatomy:
     if ratios is None or len(ratios) < layers:
         raise ConfigError(f"compress_ratios: it must have a number for each of the {layers} layers")
     indexers, ratios = fields.size("index_n_heads"), ratios[:layers]
-    # Keys and values of several positions in one, with a gate: where windows overlap (a ratio of 4) twice as wide, and with an indexer.
+    # Keys and values of several positions in one, with a gate: where windows overlap (a ratio of 4) twice as wide, and
+    # with an indexer.
     overlapping, plain = ratios.count(4), sum(ratio not in (0, 4) for ratio in ratios)
     indexer = rank * indexers * fields.size("index_head_dim") + d * indexers + 4 * d * fields.size("index_head_dim")
     compressor = overlapping * (4 * d * dim + indexer) + plain * 2 * d * dim
     return _Anatomy(
-        [*_experts(fields, layers, experts, width), *_shared(fields, layers, width),
-         (f"attention, {heads} heads of {dim}", layers * attention, "attention"), ("compressor and indexer", compressor, "attention"),
-         _router(fields, layers, experts), _head(fields)],
+        [
+            *_experts(fields, layers, experts, width),
+            *_shared(fields, layers, width),
+            (f"attention, {heads} heads of {dim}", layers * attention, "attention"),
+            ("compressor and indexer", compressor, "attention"),
+            _router(fields, layers, experts),
+            _head(fields),
+        ],
         None,
-    )  # fmt: skip
+    )
 
 
 ARCHITECTURES: dict[str, Callable[[_Fields], _Anatomy]] = {
-    "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "qwen3_next": _qwen3_next, "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3,
-    "kimi_k2": _deepseek_v3, "deepseek_v4": _deepseek_v4,
-}  # fmt: skip
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
+}

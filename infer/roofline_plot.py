@@ -13,7 +13,13 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
 
 PUBLIC_DEVICES = 8
-KINDS = ("routed experts", "shared expert", "dense layer", "router", "head")  # beginnings of the names of parts; the rest mixes positions
+KINDS = (
+    "routed experts",
+    "shared expert",
+    "dense layer",
+    "router",
+    "head",
+)  # beginnings of the names of parts; the rest mixes positions
 Panel = Callable[[Any], None]  # draws into its axes
 
 
@@ -34,7 +40,11 @@ def draw(path: Path, title: str, panels: Sequence[Panel], assumptions: str) -> N
 
 def laneformer_panels(config: ModelConfig, node: Node, work: Work, options: dict) -> list[Panel]:
     """Speed against context for several numbers of devices, against lanes for three layouts, and of every layout."""
-    return [_context_panel(config, node, work, options), _lanes_panel(config, node, work, options), _layout_panel(config, node, work)]
+    return [
+        _context_panel(config, node, work, options),
+        _lanes_panel(config, node, work, options),
+        _layout_panel(config, node, work),
+    ]
 
 
 def _context_panel(config: ModelConfig, node: Node, work: Work, options: dict) -> Panel:
@@ -44,11 +54,22 @@ def _context_panel(config: ModelConfig, node: Node, work: Work, options: dict) -
         for i, count in enumerate(_device_counts(config, node)):
             there = make_node(**options | {"devices": count})
             found = [token(config, there, Work(work.weights, work.kv, context)) for context in at]
-            axes.plot(at, [t.rate for t in found], "o-", color=f"C{i}", markersize=3, label=f"{count} devices" if count > 1 else "1 device")
+            axes.plot(
+                at,
+                [t.rate for t in found],
+                "o-",
+                color=f"C{i}",
+                markersize=3,
+                label=f"{count} devices" if count > 1 else "1 device",
+            )
             axes.plot(at, [t.ceiling for t in found], ":", color=f"C{i}")
         axes.plot([], [], ":", color="0.4", label="ceiling: reading alone")
-        axes.set(title=f"Layout {config.layout}, {config.num_lanes} lanes", xlabel="context, tokens", ylabel="tokens per second",
-                 ylim=(0, 1.25 * axes.dataLim.y1))  # fmt: skip
+        axes.set(
+            title=f"Layout {config.layout}, {config.num_lanes} lanes",
+            xlabel="context, tokens",
+            ylabel="tokens per second",
+            ylim=(0, 1.25 * axes.dataLim.y1),
+        )
         axes.legend(fontsize="small", loc="upper center", ncols=3)
 
     return draw
@@ -80,10 +101,21 @@ def _lanes_panel(config: ModelConfig, node: Node, work: Work, options: dict) -> 
                 points.append((2**power, token(cut, make_node(**options | {"devices": 2**power}), work)))
             axes.plot([n for n, _ in points], [t.rate for _, t in points], "osD"[i] + "-", color=f"C{i}", label=layout)
             if i == 0:
-                axes.plot([n for n, _ in points], [t.ceiling for _, t in points], ":", color="0.4", label="ceiling: reading alone")
+                axes.plot(
+                    [n for n, _ in points],
+                    [t.ceiling for _, t in points],
+                    ":",
+                    color="0.4",
+                    label="ceiling: reading alone",
+                )
                 axes.set_xscale("log", base=2)
                 axes.set_xticks([n for n, _ in points], [str(n) for n, _ in points])
-        axes.set(title=f"Context {work.context:,}", xlabel="lanes, one per device", ylabel="tokens per second", ylim=(0, None))
+        axes.set(
+            title=f"Context {work.context:,}",
+            xlabel="lanes, one per device",
+            ylabel="tokens per second",
+            ylim=(0, None),
+        )
         axes.legend(fontsize="small")
 
     return draw
@@ -93,18 +125,25 @@ def _layout_panel(config: ModelConfig, node: Node, work: Work) -> Panel:
     def draw(axes):
         found = {name: token(config.replace(layout=name), node, work) for name in layouts_of(config)}
         names = sorted(found, key=lambda name: found[name].rate)
-        bars = axes.barh(names, [found[n].rate for n in names], color=["C0" if n == config.layout else "0.7" for n in names])
+        bars = axes.barh(
+            names, [found[n].rate for n in names], color=["C0" if n == config.layout else "0.7" for n in names]
+        )
         axes.bar_label(bars, [f"{found[n].rate:,.0f}" for n in names], padding=3, fontsize="small")
         axes.axvline(found[config.layout].ceiling, linestyle=":", color="0.4", label="ceiling: reading alone")
-        axes.set(title=f"Every layout, {node.name}, context {work.context:,}", xlabel="tokens per second",
-                 xlim=(0, 1.15 * found[config.layout].ceiling))  # fmt: skip
+        axes.set(
+            title=f"Every layout, {node.name}, context {work.context:,}",
+            xlabel="tokens per second",
+            xlim=(0, 1.15 * found[config.layout].ceiling),
+        )
         axes.legend(fontsize="small", loc="lower right")
 
     return draw
 
 
 def moe_panels(models: Sequence[MoeModel], node: Node, device: str) -> list[Panel]:
-    """Bytes by part and speeds of each model, weights alone. device: whose nominal figures are drawn, which are for eight."""
+    """Bytes by part and speeds of each model, weights alone. device: whose nominal figures are drawn, which are for
+    eight.
+    """
     public = node.devices == PUBLIC_DEVICES and any(device in model.nominal for model in models)
 
     names = [model.name for model in models]
@@ -126,7 +165,9 @@ def moe_panels(models: Sequence[MoeModel], node: Node, device: str) -> list[Pane
         ceilings = [node.total_bandwidth / model.weight_bytes for model in models]
         low, high = ([part * ceiling for ceiling in ceilings] for part in PUBLIC_SHARES)
         of_ceiling = " to ".join(f"{100 * part:.0f}" for part in PUBLIC_SHARES)
-        axes.hlines(rows, low, high, color="C0", linewidth=14, label=f"{of_ceiling}% of the ceiling, as measured elsewhere")
+        axes.hlines(
+            rows, low, high, color="C0", linewidth=14, label=f"{of_ceiling}% of the ceiling, as measured elsewhere"
+        )
         axes.plot(ceilings, rows, "|", color="0.3", markersize=14, label="ceiling: reading alone")
         summed = [token_of_bytes(model.weight_bytes, node, model.layers).rate for model in models]
         axes.plot(summed, rows, "D", color="C1", label="with waits, plain tensor parallelism")

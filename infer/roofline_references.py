@@ -5,15 +5,23 @@ from infer.roofline_agent import AgentTask
 from infer.roofline_devices import make_node
 from infer.roofline_table import MEASURED, PROJECTED, Column, Table
 
-NOMINAL = 4e9  # bytes per token in the public figures: 2 B weights of 16 bits. Counted from its dimensions the 2B reads 4.44 GB.
+# Bytes per token in the public figures: 2 B weights of 16 bits. Counted from its dimensions the 2B reads 4.44 GB.
+NOMINAL = 4e9
 MI300X_READ = 4.2e12  # bytes/s of one MI300X behind the public ceiling, 79.2 % of 5.3 TB/s
 
 
 def references() -> Table:
     """Each public figure beside ours."""
-    h200, mi300x = token_of_bytes(NOMINAL, make_node("h200", 8), None), token_of_bytes(NOMINAL, make_node("mi300x", 8), None)
+    h200, mi300x = (
+        token_of_bytes(NOMINAL, make_node("h200", 8), None),
+        token_of_bytes(NOMINAL, make_node("mi300x", 8), None),
+    )
     mi300x_public = token_of_bytes(NOMINAL, make_node("mi300x", 8, bandwidth=MI300X_READ), None)
-    launches = next(t for t in token_of_bytes(NOMINAL, make_node("mi300x", 8, launches=250), None).terms if t.name == "kernel launches")
+    launches = next(
+        t
+        for t in token_of_bytes(NOMINAL, make_node("mi300x", 8, launches=250), None).terms
+        if t.name == "kernel launches"
+    )
     half_byte = token_of_bytes(32e9 / 2, make_node("h200", 8), None)
     task = AgentTask()
     found = [
@@ -30,15 +38,31 @@ def references() -> Table:
         ("50,000 tokens at 3,000 tok/s, s", 20, task.split(3000)[0], "'under 20 s'"),
     ]
     rows = [
-        (what, public, MEASURED if what.startswith(("2,100", "3,000", "the same, %")) else PROJECTED, ours, 100 * (ours / public - 1), how)
+        (
+            what,
+            public,
+            MEASURED if what.startswith(("2,100", "3,000", "the same, %")) else PROJECTED,
+            ours,
+            100 * (ours / public - 1),
+            how,
+        )
         for what, public, ours, how in found
     ]
     return Table(
-        "references", "Public figures, and the same arithmetic here",
-        (Column("figure"), Column("public", ",.6g"), Column("its status"), Column("here", ",.1f", PROJECTED),
-         Column("difference %", "+.1f", PROJECTED), Column("how")),
-        rows, "4 GB per token as the public figures do, weights alone; the public figures are Kog's, who measured 2,100 and 3,000 tok/s",
-    )  # fmt: skip
+        "references",
+        "Public figures, and the same arithmetic here",
+        (
+            Column("figure"),
+            Column("public", ",.6g"),
+            Column("its status"),
+            Column("here", ",.1f", PROJECTED),
+            Column("difference %", "+.1f", PROJECTED),
+            Column("how"),
+        ),
+        rows,
+        "4 GB per token as the public figures do, weights alone; the public figures are Kog's, who measured 2,100 and"
+        " 3,000 tok/s",
+    )
 
 
 def share(rate: float, token) -> float:

@@ -1,4 +1,6 @@
-"""What `infer roofline` tells of one model: its tables, notes and pictures. Apart from the command's options, for it needs JAX."""
+"""What `infer roofline` tells of one model: its tables, notes and pictures. Apart from the command's options, for it
+needs JAX.
+"""
 
 import dataclasses
 import json
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 
 USUAL_CONTEXT = 1536  # the mean of `infer bench`: a prompt of 512 and 2,048 tokens after it
 USUAL_DEVICES = 8
-PLAIN = ("plain tensor parallelism: 2 exchanges a layer", "operations of a layer as in a dense one", "nothing is read during waits")
+PLAIN = (
+    "plain tensor parallelism: 2 exchanges a layer",
+    "operations of a layer as in a dense one",
+    "nothing is read during waits",
+)
 SCHEMA = "laneformer.roofline/1"
 
 
@@ -63,9 +69,11 @@ def run(options: "Options", file: ConfigFile | None) -> int:
         print(f"Note: {note}")
     if options.json:
         record = {
-            "schema": SCHEMA, "asked": dataclasses.asdict(options), "tables": [table.record() for table in report.tables],
+            "schema": SCHEMA,
+            "asked": dataclasses.asdict(options),
+            "tables": [table.record() for table in report.tables],
             "notes": report.notes,
-        }  # fmt: skip
+        }
         options.json.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
     if options.png:
         roofline_plot.draw(options.png, report.title, report.panels, report.assumptions)
@@ -79,11 +87,16 @@ def node_options(options: "Options", devices: int) -> dict:
         return None if value is None else value * scale
 
     return {
-        "device": options.device, "devices": devices if options.devices is None else options.devices,
-        "bandwidth": scaled(options.bandwidth, 1e9), "share": options.bandwidth_share, "link": scaled(options.link, 1e9),
-        "exchange": scaled(options.exchange_us, 1e-6), "sync": scaled(options.sync_us, 1e-6), "launches": options.launches,
+        "device": options.device,
+        "devices": devices if options.devices is None else options.devices,
+        "bandwidth": scaled(options.bandwidth, 1e9),
+        "share": options.bandwidth_share,
+        "link": scaled(options.link, 1e9),
+        "exchange": scaled(options.exchange_us, 1e-6),
+        "sync": scaled(options.sync_us, 1e-6),
+        "launches": options.launches,
         "launch": 1e-6 * options.launch_us,
-    }  # fmt: skip
+    }
 
 
 def find_config(options: "Options", given: ConfigFile | None) -> ModelConfig:
@@ -148,7 +161,9 @@ def report_moe(options: "Options", report: Report, models: list[MoeModel]) -> No
         if "precision" in options.sweep:
             report.tables.append(roofline_sweeps.moe_by_precision(model, node))
         if None in parts.values():
-            report.notes.append(f"{model.name}: what it reads of its cache is not known and not counted: give --kv-megabytes.")
+            report.notes.append(
+                f"{model.name}: what it reads of its cache is not known and not counted: give --kv-megabytes."
+            )
         finish(options, report, model.name, found)
     if public := [model for model in models if model.nominal]:
         report.tables.append(roofline_report.nominal_table(public, node))
@@ -166,7 +181,10 @@ def report_bytes(options: "Options", report: Report) -> None:
     node = make_node(**node_options(options, USUAL_DEVICES))
     found = token_of_bytes(1e9 * options.gigabytes, node, options.layers)
     assumed = PLAIN if options.layers else ("no waits counted: give --layers for them",)
-    report.tables += [roofline_report.time_table(found, assumed), roofline_report.speed_table(found, known_rate(options), None)]
+    report.tables += [
+        roofline_report.time_table(found, assumed),
+        roofline_report.speed_table(found, known_rate(options), None),
+    ]
     finish(options, report, f"{options.gigabytes:g} GB per token", found)
 
 
@@ -176,4 +194,6 @@ def finish(options: "Options", report: Report, name: str, found: Token) -> None:
     if options.rate is not None:
         report.speeds[f"{name}, given"] = options.rate, options.rate_status
     report.assumptions = "; ".join(found.node.assumptions)
-    report.title = f"{name} on {found.node.name}" if options.moe != "all" else f"Mixture-of-experts models on {found.node.name}"
+    report.title = (
+        f"{name} on {found.node.name}" if options.moe != "all" else f"Mixture-of-experts models on {found.node.name}"
+    )

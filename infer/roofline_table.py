@@ -9,7 +9,9 @@ MEASURED, PROJECTED = "measured", "projected"  # and "simulated", which only a s
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, how numbers are written, and measured, simulated or projected; no status for what was asked, or a word."""
+    """A heading, how numbers are written, and measured, simulated or projected; no status for what was asked, or a
+    word.
+    """
 
     name: str
     format: str = ""
@@ -29,8 +31,14 @@ class Table:
 
     def text(self) -> str:
         """For the terminal."""
-        body = [tuple(_cell(value, column) for value, column in zip(row, self.columns, strict=True)) for row in self.rows]
-        lines = [tuple(column.name for column in self.columns), tuple(f"({c.status})" if c.status else "" for c in self.columns), *body]
+        body = [
+            tuple(_cell(value, column) for value, column in zip(row, self.columns, strict=True)) for row in self.rows
+        ]
+        lines = [
+            tuple(column.name for column in self.columns),
+            tuple(f"({c.status})" if c.status else "" for c in self.columns),
+            *body,
+        ]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         if not any(lines[1]):
             del lines[1]
@@ -46,9 +54,12 @@ class Table:
         """For JSON: rows with their columns' names, and the status of each column."""
         names = [column.name for column in self.columns]
         return {
-            "table": self.name, "title": self.title, "status": {column.name: column.status for column in self.columns if column.status},
-            "rows": [dict(zip(names, row, strict=True)) for row in self.rows], "assumptions": self.assumptions,
-        }  # fmt: skip
+            "table": self.name,
+            "title": self.title,
+            "status": {column.name: column.status for column in self.columns if column.status},
+            "rows": [dict(zip(names, row, strict=True)) for row in self.rows],
+            "assumptions": self.assumptions,
+        }
 
 
 def _cell(value: Any, column: Column) -> str:
@@ -56,4 +67,6 @@ def _cell(value: Any, column: Column) -> str:
         return "unknown"
     if isinstance(value, str):
         return value
-    return format(value, ",.1f" if "tok/s" in column.name and value < 100 else column.format)  # a slow machine's speeds differ too
+    return format(
+        value, ",.1f" if "tok/s" in column.name and value < 100 else column.format
+    )  # a slow machine's speeds differ too

@@ -36,7 +36,8 @@ class Sample:
 
 
 def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
-    """Samples in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"} (EvalPlus), as JSON lines.
+    """Samples in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"} (EvalPlus), as
+    JSON lines.
 
     Raises InputError for lines of another form and for problems that are not in the set.
     """
@@ -51,8 +52,12 @@ def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
             samples.append(Sample(task_id=problems[task_id].task_id, solution=solution, **more))
         except KeyError as error:
             if error.args[0] in ("task_id", "completion"):
-                raise InputError(f"{path}: sample {n} has no {error.args[0]!r}: write task_id, and completion or solution") from None
-            raise InputError(f"{path}: sample {n} is for {row['task_id']!r}, which {problems.name} does not have") from None
+                raise InputError(
+                    f"{path}: sample {n} has no {error.args[0]!r}: write task_id, and completion or solution"
+                ) from None
+            raise InputError(
+                f"{path}: sample {n} is for {row['task_id']!r}, which {problems.name} does not have"
+            ) from None
         except (TypeError, AttributeError):
             raise InputError(f"{path}: sample {n} is not task_id and completion or solution as text") from None
     if not samples:
@@ -64,13 +69,18 @@ class SampleFile:
     """Samples as they are made. A file of the same settings is continued; what a kill left of a line is dropped."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], problems: ProblemSet):
-        """settings: everything the samples depend on, as JSON; kept beside the file. Raises ConfigError for a file of other settings."""
+        """settings: everything the samples depend on, as JSON; kept beside the file. Raises ConfigError for a file of
+        other settings.
+        """
         self._path, kept = path, settings_path(path)
         settings = json.loads(json.dumps(settings))
         if path.exists() and path.stat().st_size:
             before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
             if other := sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key)):
-                raise ConfigError(f"{path} holds samples made with other settings ({', '.join(other)}): name another file, or remove it")
+                raise ConfigError(
+                    f"{path} holds samples made with other settings ({', '.join(other)}): name another file, or"
+                    " remove it"
+                )
             _drop_partial_line(path)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +106,9 @@ class SampleFile:
 
 
 class VerdictFile:
-    """Outcomes as they come, for a scoring that is killed and started again; of no further use once the report is written."""
+    """Outcomes as they come, for a scoring that is killed and started again; of no further use once the report is
+    written.
+    """
 
     def __init__(self, path: Path, conditions: Mapping[str, Any]):
         """conditions: what verdicts depend on beyond the program. A file of other conditions is begun anew."""

@@ -4,18 +4,23 @@ For raw logits z [v] in float32, with every step in float32:
 
 1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token seen in the prompt or generated before,
    z = z / r where z > 0, otherwise z * r.
-2. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals, and nothing below applies. Otherwise z = z / T.
-3. Filters, each a threshold on z, so that equal logits are kept or dropped together and the order of tokens never matters:
+2. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals, and nothing below applies.
+  Otherwise z = z / T.
+3. Filters, each a threshold on z, so that equal logits are kept or dropped together and the order of tokens never
+  matters:
    - top-k, if k > 0: the k-th largest z (every token if k >= v);
-   - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k keeps, the largest
+   - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k
+     keeps, the largest
      t for which the tokens with z >= t have probability >= p together;
    - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m).
    The tokens with z >= the largest of these thresholds are kept; the best token always is.
-4. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of infer/noise.py for
+4. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of
+  infer/noise.py for
    the seed, the position and the token's id. (The Gumbel-max trick: a draw from softmax(z) over the kept tokens.)
 
-The log-probability reported with a token is log softmax of the raw logits at it: what the model said, whatever the settings.
-Sums of probabilities depend on the order of summation in the last bits, so a set within rounding of p may fall on either side.
+The log-probability reported with a token is log softmax of the raw logits at it: what the model said, whatever the
+settings. Sums of probabilities depend on the order of summation in the last bits, so a set within rounding of p may
+fall on either side.
 """
 
 import dataclasses
@@ -50,7 +55,9 @@ class Sampling:
     """How tokens are chosen. Raises ConfigError, naming the remedy, for values that cannot work."""
 
     temperature: float = 0.0
-    """0 takes the most likely token every time (greedy); 1 draws from the model's own distribution; lower is more careful."""
+    """0 takes the most likely token every time (greedy); 1 draws from the model's own distribution; lower is more
+    careful.
+    """
     top_k: int = 0
     """Draw among the k most likely tokens; 0 for all."""
     top_p: float = 1.0
@@ -70,7 +77,9 @@ class Sampling:
                 raise ConfigError(f"{field.name} = {value!r}: write a {'whole' if whole else 'finite'} number")
             object.__setattr__(self, field.name, int(value) if whole else float(value))
         if self.temperature and not SMALLEST <= self.temperature <= LARGEST:
-            raise ConfigError(f"temperature = {self.temperature}: write 0 for greedy, or a number from {SMALLEST:g} to {LARGEST:g}")
+            raise ConfigError(
+                f"temperature = {self.temperature}: write 0 for greedy, or a number from {SMALLEST:g} to {LARGEST:g}"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top_k = {self.top_k}: write how many tokens to draw among, or 0 for all")
         if not 0 < self.top_p <= 1:
@@ -78,7 +87,9 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p = {self.min_p}: write a share from 0 (all tokens) to 1")
         if not SMALLEST <= self.repetition_penalty <= LARGEST:
-            raise ConfigError(f"repetition_penalty = {self.repetition_penalty}: write {SMALLEST:g} to {LARGEST:g}, 1 for none")
+            raise ConfigError(
+                f"repetition_penalty = {self.repetition_penalty}: write {SMALLEST:g} to {LARGEST:g}, 1 for none"
+            )
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed = {self.seed}: write a whole number from 0 to 2^64 - 1")
 
@@ -94,21 +105,26 @@ class Sampling:
         )
 
 
-def sample(logits_v: jax.Array, seen_v: jax.Array, position: jax.Array, params: Parameters) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits_v: jax.Array, seen_v: jax.Array, position: jax.Array, params: Parameters
+) -> tuple[jax.Array, jax.Array]:
     """The chosen token, int32, and its log-probability, float32.
 
-    logits_v: [v]; seen_v: bool [v], the tokens of the prompt and the answer so far; position: index in the sequence of the token that is
-    drawn. Everything may be traced.
+    logits_v: [v]; seen_v: bool [v], the tokens of the prompt and the answer so far; position: index in the sequence of
+    the token that is drawn. Everything may be traced.
     """
     raw = logits_v.astype(jnp.float32)
     penalty = params.repetition_penalty
     z = jnp.where(seen_v, jnp.where(raw > 0, raw / penalty, raw * penalty), raw)
-    token = jax.lax.cond(params.temperature > 0, _draw, lambda z, position, params: jnp.argmax(z), z, position, params).astype(jnp.int32)
+    token = jax.lax.cond(
+        params.temperature > 0, _draw, lambda z, position, params: jnp.argmax(z), z, position, params
+    ).astype(jnp.int32)
     return token, raw[token] - jax.nn.logsumexp(raw)
 
 
 def top_logprobs(logits_v: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32: the lowest id first among equals.
+    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32: the lowest id first among
+    equals.
 
     logits_v: the raw logits [v], v >= count.
     """
@@ -146,7 +162,8 @@ def _order(z: jax.Array) -> jax.Array:
 def _largest(enough, order: jax.Array) -> jax.Array:
     """The largest threshold t, uint32, for which enough(order >= t); 0 if there is none.
 
-    Found bit by bit in 32 passes over the vocabulary: on a CPU tens of times faster than sorting it, and no order among equals to define.
+    Found bit by bit in 32 passes over the vocabulary: on a CPU tens of times faster than sorting it, and no order among
+    equals to define.
     """
 
     def bit(n, t):

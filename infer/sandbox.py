@@ -1,9 +1,10 @@
 """Runs programs that a model wrote, shut in, and says how each ended.
 
-Every program runs in a fresh interpreter without rights, network or home, with limits on CPU time, memory, processes, open files and
-output, and in the level `bwrap` without a writable place but 64 MiB of memory. It shares the kernel: this is no boundary against attacks on
-the kernel, and no bound on the memory of all its processes together. A program that sets out to can read its own tests or forge its own
-verdict, as they run in one process. Code of unknown people belongs into a virtual machine around all this.
+Every program runs in a fresh interpreter without rights, network or home, with limits on CPU time, memory, processes,
+open files and output, and in the level `bwrap` without a writable place but 64 MiB of memory. It shares the kernel:
+this is no boundary against attacks on the kernel, and no bound on the memory of all its processes together. A program
+that sets out to can read its own tests or forge its own verdict, as they run in one process. Code of unknown people
+belongs into a virtual machine around all this.
 """
 
 import itertools
@@ -34,8 +35,8 @@ CHILD = files("infer").joinpath("sandbox_child.py").read_text(encoding="utf-8")
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
 REPORT_BYTES = 1 << 16
 NAMESPACES = (
-    "where the system forbids user namespaces to ordinary users, allow them (Ubuntu: an AppArmor profile for bwrap, or sysctl "
-    "kernel.apparmor_restrict_unprivileged_userns=0; containers: run with the right to unshare)"
+    "where the system forbids user namespaces to ordinary users, allow them (Ubuntu: an AppArmor profile for bwrap, or"
+    " sysctl kernel.apparmor_restrict_unprivileged_userns=0; containers: run with the right to unshare)"
 )
 
 
@@ -65,7 +66,9 @@ class Outcome:
     """How a program ended."""
 
     verdict: Verdict
-    """syntax: the solution does not compile; memory: MemoryError; killed: by a signal, such as that of an invalid memory access."""
+    """syntax: the solution does not compile; memory: MemoryError; killed: by a signal, such as that of an invalid
+    memory access.
+    """
     error: str
     """What went wrong, in a line; "" if it passed."""
     cpu_seconds: float | None
@@ -76,9 +79,11 @@ class Sandbox:
     """A way to run programs, made once and used from any number of threads; `close` it, or use it in a `with` block."""
 
     def __init__(self, level: str = "auto"):
-        """level: "bwrap" (bubblewrap), "unshare" (weaker), "rlimits" (resource limits alone) or "auto": bwrap if installed, else unshare.
+        """level: "bwrap" (bubblewrap), "unshare" (weaker), "rlimits" (resource limits alone) or "auto": bwrap if
+        installed, else unshare.
 
-        Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or does not keep programs in here.
+        Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or does not keep programs in
+        here.
         """
         self.level = _choose(level)
         self._runs = itertools.count(os.getpid() * 97)  # two evaluations at a time begin at different users
@@ -98,7 +103,9 @@ class Sandbox:
     def report(self) -> dict[str, Any]:
         """What a score depends on: the level, the tool's version, whether there was a network, the interpreter."""
         tool = self.level.tools[0] if self.level.tools else None
-        version = tool and subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        version = (
+            tool and subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        )
         return {
             "level": self.level.name,
             "version": version,
@@ -110,21 +117,28 @@ class Sandbox:
     def run(
         self, solution: str, test: str, limits: Limits, *, longest_error: int = 500, entry_point: str | None = None
     ) -> Outcome:
-        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if neither raises or
-        ends the program. longest_error: in characters. entry_point: a function whose results must not be objects of the solution's own
-        classes that redefine operators, because these could equal anything.
+        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if
+        neither raises or ends the program. longest_error: in characters. entry_point: a function whose results must not
+        be objects of the solution's own classes that redefine operators, because these could equal anything.
 
         Raises HarnessError where the program could not be started, and after `close`.
         """
         if self._closed:
             raise HarnessError("the sandbox was closed")
         nonce = secrets.token_hex(16)
-        spec = {"solution": solution, "test": test, "path": [self.level.site(self._stage)], "longest_error": longest_error,
-                "entry_point": entry_point}  # fmt: skip
+        spec = {
+            "solution": solution,
+            "test": test,
+            "path": [self.level.site(self._stage)],
+            "longest_error": longest_error,
+            "entry_point": entry_point,
+        }
         spec["limits"] = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),
-            "RLIMIT_NPROC": limits.processes if self.level.tools else 8 * limits.processes,  # here all processes of the user count
+            "RLIMIT_NPROC": (
+                limits.processes if self.level.tools else 8 * limits.processes
+            ),  # here all processes of the user count
             "RLIMIT_NOFILE": limits.open_files,
             "RLIMIT_FSIZE": limits.file_bytes,
             "RLIMIT_CORE": 0,
@@ -168,10 +182,18 @@ class Sandbox:
             try:
                 # Without preexec_fn this is vfork and exec: safe in a process whose other threads run JAX.
                 process = subprocess.Popen(
-                    command, stdin=stdin, stdout=stdout, stderr=stderr, env=ENVIRONMENT, cwd=folder, start_new_session=True
+                    command,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=ENVIRONMENT,
+                    cwd=folder,
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise HarnessError(f"no program could be started ({error}): free memory or processes, and go on") from None
+                raise HarnessError(
+                    f"no program could be started ({error}): free memory or processes, and go on"
+                ) from None
             self._running.add(process)
             return process
 
@@ -198,20 +220,30 @@ class Sandbox:
                 ("notices an early end", "import os; os._exit(0)", "", False),
             ]
             if not self.level.network:
-                reach = f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 5)\nexcept OSError: pass\n"
+                reach = (
+                    f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 5)\nexcept OSError: pass\n"
+                )
                 probes.append(("keeps the network out", reach + "else: raise SystemExit", "", True))
             for path in self.level.hidden(self._stage):
-                seen = f"import os; assert not os.path.exists({path!r}) or os.path.isdir({path!r}) and not os.listdir({path!r})"
+                seen = (
+                    f"import os; assert not os.path.exists({path!r}) or os.path.isdir({path!r}) and not"
+                    f" os.listdir({path!r})"
+                )
                 probes.append((f"hides {path}", seen, "", True))
             for what, solution, test, passes in probes:
-                remedy = f"{NAMESPACES}, or choose another --sandbox" if self.level.tools else "this Python or its numpy does not work"
+                remedy = (
+                    f"{NAMESPACES}, or choose another --sandbox"
+                    if self.level.tools
+                    else "this Python or its numpy does not work"
+                )
                 try:
                     outcome = self.run(solution, test, Limits(cpu_seconds=20, wall_seconds=90))
                 except HarnessError as error:
                     raise ConfigError(f"sandbox {self.level.name} does not work here ({error}): {remedy}") from None
                 if (outcome.verdict == "passed") != passes:
                     raise ConfigError(
-                        f"sandbox {self.level.name} failed its self-test ({what}: {outcome.verdict} {outcome.error}): {remedy}"
+                        f"sandbox {self.level.name} failed its self-test ({what}: {outcome.verdict} {outcome.error}):"
+                        f" {remedy}"
                     )
 
 
@@ -225,11 +257,15 @@ def _choose(name: str) -> Level:
         missing = [tool for tool in level.tools if shutil.which(tool) is None]
         if not missing:
             if level is not wanted[0]:
-                log.warning("bubblewrap is not installed (apt install bubblewrap): unshare shuts programs in, and hides fewer files")
+                log.warning(
+                    "bubblewrap is not installed (apt install bubblewrap): unshare shuts programs in, and hides fewer"
+                    " files"
+                )
             return level
     raise ConfigError(
-        f"sandbox {name} needs {missing[0]}, which is not installed: install bubblewrap (apt install bubblewrap). "
-        "--sandbox rlimits runs the model's programs with your rights, your files and your network: only inside a virtual machine"
+        f"sandbox {name} needs {missing[0]}, which is not installed: install bubblewrap (apt install bubblewrap)."
+        " --sandbox rlimits runs the model's programs with your rights, your files and your network: only inside a"
+        " virtual machine"
     )
 
 
@@ -244,7 +280,9 @@ def _judge(report: bytes, stderr: bytes, status: int | None, nonce: str, limits:
     if not lines:
         if status is None:
             raise HarnessError(f"a program did not start within {limits.wall_seconds:.0f} s: the machine is overloaded")
-        raise HarnessError(f"a program did not start: {stderr.decode(errors='replace').strip()[-500:] or f'status {status}'}")
+        raise HarnessError(
+            f"a program did not start: {stderr.decode(errors='replace').strip()[-500:] or f'status {status}'}"
+        )
     try:
         said = json.loads(lines[1]) if len(lines) == 2 else {}
         verdict, error, cpu = said.get("verdict"), str(said.get("error", "")), said.get("cpu")
@@ -256,7 +294,9 @@ def _judge(report: bytes, stderr: bytes, status: int | None, nonce: str, limits:
         return Outcome(verdict, error, cpu)
     if status is None:
         return Outcome("timeout", f"no end after {limits.wall_seconds:.0f} s", None)
-    ended_by = -status if status < 0 else status - 128 if status > 128 else 0  # a shell's and bubblewrap's way to tell a signal
+    ended_by = (
+        -status if status < 0 else status - 128 if status > 128 else 0
+    )  # a shell's and bubblewrap's way to tell a signal
     if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and took >= limits.cpu_seconds):
         return Outcome("timeout", f"more than {math.ceil(limits.cpu_seconds)} s of CPU time", None)
     if ended_by in set(signal.Signals):

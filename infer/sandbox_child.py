@@ -1,8 +1,9 @@
-"""Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by infer/sandbox.py alone.
+"""Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by
+infer/sandbox.py alone.
 
-Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict goes to standard
-output as JSON lines. The nonce is read only after the last test has passed, and only a report that carries it counts, so that ending
-early, whatever the exit status or the output, is not passing.
+Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict
+goes to standard output as JSON lines. The nonce is read only after the last test has passed, and only a report that
+carries it counts, so that ending early, whatever the exit status or the output, is not passing.
 """
 
 import builtins
@@ -16,9 +17,43 @@ import types
 
 # What a class of the solution's own would answer the tests' questions with.
 OPERATORS = {
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__len__", "__iter__", "__next__", "__getitem__"),
-    *("__contains__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-    *("__floordiv__", "__mod__", "__pow__", "__neg__", "__pos__", "__float__", "__int__", "__index__", "__complex__", "__round__"),
+    *(
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__bool__",
+        "__len__",
+        "__iter__",
+        "__next__",
+        "__getitem__",
+    ),
+    *(
+        "__contains__",
+        "__abs__",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+    ),
+    *(
+        "__floordiv__",
+        "__mod__",
+        "__pow__",
+        "__neg__",
+        "__pos__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__complex__",
+        "__round__",
+    ),
     *("__array__", "__array_ufunc__", "__array_function__", "__getattr__", "__getattribute__", "__class__"),
 }
 
@@ -72,7 +107,13 @@ def main(size):
         pass
     sys.path[:0] = spec["path"]
     module = sys.modules["solution"] = types.ModuleType("solution")
-    write, read, leave, me, clock = os.write, os.pread, os._exit, os.getpid(), time.process_time  # the solution may replace the originals
+    write, read, leave, me, clock = (
+        os.write,
+        os.pread,
+        os._exit,
+        os.getpid(),
+        time.process_time,
+    )  # the solution may replace the originals
     getpid, dumps, longest = os.getpid, json.dumps, spec["longest_error"]
 
     def say(verdict, error="", **more):

@@ -1,4 +1,6 @@
-"""How programs are shut in, by level: the command in front of the interpreter for bubblewrap, for unshare and for resource limits alone."""
+"""How programs are shut in, by level: the command in front of the interpreter for bubblewrap, for unshare and for
+resource limits alone.
+"""
 
 import functools
 import os
@@ -10,17 +12,20 @@ from pathlib import Path
 import numpy as np
 
 TMP_BYTES, SHM_BYTES = 64 << 20, 16 << 20
-# Users that own nothing (systemd's range for them). The limit on processes counts per user, so every run gets one of its own.
+# Users that own nothing (systemd's range for them). The limit on processes counts per user, so every run gets one of
+# its own.
 UIDS = range(61184, 65520)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # the order of sets is part of a verdict
-    "OPENBLAS_NUM_THREADS": "1",  # on a machine of many cores the buffers of a thread each do not fit the limit on memory
+    # On a machine of many cores the buffers of a thread each do not fit the limit on memory
+    "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# Puts folders where a user without rights can reach them: a Python below /root lies in a folder that only root may enter.
+# Puts folders where a user without rights can reach them: a Python below /root lies in a folder that only root may
+# enter.
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift'
 # Empty folders over others, up to the next --.
 HIDE = 'while [ "$1" != -- ]; do mount -t tmpfs -o size=4k,mode=555 tmpfs "$1"; shift; done; shift'
@@ -55,9 +60,15 @@ def interpreter() -> Path:
 
 @functools.cache
 def needed() -> dict[str, Path]:
-    """What a program needs beyond the system's own folders, by its place below `stage`: Python's files, and numpy (of an environment)."""
+    """What a program needs beyond the system's own folders, by its place below `stage`: Python's files, and numpy (of
+    an environment).
+    """
     numpy = Path(os.path.realpath(np.__file__)).parent
-    found = {"python": Path(os.path.realpath(sys.base_prefix)), "site/numpy": numpy, "site/numpy.libs": numpy.with_name("numpy.libs")}
+    found = {
+        "python": Path(os.path.realpath(sys.base_prefix)),
+        "site/numpy": numpy,
+        "site/numpy.libs": numpy.with_name("numpy.libs"),
+    }
     return {place: folder for place, folder in found.items() if folder.is_dir() and not folder.is_relative_to("/usr")}
 
 
@@ -80,29 +91,61 @@ def staged(stage: Path) -> list[str]:
 
 
 def bwrap(stage: Path, run: int) -> list[str]:
-    """bubblewrap: no network, nothing of the machine but the system's programs and this Python, read-only; /tmp in memory."""
-    command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    """bubblewrap: no network, nothing of the machine but the system's programs and this Python, read-only; /tmp in
+    memory.
+    """
+    command = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
         if os.path.islink(name):
             command += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/nix/store"):  # where some systems keep or look up shared libraries
+    for name in (
+        "/etc/alternatives",
+        "/etc/ld.so.cache",
+        "/nix/store",
+    ):  # where some systems keep or look up shared libraries
         command += ["--ro-bind-try", name, name]
     for place, folder in needed().items():
-        command += ["--ro-bind", str(stage / place if is_root() else folder), str(folder) if place == "python" else f"/{place}"]
+        command += [
+            "--ro-bind",
+            str(stage / place if is_root() else folder),
+            str(folder) if place == "python" else f"/{place}",
+        ]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for name, size in (("/tmp", TMP_BYTES), ("/dev/shm", SHM_BYTES)):
         command += ["--size", str(size), "--tmpfs", name]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", str(interpreter())]
     if not is_root():
         return command
-    return ["unshare", "--mount", "sh", "-ec", f"{BIND}; {EXEC}", "sh", *staged(stage), "--", *without_rights(run), *command]
+    return [
+        "unshare",
+        "--mount",
+        "sh",
+        "-ec",
+        f"{BIND}; {EXEC}",
+        "sh",
+        *staged(stage),
+        "--",
+        *without_rights(run),
+        *command,
+    ]
 
 
 def unshare(stage: Path, run: int) -> list[str]:
-    """Namespaces of util-linux: no network, homes hidden; other files stay as readable, and without root as writable, as they are."""
+    """Namespaces of util-linux: no network, homes hidden; other files stay as readable, and without root as writable,
+    as they are.
+    """
     root = [] if is_root() else ["--map-root-user"]
     spaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
     script = f"{BIND}; {HIDE}; {WORK}; {RUN}"
@@ -114,7 +157,11 @@ def unshare(stage: Path, run: int) -> list[str]:
 def homes(stage: Path) -> list[str]:
     """Home folders, without those that hold what a program needs (a HOME such as /)."""
     known = {Path("/root"), Path("/home"), Path(os.path.realpath(os.path.expanduser("~")))}
-    return sorted(str(home) for home in known if home.is_dir() and not any(Path(kept).is_relative_to(home) for kept in ("/usr", stage)))
+    return sorted(
+        str(home)
+        for home in known
+        if home.is_dir() and not any(Path(kept).is_relative_to(home) for kept in ("/usr", stage))
+    )
 
 
 def rlimits(stage: Path, run: int) -> list[str]:

@@ -15,14 +15,17 @@ from infer.problems import Problem
 from infer.sandbox import HarnessError, Limits, Outcome, Sandbox
 from laneformer.errors import ConfigError
 
-# A loop of a known length tells how fast a core is: 5 s are 5 s on a core that takes LOOP_SECONDS for it, and more on a slower one.
+# A loop of a known length tells how fast a core is: 5 s are 5 s on a core that takes LOOP_SECONDS for it, and more on a
+# slower one.
 LOOP = "n = 0\nfor i in range(2_000_000):\n    n += i * i % 7\n"
 LOOP_SECONDS = 0.15
 REFERENCE_FACTOR = 4  # a program may always take so many times as long as the reference solution did here
 
 
 class Judge:
-    """Runs programs against their tests. Made once and used for any number of scorings; `close` it, or use it in a `with` block."""
+    """Runs programs against their tests. Made once and used for any number of scorings; `close` it, or use it in a
+    `with` block.
+    """
 
     def __init__(self, sandbox: str = "auto", workers: int | None = None):
         """sandbox: a level of infer.sandbox.Sandbox; workers: programs at a time, by default one per core.
@@ -31,13 +34,19 @@ class Judge:
         """
         cores = len(os.sched_getaffinity(0))
         if workers is not None and not 1 <= workers <= cores:
-            raise ConfigError(f"workers = {workers}: give 1 to {cores}, the cores there are; more would only take time from each other")
+            raise ConfigError(
+                f"workers = {workers}: give 1 to {cores}, the cores there are; more would only take time from each"
+                " other"
+            )
         self.workers = workers or cores
         self.sandbox = Sandbox(sandbox)
         loops = [self.sandbox.run(LOOP, "", _limits(60)).cpu_seconds for _ in range(3)]
         if None in loops:
             self.close()
-            raise HarnessError("a loop of 2,000,000 rounds takes more than a minute here: the machine is overloaded; go on when it is not")
+            raise HarnessError(
+                "a loop of 2,000,000 rounds takes more than a minute here: the machine is overloaded; go on when it"
+                " is not"
+            )
         self.slowness = max(1.0, min(loops) / LOOP_SECONDS)
         """How many times as long as on a nominal core a program takes, at least 1."""
         self._references: dict[Problem, float] = {}
@@ -49,7 +58,9 @@ class Judge:
         return {**limits, "reference_factor": REFERENCE_FACTOR, "slowness": self.slowness, "workers": self.workers}
 
     def verify(self, problems: Sequence[Problem], progress: bool = False) -> None:
-        """Runs the reference solutions that were not run before. Raises HarnessError if one fails: then no verdict would mean anything."""
+        """Runs the reference solutions that were not run before. Raises HarnessError if one fails: then no verdict
+        would mean anything.
+        """
         new = [problem for problem in problems if problem not in self._references]
         limits = [_limits(REFERENCE_FACTOR * problem.seconds * self.slowness) for problem in new]
         failed = []
@@ -60,20 +71,26 @@ class Judge:
                 failed.append(f"{new[n].task_id} ({outcome.verdict}: {outcome.error})")
         if failed:
             raise HarnessError(
-                f"{len(failed)} of {len(new)} reference solutions fail here, so nothing is scored; the sandbox, the machine or the data "
-                f"file is at fault: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
+                f"{len(failed)} of {len(new)} reference solutions fail here, so nothing is scored; the sandbox, the"
+                f" machine or the data file is at fault: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
             )
 
     def run(self, solution: str, test: str, seconds: float, longest_error: int) -> Outcome:
-        """One program that belongs to no problem. seconds: of CPU time on a machine of nominal speed. As Sandbox.run."""
+        """One program that belongs to no problem. seconds: of CPU time on a machine of nominal speed. As
+        Sandbox.run.
+        """
         return self.sandbox.run(solution, test, _limits(seconds * self.slowness), longest_error=longest_error)
 
     def limits(self, problem: Problem) -> Limits:
         """What a program for it gets."""
         return _limits(max(problem.seconds * self.slowness, REFERENCE_FACTOR * self._references[problem]))
 
-    def outcomes(self, programs: Sequence[tuple[Problem, str]], progress: bool = False) -> Iterator[tuple[int, Outcome]]:
-        """(index, outcome) of each program, as they end; the problems must be verified. Raises HarnessError where one could not be run."""
+    def outcomes(
+        self, programs: Sequence[tuple[Problem, str]], progress: bool = False
+    ) -> Iterator[tuple[int, Outcome]]:
+        """(index, outcome) of each program, as they end; the problems must be verified. Raises HarnessError where one
+        could not be run.
+        """
         return self._run(programs, [self.limits(problem) for problem, _ in programs], "samples", progress)
 
     def _run(
@@ -108,11 +125,19 @@ def _limits(cpu_seconds: float) -> Limits:
 
 def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool) -> tqdm:
     """On standard error; in a log file rarely."""
-    return tqdm(items, what, total=total, unit=unit, disable=not shown or not total, mininterval=0.1 if sys.stderr.isatty() else 10)
+    return tqdm(
+        items,
+        what,
+        total=total,
+        unit=unit,
+        disable=not shown or not total,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
 
 
 def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
-    """The mean over problems of the unbiased estimate that one of k samples passes; None where a problem has fewer than k.
+    """The mean over problems of the unbiased estimate that one of k samples passes; None where a problem has fewer than
+    k.
 
     counts: task_id -> (samples n, passed c); the estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """

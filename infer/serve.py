@@ -1,5 +1,7 @@
-"""The HTTP application: OpenAI-compatible completions over one engine. Reading order: serve_protocol (what is asked), serve_engine (the
-queue and the engine's process), serve_worker (inside that process), serve_responses (what is answered), serve_guard (who may ask)."""
+"""The HTTP application: OpenAI-compatible completions over one engine. Reading order: serve_protocol (what is asked),
+serve_engine (the queue and the engine's process), serve_worker (inside that process), serve_responses (what is
+answered), serve_guard (who may ask).
+"""
 
 import asyncio
 import logging
@@ -65,9 +67,19 @@ class Api:
         """For a browser the playground, for others where to go from here."""
         if is_page("/", request.headers):
             return self._pages.response(INDEX, request.headers)
-        return JSONResponse({"server": "laneformer", "model": self._model, "models": "/v1/models", "health": "/health",
-                             "metrics": "/metrics", "completions": "/v1/completions", "chat": "/v1/chat/completions",
-                             "documentation": "docs/serving.md"}, headers={"Vary": "Accept"})  # fmt: skip
+        return JSONResponse(
+            {
+                "server": "laneformer",
+                "model": self._model,
+                "models": "/v1/models",
+                "health": "/health",
+                "metrics": "/metrics",
+                "completions": "/v1/completions",
+                "chat": "/v1/chat/completions",
+                "documentation": "docs/serving.md",
+            },
+            headers={"Vary": "Accept"},
+        )
 
     async def page(self, request: Request) -> Response:
         """A file of the playground."""
@@ -97,7 +109,9 @@ class Api:
 
     def _require(self, model: str | None) -> None:
         if model is not None and model != self._model:
-            raise ApiError(404, f"there is no model {model!r} here, only {self._model!r}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"there is no model {model!r} here, only {self._model!r}", param="model", code="model_not_found"
+            )
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, chat=False)
@@ -171,9 +185,15 @@ async def _body(request: Request) -> bytes:
             async for piece in request.stream():
                 body += piece
                 if len(body) > MOST_BYTES:
-                    raise ApiError(413, f"the request is longer than {MOST_BYTES} bytes: shorten it", headers={"Connection": "close"})
+                    raise ApiError(
+                        413,
+                        f"the request is longer than {MOST_BYTES} bytes: shorten it",
+                        headers={"Connection": "close"},
+                    )
     except TimeoutError:
-        raise ApiError(408, f"the request did not come within {BODY_SECONDS:g} s", headers={"Connection": "close"}) from None
+        raise ApiError(
+            408, f"the request did not come within {BODY_SECONDS:g} s", headers={"Connection": "close"}
+        ) from None
     except ClientDisconnect:
         raise ApiError(499, "the client has gone") from None
     return bytes(body)

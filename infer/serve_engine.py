@@ -1,4 +1,6 @@
-"""The engine's process as the server sees it: starts it, puts requests in a queue, hands out what comes back, restarts it after a crash."""
+"""The engine's process as the server sees it: starts it, puts requests in a queue, hands out what comes back, restarts
+it after a crash.
+"""
 
 import asyncio
 import logging
@@ -85,7 +87,9 @@ class Job:
 
 
 class EngineProcess:
-    """One engine, which answers one request at a time, and the queue before it. Everything happens on the event loop."""
+    """One engine, which answers one request at a time, and the queue before it. Everything happens on the event
+    loop.
+    """
 
     def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics, end: Callable[[], None]):
         """end: called when there is no way on; `failure` then says why."""
@@ -101,10 +105,16 @@ class EngineProcess:
 
     def start(self) -> None:
         """Starts the process; needs a running event loop."""
-        context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and whatever the devices' libraries hold
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a fork would copy threads' locks and whatever the devices' libraries hold
         self._connection, child = context.Pipe()
-        self._process = context.Process(target=serve_worker.main, args=(child, self._options), name="laneformer-engine", daemon=True)
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits: Ctrl-C ends the server, and that ends the engine
+        self._process = context.Process(
+            target=serve_worker.main, args=(child, self._options), name="laneformer-engine", daemon=True
+        )
+        handler = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # which it inherits: Ctrl-C ends the server, and that ends the engine
         try:
             self._process.start()
         finally:
@@ -138,11 +148,20 @@ class EngineProcess:
         """Takes a request into the queue. Raises ApiError if it cannot be answered, or not now."""
         arrived = time.perf_counter()
         if self.state != "ready":
-            raise ApiError(503, f"the engine is {self.state}: try again soon", code=f"engine_{self.state}", headers={"Retry-After": "5"})
+            raise ApiError(
+                503,
+                f"the engine is {self.state}: try again soon",
+                code=f"engine_{self.state}",
+                headers={"Retry-After": "5"},
+            )
         if len(self._checks) + len(self._waiting) + (self._running is not None) > self.limits.waiting:
             self._metrics.failure.labels("queue_full").inc()
-            raise ApiError(429, f"{self.limits.waiting} requests are waiting already: try again later", code="queue_full",
-                           headers={"Retry-After": "1"})  # fmt: skip
+            raise ApiError(
+                429,
+                f"{self.limits.waiting} requests are waiting already: try again later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
         self._numbers += 1
         number = self._numbers
         question = Question(call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop))
@@ -159,21 +178,36 @@ class EngineProcess:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # a message of a check begins with the parameter that it is about
                 name = str(error).split(" = ")[0]
-                error.body["error"]["param"] = name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
+                error.body["error"]["param"] = (
+                    name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
+                )
             raise
         finally:
             del self._checks[number]
-        order = Order(ids, call.max_tokens, call.sampling, call.stop_token_ids, call.ignore_eos, call.stop, call.logprobs,
-                      self.limits.tokens_per_dispatch)  # fmt: skip
+        order = Order(
+            ids,
+            call.max_tokens,
+            call.sampling,
+            call.stop_token_ids,
+            call.ignore_eos,
+            call.stop,
+            call.logprobs,
+            self.limits.tokens_per_dispatch,
+        )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()
-        job.timers = [loop.call_later(self.limits.seconds, self._expire, job), loop.call_later(KEEPALIVE_SECONDS, self._keep_alive, job)]
+        job.timers = [
+            loop.call_later(self.limits.seconds, self._expire, job),
+            loop.call_later(KEEPALIVE_SECONDS, self._keep_alive, job),
+        ]
         self._waiting.append(job)
         self._next()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for the job any more: the engine is free with its next token, or with the end of its dispatch."""
+        """Nobody waits for the job any more: the engine is free with its next token, or with the end of its
+        dispatch.
+        """
         self._fail(job, ApiError(499, "cancelled"), "cancelled")
 
     def _next(self) -> None:
@@ -206,7 +240,11 @@ class EngineProcess:
             self._connection.send(message)
 
     def _expire(self, job: Job) -> None:
-        error = ApiError(504, f"the answer was not complete after {self.limits.seconds:g} s, the time limit of this server", code="timeout")
+        error = ApiError(
+            504,
+            f"the answer was not complete after {self.limits.seconds:g} s, the time limit of this server",
+            code="timeout",
+        )
         self._fail(job, error, "timeout")
 
     def _keep_alive(self, job: Job) -> None:
@@ -241,7 +279,11 @@ class EngineProcess:
         elif kind == "ready":
             [self.facts] = rest
             self.state = "ready"
-            log.info("ready after %.1f s: %s", self.facts["seconds"], ", ".join(f"{k} {v}" for k, v in self.facts["conditions"].items()))
+            log.info(
+                "ready after %.1f s: %s",
+                self.facts["seconds"],
+                ", ".join(f"{k} {v}" for k, v in self.facts["conditions"].items()),
+            )
             self._next()
         else:
             self._give_up(rest[0])
@@ -264,13 +306,22 @@ class EngineProcess:
                 self._metrics.whole.observe(time.perf_counter() - job.arrived)
                 job.put(end)
                 rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
-                log.info("%d + %d tokens (%s)%s, waited %.3f s", len(job.ids), end.tokens, end.reason, rate, job.started - job.arrived)
+                log.info(
+                    "%d + %d tokens (%s)%s, waited %.3f s",
+                    len(job.ids),
+                    end.tokens,
+                    end.reason,
+                    rate,
+                    job.started - job.arrived,
+                )
             else:
                 self._fail(job, ApiError(500, end, code="engine_error"), "error")
         self._next()
 
     def _died(self) -> None:
-        """The pipe's other end is closed. While it loads a second try would end the same way; later only its request is lost."""
+        """The pipe's other end is closed. While it loads a second try would end the same way; later only its request is
+        lost.
+        """
         self._process.join(PATIENCE_SECONDS)
         code = self._process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

@@ -46,15 +46,23 @@ class Guard:
     def _check(self, path: str, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
         if name not in self._hosts and not _is_address(name):
-            # A page on the web can make its own name lead to this machine, and would then read our answers; an address cannot be made so.
-            raise ApiError(403, f"the request is for host {name!r}, which this server does not go by: start it with --allowed-host",
-                           code="host_not_allowed")  # fmt: skip
+            # A page on the web can make its own name lead to this machine, and would then read our answers; an address
+            # cannot be made so.
+            raise ApiError(
+                403,
+                f"the request is for host {name!r}, which this server does not go by: start it with --allowed-host",
+                code="host_not_allowed",
+            )
         if self._key is None or path in OPEN or is_page(path, headers):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):
-            raise ApiError(401, "a valid key is needed: send the header Authorization: Bearer KEY", code="invalid_api_key",
-                           headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            raise ApiError(
+                401,
+                "a valid key is needed: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
 
 def error_response(error: ApiError) -> JSONResponse:

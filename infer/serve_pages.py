@@ -1,4 +1,6 @@
-"""The playground's files as a browser gets them. They tell nothing of the model, so they need no key: the page asks for it."""
+"""The playground's files as a browser gets them. They tell nothing of the model, so they need no key: the page asks for
+it.
+"""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""What clients ask in OpenAI's forms, read and checked; and errors in OpenAI's form. A parameter is obeyed or refused, never ignored."""
+"""What clients ask in OpenAI's forms, read and checked; and errors in OpenAI's form. A parameter is obeyed or refused,
+never ignored.
+"""
 
 import json
 import math
@@ -7,30 +9,76 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPLETION_TOKENS = 16  # when a completion does not say how many: OpenAI's default; a chat goes on to the end of the context
+COMPLETION_TOKENS = (
+    16  # when a completion does not say how many: OpenAI's default; a chat goes on to the end of the context
+)
 MOST_TOP_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256  # every token's text is compared with all of them
-SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float, "seed": int}
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error",
-               504: "timeout"}  # fmt: skip
+SAMPLING = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout",
+}
 # What this server cannot do, with the values that ask for nothing: clients send these with every request.
 ABSENT: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "verbosity": (),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "verbosity": (),
     "web_search_options": (),
-}  # fmt: skip
+}
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # whom a request is for: any text, nothing depends on it
 NESTED = "the request is nested too deeply"
-MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # which templates may know
+MESSAGE_FIELDS = {
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+}  # which templates may know
 
 
 class ApiError(Exception):
     """An answer that is an error: HTTP status, and what OpenAI's clients read from its body."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 headers: Mapping[str, str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         kind = ERROR_TYPES.get(status, "invalid_request_error")
@@ -76,7 +124,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object, as in {\"prompt\": \"...\"}")
+        raise ApiError(400, 'the body must be a JSON object, as in {"prompt": "..."}')
     return fields
 
 
@@ -93,21 +141,33 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
     limit = _max_tokens(left, chat)
     call = Call(
-        chat=chat, prompt=prompt, model=_take(left, "model", str), max_tokens=limit if chat or limit else COMPLETION_TOKENS,
+        chat=chat,
+        prompt=prompt,
+        model=_take(left, "model", str),
+        max_tokens=limit if chat or limit else COMPLETION_TOKENS,
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
-        stop=_stop(left), stop_token_ids=_stop_token_ids(left), ignore_eos=_take(left, "ignore_eos", bool, False),
+        stop=_stop(left),
+        stop_token_ids=_stop_token_ids(left),
+        ignore_eos=_take(left, "ignore_eos", bool, False),
         logprobs=_chat_logprobs(left) if chat else _count(left, "logprobs", None, 0, MOST_TOP_LOGPROBS),
-        return_token_ids=_take(left, "return_token_ids", bool, False), return_timeline=_take(left, "return_timeline", bool, False),
-        stream=stream, include_usage=usage, continuous_usage=continuous,
-    )  # fmt: skip
+        return_token_ids=_take(left, "return_token_ids", bool, False),
+        return_timeline=_take(left, "return_timeline", bool, False),
+        stream=stream,
+        include_usage=usage,
+        continuous_usage=continuous,
+    )
     for name in LABELS:
         _take(left, name, str)
     for name, value in left.items():
         if name not in ABSENT:
             raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
         if value not in ABSENT[name]:
-            raise ApiError(400, f"{name} = {_shown(value)} is not supported here: leave {name} out", param=name,
-                           code="unsupported_parameter")  # fmt: skip
+            raise ApiError(
+                400,
+                f"{name} = {_shown(value)} is not supported here: leave {name} out",
+                param=name,
+                code="unsupported_parameter",
+            )
     return call
 
 
@@ -126,7 +186,11 @@ def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> A
 def _count(left: dict[str, Any], name: str, default: int | None, least: int, most: int | None = None) -> int | None:
     value = _take(left, name, int, default)
     if value is not None and (value < least or (most is not None and value > most)):
-        raise _wrong(name, value, f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}")
+        raise _wrong(
+            name,
+            value,
+            f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}",
+        )
     return value
 
 
@@ -148,8 +212,12 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and (isinstance(prompt[0], str) or _is_ids(prompt[0])):
         [prompt] = prompt
     if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):
-        raise ApiError(400, "several prompts in one request are not supported here: send a request for each", param="prompt",
-                       code="unsupported_parameter")  # fmt: skip
+        raise ApiError(
+            400,
+            "several prompts in one request are not supported here: send a request for each",
+            param="prompt",
+            code="unsupported_parameter",
+        )
     if not isinstance(prompt, str) and not _is_ids(prompt):
         raise _wrong("prompt", prompt, "a text, or a list of token ids")
     return prompt
@@ -166,8 +234,12 @@ def _messages(left: dict[str, Any]) -> list[dict[str, Any]]:
             raise _wrong(f"messages[{i}]", message, "an object with a role and content")
         kept = {name: value for name, value in message.items() if value is not None and value != []}
         for name in kept.keys() - MESSAGE_FIELDS:
-            raise ApiError(400, f"messages[{i}].{name} is not supported here: leave it out", param=f"messages[{i}].{name}",
-                           code="unsupported_parameter")  # fmt: skip
+            raise ApiError(
+                400,
+                f"messages[{i}].{name} is not supported here: leave it out",
+                param=f"messages[{i}].{name}",
+                code="unsupported_parameter",
+            )
         if "content" in kept:
             kept["content"] = _content(kept["content"], f"messages[{i}].content")
         elif "tool_calls" not in kept:
@@ -190,14 +262,20 @@ def _max_tokens(left: dict[str, Any], chat: bool) -> int | None:
     limit = _count(left, "max_tokens", None, 1)
     newer = _count(left, "max_completion_tokens", None, 1) if chat else None
     if limit is not None and newer is not None and limit != newer:
-        raise ApiError(400, f"max_tokens = {limit} and max_completion_tokens = {newer} mean the same: give one", param="max_tokens")
+        raise ApiError(
+            400, f"max_tokens = {limit} and max_completion_tokens = {newer} mean the same: give one", param="max_tokens"
+        )
     return limit if newer is None else newer
 
 
 def _stop(left: dict[str, Any]) -> tuple[str, ...]:
     stop = left.pop("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(s, str) and 1 <= len(s) <= LONGEST_STOP for s in stop):
+    if (
+        not isinstance(stop, list)
+        or len(stop) > MOST_STOPS
+        or not all(isinstance(s, str) and 1 <= len(s) <= LONGEST_STOP for s in stop)
+    ):
         raise _wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
 
@@ -225,7 +303,9 @@ def _stream_options(left: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     usage = _take(options, "stream_options.include_usage", bool, False)
     continuous = _take(options, "stream_options.continuous_usage_stats", bool, False)
     if options.pop("stream_options.include_obfuscation", False) is not False:
-        raise ApiError(400, "stream_options.include_obfuscation is not supported here: leave it out", param="stream_options")
+        raise ApiError(
+            400, "stream_options.include_obfuscation is not supported here: leave it out", param="stream_options"
+        )
     for name in options:
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return usage, continuous

@@ -60,8 +60,13 @@ class Answer:
         tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
         text = "".join(token.text for token in tokens) + end.tail
         logprobs = self._logprobs(tokens)
-        choice = {"index": 0, **({"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}),
-                  "logprobs": logprobs, "finish_reason": end.reason, "stop_reason": end.stop_reason}  # fmt: skip
+        choice = {
+            "index": 0,
+            **({"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}),
+            "logprobs": logprobs,
+            "finish_reason": end.reason,
+            "stop_reason": end.stop_reason,
+        }
         prompt = {}
         if self._call.return_token_ids:
             choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": self._job.ids}
@@ -78,7 +83,9 @@ class Answer:
             if not text:
                 return b""  # it is held back: a part of a character, or what may become a stop string
             body = f'"delta": {{"content": {json.dumps(text)}}}' if call.chat else f'"text": {json.dumps(text)}'
-            return f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
+            return (
+                f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
+            )
         choice = self._choice(text, {}, logprobs=self._logprobs(tokens))
         if call.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
@@ -90,11 +97,17 @@ class Answer:
         call = self._call
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, {}, logprobs=None))
-        last = {"index": 0, **({"delta": {}} if call.chat else {"text": end.tail}), "logprobs": None, "finish_reason": end.reason,
-                "stop_reason": end.stop_reason}  # fmt: skip
+        last = {
+            "index": 0,
+            **({"delta": {}} if call.chat else {"text": end.tail}),
+            "logprobs": None,
+            "finish_reason": end.reason,
+            "stop_reason": end.stop_reason,
+        }
         yield self._event(last, **({} if call.include_usage else self._measured(end)))
         if call.include_usage:
-            yield f"data: {json.dumps({**self._head, 'choices': [], 'usage': self._usage(), **self._measured(end)})}\n\n".encode()
+            event = self._head | {"choices": [], "usage": self._usage()} | self._measured(end)
+            yield f"data: {json.dumps(event)}\n\n".encode()
         yield DONE
 
     def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
@@ -102,7 +115,9 @@ class Answer:
         return {"index": 0, **said, "logprobs": logprobs, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
-        return f"data: {json.dumps({**self._head, 'choices': [choice], **more})[:-1]}{self._usage_field()}}}\n\n".encode()
+        return (
+            f"data: {json.dumps({**self._head, 'choices': [choice], **more})[:-1]}{self._usage_field()}}}\n\n".encode()
+        )
 
     def _usage_field(self) -> str:
         if self._call.continuous_usage:
@@ -117,7 +132,11 @@ class Answer:
         if self._call.logprobs is None:
             return None
         if self._call.chat:
-            return {"content": [{**_named(token.named), "top_logprobs": [_named(each) for each in token.top]} for token in tokens]}
+            return {
+                "content": [
+                    {**_named(token.named), "top_logprobs": [_named(each) for each in token.top]} for token in tokens
+                ]
+            }
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -130,7 +149,9 @@ class Answer:
         }
 
     def _measured(self, end: End) -> dict[str, Any]:
-        """The seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`, measured in the engine's process."""
+        """The seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`, measured in the
+        engine's process.
+        """
         first, decoding = end.time_to_first_token, None
         if first is not None:
             decoding = end.total_time - first
@@ -156,7 +177,9 @@ class Answer:
 
 
 def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:
-    """What became printable with each token, and when it was on the host: milliseconds since the engine took the request."""
+    """What became printable with each token, and when it was on the host: milliseconds since the engine took the
+    request.
+    """
     return [[token.text, round(1000 * token.time, 3)] for token in tokens]
 
 

@@ -1,8 +1,9 @@
 """The engine's process under `serve`: loads the model once, then checks prompts and generates, one answer at a time.
 
-It talks over a pipe in tuples whose first item says what they are. In: ("check", n, question), ("generate", n, order), ("cancel", n).
-Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code); ("token", n, Token) as they come,
-then ("end", n, End) or ("error", n, message). What is not sent in order of its number is sent as soon as it is known.
+It talks over a pipe in tuples whose first item says what they are. In: ("check", n, question), ("generate", n, order),
+("cancel", n). Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code);
+("token", n, Token) as they come, then ("end", n, End) or ("error", n, message). What is not sent in order of its number
+is sent as soon as it is known.
 
 The types in the messages need no JAX, so that the web process can do without.
 """
@@ -133,13 +134,20 @@ def _open(options: EngineOptions) -> "Engine":
     say_errors_once()
     take_devices(options.devices, options.distributed)
     return open_engine(
-        options.checkpoint, options.backend, dtype=options.dtype, compute=options.compute, devices=options.devices, lanes=options.lanes,
+        options.checkpoint,
+        options.backend,
+        dtype=options.dtype,
+        compute=options.compute,
+        devices=options.devices,
+        lanes=options.lanes,
         threads=options.threads,
-    )  # fmt: skip
+    )
 
 
 def _serve(connection: Connection, engine: "Engine", options: EngineOptions, began: float) -> None:
-    """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and cannot be used."""
+    """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and
+    cannot be used.
+    """
     from infer.bench_machine import on_host
     from infer.bench_source import is_recipe
     from infer.chat_template import ChatTemplate
@@ -161,7 +169,9 @@ def _serve(connection: Connection, engine: "Engine", options: EngineOptions, beg
         "name": engine.name,
         "conditions": conditions,
         "chat": chat is not None,
-        "fingerprint": "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10],
+        "fingerprint": (
+            "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10]
+        ),
         "seconds": time.perf_counter() - began,
     }
     connection.send(("ready", facts))
@@ -176,14 +186,29 @@ def special_tokens(file: Path) -> dict[int, bytes]:
 
 
 class _Worker:
-    """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a cancellation waits for none."""
+    """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a
+    cancellation waits for none.
+    """
 
     def __init__(
-        self, connection: Connection, engine: "Engine", chat: "ChatTemplate | None", no_chat: str | None, special: dict[int, bytes],
+        self,
+        connection: Connection,
+        engine: "Engine",
+        chat: "ChatTemplate | None",
+        no_chat: str | None,
+        special: dict[int, bytes],
         alone: bool = True,
-    ):  # fmt: skip
-        """no_chat: why there is no chat template. special: names of tokens that have no text. alone: no other processes follow this one."""
-        self._connection, self._engine, self._chat, self._no_chat, self._special = connection, engine, chat, no_chat, special
+    ):
+        """no_chat: why there is no chat template. special: names of tokens that have no text. alone: no other processes
+        follow this one.
+        """
+        self._connection, self._engine, self._chat, self._no_chat, self._special = (
+            connection,
+            engine,
+            chat,
+            no_chat,
+            special,
+        )
         self._alone, self._ends = alone, (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
@@ -258,7 +283,9 @@ class _Worker:
         engine, prompt = self._engine, question.prompt
         Sampling(**question.sampling)
         if question.stop_strings and engine.tokenizer is None:
-            raise InputError("stop = a text: this needs a tokenizer, which the model does not have; give stop_token_ids")
+            raise InputError(
+                "stop = a text: this needs a tokenizer, which the model does not have; give stop_token_ids"
+            )
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
         for token in question.stop_token_ids:
             if not 0 <= token < vocabulary:
@@ -271,10 +298,15 @@ class _Worker:
         elif isinstance(prompt, str) and engine.tokenizer is not None:
             prompt = engine.tokenizer.encode(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:
-            message = f"the prompt has {len(prompt)} tokens and the context {context}: shorten it so that there is room for an answer"
+            message = (
+                f"the prompt has {len(prompt)} tokens and the context {context}: shorten it so that there is room for"
+                " an answer"
+            )
             self._send("refused", number, message, "context_length_exceeded")
             return
-        if prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:  # whatever their size
+        if (
+            prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary
+        ):  # whatever their size
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         self._send("checked", number, engine.encode(prompt).tolist())
 
@@ -304,8 +336,20 @@ class _Worker:
         with self._state:
             self._running = None
         r = generation.result
-        self._send("end", number, End(r.finish_reason, r.stop_reason, r.text[sent:], len(r.tokens), r.time_to_first_token, r.prefill_time,
-                                      r.time_per_token, r.total_time))  # fmt: skip
+        self._send(
+            "end",
+            number,
+            End(
+                r.finish_reason,
+                r.stop_reason,
+                r.text[sent:],
+                len(r.tokens),
+                r.time_to_first_token,
+                r.prefill_time,
+                r.time_per_token,
+                r.total_time,
+            ),
+        )
 
     def _named(self, token: int, logprob: float) -> Named:
         text = b"" if self._engine.tokenizer is None else self._engine.tokenizer.token_bytes(token)

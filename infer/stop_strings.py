@@ -6,8 +6,8 @@ from collections.abc import Iterable
 class StopStrings:
     """Passes text on up to the first stop string; what could still become one is held back.
 
-    The first is the one that is complete first as characters come one by one, the longest of several that end together: so the result
-    does not depend on how the text is cut into pieces.
+    The first is the one that is complete first as characters come one by one, the longest of several that end together:
+    so the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, strings: Iterable[str] = ()):

@@ -11,13 +11,16 @@ from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError, InputError
 
 FILE = "tokenizer.json"
-# Decoders whose text for a token depends on the tokens before it at most through "there are some"; others cannot be streamed.
+# Decoders whose text for a token depends on the tokens before it at most through "there are some"; others cannot be
+# streamed.
 STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"}
 RAW_BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # pieces of a vocabulary with byte fallback
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 stands for itself, the rest for U+0100
+    onwards.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -27,10 +30,14 @@ BYTE_LEVEL = _byte_level_alphabet()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json. Text is always plain text: the spelling of a special token in it is not that token."""
+    """A Hugging Face tokenizer.json. Text is always plain text: the spelling of a special token in it is not that
+    token.
+    """
 
     def __init__(self, file: str | Path, bos_token_id: int | None = None):
-        """bos_token_id: of the model's config; put before every text where set. Raises CheckpointError for an unusable file."""
+        """bos_token_id: of the model's config; put before every text where set. Raises CheckpointError for an unusable
+        file.
+        """
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(Path(file).read_bytes())
         except Exception as error:  # the library raises bare Exception
@@ -41,7 +48,9 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self._decoders = set(_types(json.loads(self._tokenizer.to_str())["decoder"]))
         if unknown := self._decoders - STREAMABLE:
-            raise CheckpointError(f"{file}: the text of decoder {', '.join(unknown)} cannot be streamed; give prompts as ids instead")
+            raise CheckpointError(
+                f"{file}: the text of decoder {', '.join(unknown)} cannot be streamed; give prompts as ids instead"
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, what in added.items() if what.special}
         self._continued: dict[int, bytes] = {}
@@ -92,7 +101,8 @@ class Tokenizer:
 class Detokenizer:
     """Text as tokens come. A character whose bytes are spread over tokens is held back until it is whole.
 
-    The pieces joined are `tokenizer.decode` of all tokens; bytes that are no UTF-8 become U+FFFD as soon as that is certain.
+    The pieces joined are `tokenizer.decode` of all tokens; bytes that are no UTF-8 become U+FFFD as soon as that is
+    certain.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()):
@@ -108,7 +118,9 @@ class Detokenizer:
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """What is still held back, at the end of the text: U+FFFD for a character that was not completed, or nothing."""
+        """What is still held back, at the end of the text: U+FFFD for a character that was not completed, or
+        nothing.
+        """
         return self._utf8.decode(b"", final=True)
 
 

@@ -40,7 +40,8 @@ class State(NamedTuple):
 class XlaBackend:
     """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size.
 
-    Where the devices belong to several processes, all of these make the same requests; what one of them cancels ends in all.
+    Where the devices belong to several processes, all of these make the same requests; what one of them cancels ends in
+    all.
     """
 
     name = "xla"
@@ -64,11 +65,15 @@ class XlaBackend:
         everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
 
         def share(logits_v):
-            """Where the head is split each device has a part of the logits: all of them draw the token, from all of it."""
+            """Where the head is split each device has a part of the logits: all of them draw the token, from
+            all of it.
+            """
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
         def draw(state: State, logits_v, params, top) -> tuple[State, tuple]:
-            """The state with one more token, and what the host wants to know: token, log-probability and, if asked for, the `top` ones."""
+            """The state with one more token, and what the host wants to know: token, log-probability and, if asked for,
+            the `top` ones.
+            """
             logits_v = share(logits_v)
             token, logprob = sample(logits_v, state.seen, state.cache.length, params)
             told = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
@@ -78,14 +83,21 @@ class XlaBackend:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
         def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
-            """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any attention reads it."""
+            """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any
+            attention reads it.
+            """
             start = cache.length
             logits, cache = model.extend(ids_bs, cache)
-            return draw(State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen), logits[0, real - 1], params, top)
+            return draw(
+                State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen),
+                logits[0, real - 1],
+                params,
+                top,
+            )
 
         def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
-            """Tokens up to the least of `counts`, one of each process, and none after a stop token; what is told of them, each
-            [LONGEST_DISPATCH, ...], and how many there are.
+            """Tokens up to the least of `counts`, one of each process, and none after a stop token; what is told of
+            them, each [LONGEST_DISPATCH, ...], and how many there are.
             """
             count = counts.min()
 
@@ -104,14 +116,17 @@ class XlaBackend:
             lists = tuple(jnp.zeros((LONGEST_DISPATCH, *shape), dtype) for shape, dtype in kinds)
             return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
 
-        # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for the first.
+        # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for
+        # the first.
         place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
         layers = [place] * self.model.config.num_hidden_layers
         self._place = Cache(layers, layers, everywhere)
         state = State(self._place, everywhere, everywhere)
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
         self._begin = jax.jit(begin, donate_argnums=1, static_argnums=6, out_shardings=(state, everywhere))
-        self._decode = jax.jit(decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere))
+        self._decode = jax.jit(
+            decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere)
+        )
         self._several = len({device.process_index for device in embedding.devices()}) > 1
 
     def start(self, request: Request) -> Iterator[Chunk]:
@@ -127,7 +142,9 @@ class XlaBackend:
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
         params = request.sampling.parameters()
-        chunks = self._chunks(request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs))
+        chunks = self._chunks(
+            request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs)
+        )
         next(chunks)
         return chunks
 
@@ -140,7 +157,9 @@ class XlaBackend:
             """What is told of up to `count` more tokens, and how many they are."""
             nonlocal state
             self._cache = None
-            state, lists, n = self._decode(self.model, state, params, stop_tokens, self._of_all(count), request.top_logprobs)
+            state, lists, n = self._decode(
+                self.model, state, params, stop_tokens, self._of_all(count), request.top_logprobs
+            )
             lists, n = jax.device_get((lists, n))
             self._cache = (state.cache.keys, state.cache.values)
             return lists, int(n)
@@ -177,20 +196,29 @@ class XlaBackend:
         if not self._several:
             return np.int32(count)
         mesh = self.model.mesh
-        return jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P(mesh.axis_names)), lambda _: np.array([count], np.int32))
+        return jax.make_array_from_callback(
+            (mesh.size,), NamedSharding(mesh, P(mesh.axis_names)), lambda _: np.array([count], np.int32)
+        )
 
     def _take_cache(self, positions: int) -> Cache:
         """An empty cache with room for so many positions: a power of two, or the whole context."""
         capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
-        if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it lies after the positions that attention reads
+        if (
+            kept is not None and kept[0][0].shape[2] == capacity
+        ):  # what stands in it lies after the positions that attention reads
             cache = Cache(*kept, jnp.zeros((), jnp.int32))
         else:
             cache = self.model.make_cache(1, capacity)
         return jax.device_put(cache, self._place)
 
 
-def _chunk(tokens: np.ndarray, logprobs: np.ndarray, likely: np.ndarray | None = None, likely_logprobs: np.ndarray | None = None) -> Chunk:
+def _chunk(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    likely: np.ndarray | None = None,
+    likely_logprobs: np.ndarray | None = None,
+) -> Chunk:
     """tokens, logprobs [n]; likely, likely_logprobs [n, top_logprobs], if they were asked for."""
     if likely is None:
         top = [[] for _ in tokens]
@@ -200,11 +228,19 @@ def _chunk(tokens: np.ndarray, logprobs: np.ndarray, likely: np.ndarray | None =
 
 
 def _for_its_devices(model: Laneformer) -> Laneformer:
-    """The model itself; in float32 on a CPU that is to multiply in it, where XLA would convert 16-bit weights anew for every product."""
+    """The model itself; in float32 on a CPU that is to multiply in it, where XLA would convert 16-bit weights anew for
+    every product.
+    """
     weight = model.tok_embeddings[...]
-    if next(iter(weight.devices())).platform != "cpu" or weight.dtype == jnp.float32 or model.precision.compute != "float32":
+    if (
+        next(iter(weight.devices())).platform != "cpu"
+        or weight.dtype == jnp.float32
+        or model.precision.compute != "float32"
+    ):
         return model
-    log.info("backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype)
+    log.info(
+        "backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype
+    )
     precision = dataclasses.replace(model.precision, param="float32")
     convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time
     return Laneformer(model.config, convert(model.weights()), precision, model.mesh)

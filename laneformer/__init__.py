@@ -1,4 +1,6 @@
-"""Laneformer: a decoder cut into lanes, every parallelism layout as a schedule table, on any mesh that divides the lanes."""
+"""Laneformer: a decoder cut into lanes, every parallelism layout as a schedule table, on any mesh that divides the
+lanes.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

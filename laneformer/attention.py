@@ -1,7 +1,8 @@
-"""Causal attention of every lane: cuDNN's kernel where it serves, else tiles of queries and keys, whose scores alone are in memory.
+"""Causal attention of every lane: cuDNN's kernel where it serves, else tiles of queries and keys, whose scores alone
+are in memory.
 
-Shape letters as in laneformer/model.py, and i block of queries, j block of keys, r row of a block of queries: its positions, once for
-each of the h / n query heads that read the same key head.
+Shape letters as in laneformer/model.py, and i block of queries, j block of keys, r row of a block of queries: its
+positions, once for each of the h / n query heads that read the same key head.
 """
 
 import math
@@ -18,18 +19,24 @@ _UNSEEN = -1e30  # finite: a row that has seen nothing yet must not become inf -
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array,
-    *, window: int | None = None, segments: jax.Array | None = None, start: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    start: jax.Array | None = None,
+) -> jax.Array:
     """softmax(q k^T / sqrt(head_dim)) v over the keys that each query sees, softmax in float32, for each lane.
 
-    q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at position j,
-    query i at start + i; it sees its own position and those before, the newest `window` of them, and only those of its segment.
-    start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v are of the same positions (t = s).
-    segments: int32 [b, s], of q, k and v of the same positions.
+    q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at
+    position j, query i at start + i; it sees its own position and those before, the newest `window` of them, and only
+    those of its segment. start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v are of
+    the same positions (t = s). segments: int32 [b, s], of q, k and v of the same positions.
 
-    Memory is linear in s + t, also for gradients: these compute the probabilities again, tile by tile, from the log-sum-exp of each
-    query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are skipped.
+    Memory is linear in s + t, also for gradients: these compute the probabilities again, tile by tile, from the
+    log-sum-exp of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the
+    query are skipped.
     """
     if start is None and segments is None and _has_cudnn_kernel(q):
         if jax.sharding.get_abstract_mesh().size > 1:
@@ -57,10 +64,11 @@ def _cudnn_kernel(window: int | None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_on_mesh(window, q, k, v):
-    """The kernel where the lane axis of a mesh is manual: XLA (jaxlib 0.10) cannot partition jax.nn's call over the data axis.
+    """The kernel where the lane axis of a mesh is manual: XLA (jaxlib 0.10) cannot partition jax.nn's call over the
+    data axis.
 
-    So that one becomes manual too, for the kernel alone. With a gradient of its own, because JAX (0.10) fails to differentiate a
-    shard_map inside another: it takes what the backward pass needs for split over the axes of both.
+    So that one becomes manual too, for the kernel alone. With a gradient of its own, because JAX (0.10) fails to
+    differentiate a shard_map inside another: it takes what the backward pass needs for split over the axes of both.
     """
     return _by_sequence(_cudnn_kernel(window), q, k, v)
 
@@ -77,14 +85,20 @@ _attend_on_mesh.defvjp(_on_mesh_forward, _on_mesh_backward)
 
 
 def _by_sequence(function, *args):
-    """function of each lane's sequences, on the devices of the data axis that hold them; every array in and out is [l, b, ...]."""
+    """function of each lane's sequences, on the devices of the data axis that hold them; every array in and out is [l,
+    b, ...].
+    """
     mesh = jax.sharding.get_abstract_mesh()
     spec = fit_spec(P(None, DATA), jax.tree.leaves(args)[0].shape, mesh)
-    return jax.shard_map(jax.vmap(jax.vmap(function)), in_specs=spec, out_specs=spec, axis_names=set(mesh.auto_axes))(*args)
+    return jax.shard_map(jax.vmap(jax.vmap(function)), in_specs=spec, out_specs=spec, axis_names=set(mesh.auto_axes))(
+        *args
+    )
 
 
 def _block_sizes(s: int, t: int) -> tuple[int, int]:
-    """Positions per block of queries and of keys. A few queries on a cache are one tile; also short texts have tiles to skip."""
+    """Positions per block of queries and of keys. A few queries on a cache are one tile; also short texts have tiles to
+    skip.
+    """
     if s < 16:
         return s, t
     largest = 128 if _device().platform == "cpu" else 256  # a tile's scores should stay in the cache of a CPU's core
@@ -126,7 +140,8 @@ def _forward(sizes, window, q, k, v, segments, start):
 def _backward(sizes, window, kept, do):
     """With p = exp(q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
-    dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it must transpose a tile of p or ds.
+    dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it must transpose a tile of p
+    or ds.
     """
     q, k, v, segments, start, o, lse = kept
     tiles = _Tiles(sizes, window, q, k, segments, start)
@@ -152,7 +167,11 @@ def _backward(sizes, window, kept, do):
     zeros = jnp.zeros_like(keys.swapaxes(-1, -2), jnp.float32)
     inputs = (jnp.arange(tiles.rows), tiles.query_blocks(q), tiles.query_blocks(do), tiles.query_blocks(do_o), lse)
     (dk, dv), dq = jax.lax.scan(block, (zeros, zeros), inputs)
-    dq, dk, dv = tiles.queries(dq) * tiles.scale, tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale, tiles.keys(dv.swapaxes(-1, -2))
+    dq, dk, dv = (
+        tiles.queries(dq) * tiles.scale,
+        tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale,
+        tiles.keys(dv.swapaxes(-1, -2)),
+    )
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
@@ -193,8 +212,15 @@ class _Tiles:
         return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
 
     def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, broadcastable to it."""
-        distance = self.start + i * self.size + jnp.arange(self.size)[:, None] - (j * self.key_size + jnp.arange(self.key_size))
+        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, broadcastable
+        to it.
+        """
+        distance = (
+            self.start
+            + i * self.size
+            + jnp.arange(self.size)[:, None]
+            - (j * self.key_size + jnp.arange(self.key_size))
+        )
         seen = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
         if self.segments is not None:
             of_query = jax.lax.dynamic_slice_in_dim(self.segments, i * self.size, self.size, 1)
@@ -206,12 +232,20 @@ class _Tiles:
 def _blocks(x: jax.Array, size: int, count: int, n: int) -> jax.Array:
     l, b, s, h, k = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, count * size - s), (0, 0), (0, 0)))
-    return x.reshape(l, b, count, size, n, h // n, k).transpose(2, 0, 1, 4, 5, 3, 6).reshape(count, l, b, n, h // n * size, k)
+    return (
+        x.reshape(l, b, count, size, n, h // n, k)
+        .transpose(2, 0, 1, 4, 5, 3, 6)
+        .reshape(count, l, b, n, h // n * size, k)
+    )
 
 
 def _positions(blocks: jax.Array, size: int) -> jax.Array:
     count, l, b, n, r, k = blocks.shape
-    return blocks.reshape(count, l, b, n, r // size, size, k).transpose(1, 2, 0, 5, 3, 4, 6).reshape(l, b, count * size, -1, k)
+    return (
+        blocks.reshape(count, l, b, n, r // size, size, k)
+        .transpose(1, 2, 0, 5, 3, 4, 6)
+        .reshape(l, b, count * size, -1, k)
+    )
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -23,19 +23,23 @@ STEPS = "checkpoints"  # of a run folder: one folder per saved step, each with t
 PARAMS, META = "params", "meta"
 
 
-def load(path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = None, precision: Precision | None = None) -> Laneformer:
+def load(
+    path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = None, precision: Precision | None = None
+) -> Laneformer:
     """The model in `path`, with its config as `.config`.
 
-    path: an HF folder (config.json and safetensors; the Laneformer family, or dense Llama, Qwen2 and Qwen3, which become `num_lanes`
-    lanes with the tp layout), a training run (its newest complete step), or one step's folder. dtype: of the weights, by default the
-    stored one. mesh: from `make_mesh`, by default everything on one device. precision: dtypes of the computation, by default
-    `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file and remedy.
+    path: an HF folder (config.json and safetensors; the Laneformer family, or dense Llama, Qwen2 and Qwen3, which
+    become `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
+    dtype: of the weights, by default the stored one. mesh: from `make_mesh`, by default everything on one device.
+    precision: dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError,
+    naming file and remedy.
     """
     return open_checkpoint(path, dtype, num_lanes).model(mesh, precision)
 
 
 def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
-    """What is in `path`, checked as far as that goes without reading weights: `.config`, `.dtype`, `.weights()` one by one, `.model()`.
+    """What is in `path`, checked as far as that goes without reading weights: `.config`, `.dtype`, `.weights()` one by
+    one, `.model()`.
 
     Arguments and errors are those of `load`.
     """
@@ -56,7 +60,9 @@ class SavedStep:
         self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, in the order of `parameter_table`; all are restored at once, and each is let go."""
+        """Path and array of each weight, in the order of `parameter_table`; all are restored at once, and each is let
+        go.
+        """
         weights = restore_params(self.step, self.config, self.dtype)
         for path in parameter_table(self.config):
             yield path, np.asarray(weights.pop(path))
@@ -75,7 +81,9 @@ def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
 def _step_folder(path: Path) -> Path | None:
     """The saved step that `path` stands for; None for an HF folder. Raises CheckpointError for neither."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run")
+        raise CheckpointError(
+            f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run"
+        )
     if (path / "config.json").exists():
         return None
     step = newest_step(path) if (path / STEPS).is_dir() else path
@@ -94,15 +102,23 @@ def _check_dtype(dtype) -> None:
 
 
 def checkpoint_files(path: str | Path) -> Path:
-    """The folder beside whose weights a tokenizer.json lies: the run for a step of a run, otherwise the folder itself."""
+    """The folder beside whose weights a tokenizer.json lies: the run for a step of a run, otherwise the folder
+    itself.
+    """
     path = Path(path).absolute()
     return path.parent.parent if path.parent.name == STEPS else path
 
 
 def complete_steps(run: Path) -> list[int]:
-    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder when its last file is written."""
+    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder when its last file is
+    written.
+    """
     folder = Path(run) / STEPS
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / META).is_dir()) if folder.is_dir() else []
+    return (
+        sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / META).is_dir())
+        if folder.is_dir()
+        else []
+    )
 
 
 def newest_step(run: Path) -> Path:
@@ -147,17 +163,22 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
 def _damaged(step: Path, what: str) -> CheckpointError:
     """The error of a step that cannot be read, with the newest other one of its run as the remedy."""
     others = [n for n in complete_steps(step.parent.parent) if str(n) != step.name] if step.parent.name == STEPS else []
-    return CheckpointError(f"{step} {what}: {f'use {step.with_name(str(others[-1]))} instead' if others else 'put back a copy'}")
+    return CheckpointError(
+        f"{step} {what}: {f'use {step.with_name(str(others[-1]))} instead' if others else 'put back a copy'}"
+    )
 
 
 def fingerprint(tree) -> int:
     """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
 
-    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and whole numbers
-    add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a wrong weight looks like any other.
+    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and
+    whole numbers add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a
+    wrong weight looks like any other.
     """
     total, first = 0, 0
-    for x in jax.tree.leaves(tree):  # one after the other: on a CPU, many queued programs with sums over devices block each other
+    for x in jax.tree.leaves(
+        tree
+    ):  # one after the other: on a CPU, many queued programs with sums over devices block each other
         total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
         first += x.size
     return total % 2**32

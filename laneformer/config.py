@@ -44,7 +44,9 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.type not in ("linear", "llama3", "yarn"):
-            raise ConfigError(f"rope_scaling.type = {self.type!r}: known are linear, llama3 and yarn; for none leave rope_scaling out")
+            raise ConfigError(
+                f"rope_scaling.type = {self.type!r}: known are linear, llama3 and yarn; for none leave rope_scaling out"
+            )
         _require_number("rope_scaling.factor", self.factor, at_least=1.0)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             _require_number(f"rope_scaling.{name}", getattr(self, name), above=0.0)
@@ -52,12 +54,15 @@ class RopeScaling:
             if getattr(self, name) is not None:
                 _require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
         if self.type in ("llama3", "yarn"):
-            _require_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1)
+            _require_int(
+                "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
+            )
         if not isinstance(self.truncate, bool):
             raise ConfigError(f"rope_scaling.truncate = {self.truncate!r}: write true or false")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
-                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor = {self.low_freq_factor}"
+                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
+                f" {self.low_freq_factor}"
             )
 
 
@@ -88,20 +93,27 @@ class ModelConfig:
     num_lanes: int = 1
     """Lanes (L): shares of the model, one per device at most. 1 is a dense model."""
     layout: str = "laneformer"
-    """Which parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2), caat(0.5)."""
+    """Which parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2),
+    caat(0.5).
+    """
     broadcast_delay: int = 2
     """Layout laneformer: after how many layers the other lanes' outputs arrive (d)."""
     use_early_comm: bool = True
-    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling the own output by sqrt(L)."""
+    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling the own output by sqrt(L).
+    """
     early_lands_twice: bool = True
-    """Layout laneformer: early outputs also arrive d layers later, as in the published model; false is the corrected form."""
+    """Layout laneformer: early outputs also arrive d layers later, as in the published model; false is the corrected
+    form.
+    """
     use_attention_comm: bool = True
     """Layout laneformer: exchange attention outputs between lanes."""
     use_mlp_comm: bool = True
     """Layout laneformer: exchange MLP outputs between lanes."""
 
     lm_head_type: Literal["replicate", "lane", "vocab_parallel"] = "replicate"
-    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or lane l makes its V/L logits (vocab_parallel)."""
+    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or lane l makes its V/L logits
+    (vocab_parallel).
+    """
     pre_norm_lane_agg: bool = False
     """Head replicate: sum the lanes before the final norm instead of averaging after it."""
     replicated_rmsn_scale: bool = True
@@ -136,9 +148,15 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "max_position_embeddings", "num_lanes",
-        ):  # fmt: skip
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "num_lanes",
+        ):
             _require_int(name, getattr(self, name), at_least=1)
         _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
         _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
@@ -147,7 +165,11 @@ class ModelConfig:
                 raise ConfigError(f"{field.name} = {getattr(self, field.name)!r}: write true or false")
         _require_number("rope_theta", self.rope_theta, above=0.0)
         _require_number("norm_eps", self.norm_eps, above=0.0)
-        for name in ("unclamped_layers", "swa_layers", "eos_token_id"):  # JSON gives lists; tuples keep the config hashable
+        for name in (
+            "unclamped_layers",
+            "swa_layers",
+            "eos_token_id",
+        ):  # JSON gives lists; tuples keep the config hashable
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r}: write a list of whole numbers")
@@ -165,19 +187,21 @@ class ModelConfig:
     def _check_heads(self):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads = {self.num_key_value_heads}"
+                f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads ="
+                f" {self.num_key_value_heads}"
             )
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
-                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = {self.num_attention_heads}: "
-                    "change one of them or give head_dim"
+                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads ="
+                    f" {self.num_attention_heads}: change one of them or give head_dim"
                 )
         else:
             _require_int("head_dim", self.head_dim, at_least=2)
         if self.head_size % 2:
             raise ConfigError(
-                f"head_dim (or hidden_size / num_attention_heads) = {self.head_size} must be even: rotary positions turn pairs of channels"
+                f"head_dim (or hidden_size / num_attention_heads) = {self.head_size} must be even: rotary positions"
+                " turn pairs of channels"
             )
 
     def _check_lanes(self):
@@ -188,14 +212,19 @@ class ModelConfig:
             divided.append("vocab_size")
         for name in divided:
             if getattr(self, name) % self.num_lanes:
-                fitting = [n for n in range(1, self.num_lanes) if all(getattr(self, other) % n == 0 for other in divided)]
+                fitting = [
+                    n for n in range(1, self.num_lanes) if all(getattr(self, other) % n == 0 for other in divided)
+                ]
                 raise ConfigError(
-                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}: "
-                    f"each lane needs an equal whole share; lane counts that fit below it: {', '.join(map(str, fitting))}"
+                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}: each lane needs an"
+                    f" equal whole share; lane counts that fit below it: {', '.join(map(str, fitting))}"
                 )
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
             field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
-            raise ConfigError(f"{field} = true needs lm_head_type = 'replicate': with {self.lm_head_type!r} each lane has its own head")
+            raise ConfigError(
+                f"{field} = true needs lm_head_type = 'replicate': with {self.lm_head_type!r} each lane has its own"
+                " head"
+            )
 
     def _check_windows(self):
         if self.sliding_window is not None:
@@ -204,7 +233,9 @@ class ModelConfig:
             for layer in getattr(self, name) or ():
                 _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
-            raise ConfigError(f"swa_layers = {list(self.swa_layers)} needs sliding_window: say how many keys a sliding layer sees")
+            raise ConfigError(
+                f"swa_layers = {list(self.swa_layers)} needs sliding_window: say how many keys a sliding layer sees"
+            )
         if self.swa_layers and self.sliding_window_n_layers:
             raise ConfigError("swa_layers and sliding_window_n_layers both say which layers slide: give one of them")
 
@@ -241,7 +272,8 @@ class ModelConfig:
 
 
 def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
-    wanted = f"a whole number{'' if at_least is None else f' of at least {at_least}'}{'' if at_most is None else f' and at most {at_most}'}"
+    lowest = "" if at_least is None else f" of at least {at_least}"
+    wanted = f"a whole number{lowest}{'' if at_most is None else f' and at most {at_most}'}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} = {value!r}: write {wanted}")
     if (at_least is not None and value < at_least) or (at_most is not None and value > at_most):
@@ -249,7 +281,11 @@ def _require_int(name: str, value, *, at_least: int | None = None, at_most: int 
 
 
 def _require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # NaN is never <=
+    if (
+        isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max
+    ):  # NaN is never <=
         raise ConfigError(f"{name} = {value!r}: write a finite number")
     if value <= above or value < at_least:
-        raise ConfigError(f"{name} = {value}: it must be {f'above {above}' if above > -math.inf else f'at least {at_least}'}")
+        raise ConfigError(
+            f"{name} = {value}: it must be {f'above {above}' if above > -math.inf else f'at least {at_least}'}"
+        )

@@ -16,12 +16,14 @@ def run_schedule(
     num_lanes: int,
     observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
 ) -> jax.Array:
-    """Runs all modules over the lane streams and returns the streams before the final norm, [l, b, s, d] in the stream dtype.
+    """Runs all modules over the lane streams and returns the streams before the final norm, [l, b, s, d] in the stream
+    dtype.
 
-    `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the model,
-    here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part exists, so that
-    the compiler can run it under the modules until it lands. `observe(before, own, after)` sees each time of the schedule, the one
-    before the final norm included: the streams before it, what the lanes add of their own, and the streams after it.
+    `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the
+    model, here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part
+    exists, so that the compiler can run it under the modules until it lands. `observe(before, own, after)` sees each
+    time of the schedule, the one before the final norm included: the streams before it, what the lanes add of their
+    own, and the streams after it.
     """
     x, outputs, sums = x_lbsd, {}, {}
 

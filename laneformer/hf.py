@@ -1,4 +1,6 @@
-"""Reads and writes Hugging Face folders: config.json and one or several safetensors files, one tensor in memory at a time."""
+"""Reads and writes Hugging Face folders: config.json and one or several safetensors files, one tensor in memory at a
+time.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one of our weights comes from: a tensor of a file, the shape it has there, and how it becomes lane-first."""
+    """Where one of our weights comes from: a tensor of a file, the shape it has there, and how it becomes
+    lane-first.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +55,9 @@ class _Tensor:
     """Bytes."""
 
     def read(self, memory: np.ndarray) -> np.ndarray:
-        """The tensor in memory uint8 [size], read past any mapping: mapped pages that were read count as memory in use."""
+        """The tensor in memory uint8 [size], read past any mapping: mapped pages that were read count as memory
+        in use.
+        """
         try:
             with self.file.open("rb") as file:
                 file.seek(self.start)
@@ -63,7 +69,9 @@ class _Tensor:
 
 
 class HfFolder:
-    """A folder with config.json and safetensors, whose files' headers are checked when it is opened; weights are read afterwards."""
+    """A folder with config.json and safetensors, whose files' headers are checked when it is opened; weights are read
+    afterwards.
+    """
 
     def __init__(self, path: str | Path, dtype=None, num_lanes: int | None = None):
         """Arguments and errors are those of laneformer.load."""
@@ -94,7 +102,9 @@ class HfFolder:
         for path, weight in self._read(_aligned):
             parameter = table[path]
             device = None if mesh is None else sharding(parameter.spec, parameter.shape, mesh)
-            weights[path] = jax.block_until_ready(jax.device_put(weight, device))  # so that no more than one is held twice
+            weights[path] = jax.block_until_ready(
+                jax.device_put(weight, device)
+            )  # so that no more than one is held twice
         return Laneformer(self.config, weights, precision, mesh)
 
     def _read(self, memory: Callable[[int], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
@@ -106,7 +116,9 @@ class HfFolder:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Fresh memory, uint8 [size], that begins with a cache line: JAX on a CPU takes such memory over instead of copying it."""
+    """Fresh memory, uint8 [size], that begins with a cache line: JAX on a CPU takes such memory over instead of copying
+    it.
+    """
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
@@ -134,7 +146,9 @@ def _find_tensors(path: Path) -> dict[str, _Tensor]:
             raise _damaged(path / name, error) from None
         for tensor in found:
             if tensor in tensors:
-                raise CheckpointError(f"{path}: tensor {tensor} stands in more than one file; remove the file that does not belong here")
+                raise CheckpointError(
+                    f"{path}: tensor {tensor} stands in more than one file; remove the file that does not belong here"
+                )
         tensors |= found
     return tensors
 
@@ -167,13 +181,20 @@ def _check_tensors(path: Path, sources: dict[str, _Source], config: ModelConfig,
     for kind, names in (("misses", missing), ("has unknown", extra)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise CheckpointError(f"{path} {kind} tensor(s) {shown}: config.json and the safetensors files do not belong together")
+            raise CheckpointError(
+                f"{path} {kind} tensor(s) {shown}: config.json and the safetensors files do not belong together"
+            )
     for source in sources.values():
         tensor = tensors[source.name]
         if tensor.shape != source.shape:
-            raise CheckpointError(f"{path}: tensor {source.name} has shape {list(tensor.shape)}, config.json asks for {list(source.shape)}")
+            raise CheckpointError(
+                f"{path}: tensor {source.name} has shape {list(tensor.shape)}, config.json asks for"
+                f" {list(source.shape)}"
+            )
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {source.name} is stored as {tensor.dtype}; {', '.join(_DTYPES)} are read")
+            raise CheckpointError(
+                f"{path}: tensor {source.name} is stored as {tensor.dtype}; {', '.join(_DTYPES)} are read"
+            )
 
 
 def _same_bytes(one: _Tensor, other: _Tensor) -> bool:
@@ -189,10 +210,14 @@ def _same_bytes(one: _Tensor, other: _Tensor) -> bool:
 
 def _lane_sources(config: ModelConfig) -> dict[str, _Source]:
     """Our own names; only the lane head lies differently in files: [v, l d] with the lanes end to end."""
-    sources = {path: _Source(parameter.file_name, parameter.shape) for path, parameter in parameter_table(config).items()}
+    sources = {
+        path: _Source(parameter.file_name, parameter.shape) for path, parameter in parameter_table(config).items()
+    }
     if config.lm_head_type == "lane":
         lanes, v, d = sources["lm_head"].shape
-        sources["lm_head"] = _Source(sources["lm_head"].name, (v, lanes * d), lambda w: w.reshape(v, lanes, d).swapaxes(0, 1))
+        sources["lm_head"] = _Source(
+            sources["lm_head"].name, (v, lanes * d), lambda w: w.reshape(v, lanes, d).swapaxes(0, 1)
+        )
     return sources
 
 
@@ -215,7 +240,9 @@ _DENSE_NAMES = {
 
 
 def _dense_sources(config: ModelConfig) -> dict[str, _Source]:
-    """Dense Llama and Qwen names. Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down)."""
+    """Dense Llama and Qwen names. Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns
+    (o, down).
+    """
     lanes, e = config.num_lanes, config.head_size
 
     def interleave(w: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""ModelConfig from and to Hugging Face `config.json`: the published family in both spellings, and dense Llama and Qwen."""
+"""ModelConfig from and to Hugging Face `config.json`: the published family in both spellings, and dense Llama
+and Qwen.
+"""
 
 import json
 import logging
@@ -15,21 +17,70 @@ DENSE_TYPES = ("llama", "qwen2", "qwen3")
 
 _ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
 _SAME_NAME = (  # fields that our own files carry under the dataclass's name
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "num_lanes", "layout", "broadcast_delay", "use_early_comm", "early_lands_twice", "use_attention_comm",
-    "use_mlp_comm", "lm_head_type", "pre_norm_lane_agg", "replicated_rmsn_scale", "tie_word_embeddings", "sliding_window",
-    "sliding_window_n_layers", "unclamped_layers", "swa_layers", "rope_theta", "norm_eps", "qkv_bias", "qk_norm", "bos_token_id",
-)  # fmt: skip
-_READ_APART = {"use_comm", "eos_token_id", "rope_scaling", "rope_scaling_args", "rope_parameters", "rms_norm_eps", "hidden_act"}
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_lanes",
+    "layout",
+    "broadcast_delay",
+    "use_early_comm",
+    "early_lands_twice",
+    "use_attention_comm",
+    "use_mlp_comm",
+    "lm_head_type",
+    "pre_norm_lane_agg",
+    "replicated_rmsn_scale",
+    "tie_word_embeddings",
+    "sliding_window",
+    "sliding_window_n_layers",
+    "unclamped_layers",
+    "swa_layers",
+    "rope_theta",
+    "norm_eps",
+    "qkv_bias",
+    "qk_norm",
+    "bos_token_id",
+)
+_READ_APART = {
+    "use_comm",
+    "eos_token_id",
+    "rope_scaling",
+    "rope_scaling_args",
+    "rope_parameters",
+    "rms_norm_eps",
+    "hidden_act",
+}
 _NO_EFFECT = {  # bookkeeping, dropout and training-time fields
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pad_token_id", "auto_map",
-    "initializer_range", "attention_dropout", "attention_bias", "mlp_bias", "pretraining_tp", "_name_or_path", "layer_types",
-    "use_sliding_window", "max_window_layers", "hidden_dropout", "is_causal",
-}  # fmt: skip
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+    "pad_token_id",
+    "auto_map",
+    "initializer_range",
+    "attention_dropout",
+    "attention_bias",
+    "mlp_bias",
+    "pretraining_tp",
+    "_name_or_path",
+    "layer_types",
+    "use_sliding_window",
+    "max_window_layers",
+    "hidden_dropout",
+    "is_causal",
+}
 
 
 def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
-    """The config of an HF folder. `num_lanes` cuts a dense model into lanes; a Laneformer's own number cannot be changed.
+    """The config of an HF folder. `num_lanes` cuts a dense model into lanes; a Laneformer's own number cannot be
+    changed.
 
     Raises CheckpointError for a missing or unreadable file and ConfigError for values that cannot work.
     """
@@ -37,7 +88,9 @@ def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfi
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist: a checkpoint folder needs a config.json beside its safetensors files") from None
+        raise CheckpointError(
+            f"{file} does not exist: a checkpoint folder needs a config.json beside its safetensors files"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
@@ -53,7 +106,9 @@ def config_from_hf(values: Mapping, num_lanes: int | None = None) -> ModelConfig
     kind = values.get("model_type")
     if kind in LANE_TYPES:
         if num_lanes not in (None, values.get("num_lanes")):
-            raise ConfigError(f"num_lanes = {num_lanes}: this Laneformer was trained with {values.get('num_lanes')} lanes")
+            raise ConfigError(
+                f"num_lanes = {num_lanes}: this Laneformer was trained with {values.get('num_lanes')} lanes"
+            )
         fields = _lane_fields(values)
     elif kind in DENSE_TYPES:
         fields = _dense_fields(values, kind) | {"num_lanes": 1 if num_lanes is None else num_lanes, "layout": "tp"}
@@ -99,7 +154,9 @@ def _dense_fields(values: Mapping, kind: str) -> dict:
     fields |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
     if values.get("use_sliding_window") and values.get("sliding_window"):
         layers, first = (_typed(values, name, int) or 0 for name in ("num_hidden_layers", "max_window_layers"))
-        kinds = _typed(values, "layer_types", list) or ["sliding_attention" if n >= first else "" for n in range(layers)]
+        kinds = _typed(values, "layer_types", list) or [
+            "sliding_attention" if n >= first else "" for n in range(layers)
+        ]
         fields |= {"sliding_window": values["sliding_window"]}
         fields |= {"swa_layers": tuple(n for n, name in enumerate(kinds) if name == "sliding_attention")}
     return fields
@@ -115,8 +172,12 @@ def _typed(values: Mapping, name: str, kind: type):
 
 
 def _rope(values: Mapping) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer: llama3)."""
-    parameters, older, args = (dict(_typed(values, f"rope_{n}", Mapping) or {}) for n in ("parameters", "scaling", "scaling_args"))
+    """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
+    llama3).
+    """
+    parameters, older, args = (
+        dict(_typed(values, f"rope_{n}", Mapping) or {}) for n in ("parameters", "scaling", "scaling_args")
+    )
     scaling = parameters or older
     theta = scaling.pop("rope_theta", None) or values.get("rope_theta", 10000.0)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or ("llama3" if args else "default")
@@ -129,16 +190,23 @@ def _rope(values: Mapping) -> tuple[float, RopeScaling | None]:
             scaling["original_max_position_embeddings"] = scaling.pop(name)
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
-    known = {name: value for name, value in scaling.items() if name in RopeScaling.__dataclass_fields__ and value is not None}
+    known = {
+        name: value for name, value in scaling.items() if name in RopeScaling.__dataclass_fields__ and value is not None
+    }
     if set(scaling) - set(RopeScaling.__dataclass_fields__):
-        log.warning("config.json: ignored rope scaling fields %s", ", ".join(sorted(set(scaling) - set(RopeScaling.__dataclass_fields__))))
+        log.warning(
+            "config.json: ignored rope scaling fields %s",
+            ", ".join(sorted(set(scaling) - set(RopeScaling.__dataclass_fields__))),
+        )
     if "factor" not in known:
         raise ConfigError(f"rope scaling of type {kind!r} needs factor")
     return theta, RopeScaling(type=kind, **known)
 
 
 def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
-    """The config.json of a Laneformer folder. `spelling` is the model_type: laneformer_tp writes use_comm where that says it all."""
+    """The config.json of a Laneformer folder. `spelling` is the model_type: laneformer_tp writes use_comm where that
+    says it all.
+    """
     if spelling not in LANE_TYPES:
         raise ConfigError(f"spelling = {spelling!r}: known are {', '.join(LANE_TYPES)}")
     values = {"model_type": spelling, "architectures": [_ARCHITECTURES[spelling]]}
@@ -153,5 +221,7 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     values["rope_scaling"] = None
     if config.rope_scaling is not None:
         scaling = {name: getattr(config.rope_scaling, name) for name in RopeScaling.__dataclass_fields__}
-        values["rope_scaling"] = {"rope_type": scaling.pop("type")} | {k: v for k, v in scaling.items() if v is not None}
+        values["rope_scaling"] = {"rope_type": scaling.pop("type")} | {
+            k: v for k, v in scaling.items() if v is not None
+        }
     return values

@@ -1,8 +1,10 @@
-"""Every parallelism layout as data: when a module's output is added to its own lane and when the other lanes' parts land.
+"""Every parallelism layout as data: when a module's output is added to its own lane and when the other lanes' parts
+land.
 
-Time is counted in modules: attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at time t happens
-after module t has computed and before module t + 1 reads the stream; time 2N is just before the final norm. A layout is one
-function of this file that writes a `Schedule`; the model, the decode kernels, the roofline and the diagrams all read that table.
+Time is counted in modules: attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at time
+t happens after module t has computed and before module t + 1 reads the stream; time 2N is just before the final norm. A
+layout is one function of this file that writes a `Schedule`; the model, the decode kernels, the roofline and the
+diagrams all read that table.
 """
 
 import ast
@@ -26,8 +28,9 @@ class Own(NamedTuple):
 class Payload(NamedTuple):
     """What one reduction sums over the lanes: sum over parts of weight * output of module.
 
-    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the stream as it was before
-    time t's additions, divided by the number of lanes, is in the sum as well, so that the result is the new common stream.
+    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the stream as it
+    was before time t's additions, divided by the number of lanes, is in the sum as well, so that the result is the new
+    common stream.
     """
 
     parts: tuple[tuple[int, float], ...]
@@ -61,7 +64,9 @@ class Schedule:
 
     @cached_property
     def payloads(self) -> tuple[Payload, ...]:
-        """The reductions of one forward pass, each once however often it lands, in the order in which they are issued."""
+        """The reductions of one forward pass, each once however often it lands, in the order in which they are
+        issued.
+        """
         return tuple(sorted({landing.payload for landing in self.landings}, key=lambda p: (p.complete_at, p)))
 
     @property
@@ -77,7 +82,11 @@ class Schedule:
 
     def own_lands_with(self, m: int, landing: Landing) -> bool:
         """Whether the own part of module m is added by that landing itself: same time, same weight, all channels."""
-        return landing.payload.channels == 1.0 and self.own[m].at == landing.at and (m, self.own[m].scale) in landing.payload.parts
+        return (
+            landing.payload.channels == 1.0
+            and self.own[m].at == landing.at
+            and (m, self.own[m].scale) in landing.payload.parts
+        )
 
     @property
     def exposed(self) -> tuple[Landing, ...]:
@@ -102,7 +111,9 @@ def _together(modules: Iterable[int], at: int, **kwargs) -> Landing:
 
 
 def tp(n: int, lanes: int) -> Schedule:
-    """Megatron tensor parallelism (arXiv 1909.08053): every output is summed over the lanes at once; lanes stay equal."""
+    """Megatron tensor parallelism (arXiv 1909.08053): every output is summed over the lanes at once; lanes stay
+    equal.
+    """
     return _schedule("tp", map(Own, range(2 * n)), (_single(m, m) for m in range(2 * n)))
 
 
@@ -118,10 +129,14 @@ def ladder(n: int, lanes: int) -> Schedule:
 
 
 def desync(n: int, lanes: int, every: int) -> Schedule:
-    """Desync-Residual (arXiv 2501.06589): only each `every`-th module is summed, and the streams averaged in the same reduction."""
+    """Desync-Residual (arXiv 2501.06589): only each `every`-th module is summed, and the streams averaged in the same
+    reduction.
+    """
     _check_argument("desync", "every", every, at_least=1)
     synced = range(every - 1, 2 * n, every)
-    return _schedule("desync", map(Own, range(2 * n)), (_single(m, m, stream_mean_at=m if every > 1 else None) for m in synced))
+    return _schedule(
+        "desync", map(Own, range(2 * n)), (_single(m, m, stream_mean_at=m if every > 1 else None) for m in synced)
+    )
 
 
 def spd(n: int, lanes: int, *drop: int) -> Schedule:
@@ -134,7 +149,9 @@ def spd(n: int, lanes: int, *drop: int) -> Schedule:
 
 
 def caat(n: int, lanes: int, share: float) -> Schedule:
-    """CAAT-Net (arXiv 2506.19645): only the first `share` of the channels is exchanged; the others stay with their lane."""
+    """CAAT-Net (arXiv 2506.19645): only the first `share` of the channels is exchanged; the others stay with their
+    lane.
+    """
     _check_argument("caat", "share", share, above=0, at_most=1)
     return _schedule("caat", map(Own, range(2 * n)), (_single(m, m, channels=float(share)) for m in range(2 * n)))
 
@@ -153,17 +170,18 @@ def track(n: int, lanes: int, block: int) -> Schedule:
 
 
 def dtp(n: int, lanes: int, delta: float) -> Schedule:
-    """Delayed tensor parallelism: the other lanes' parts arrive `delta` modules late; until then the own part counts sqrt(L) times.
+    """Delayed tensor parallelism: the other lanes' parts arrive `delta` modules late; until then the own part counts
+    sqrt(L) times.
 
-    A fractional delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense model).
-    What would arrive after the last module is not sent. Kog, "Laneformer 2B".
+    A fractional delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense
+    model). What would arrive after the last module is not sent. Kog, "Laneformer 2B".
     """
     _check_argument("dtp", "delta", delta, at_least=0)
     whole, a = math.floor(delta), delta - math.floor(delta)
     arrivals = {
         t: tuple((m, w) for m, w in ((t - whole - 1, a), (t - whole, 1.0 - a)) if m >= 0 and w > 0.0)
         for t in range(2 * n)
-    }  # fmt: skip
+    }
 
     def scale(m: int) -> float:
         alone = (1.0 - a) * (m < whole) + a * (m < whole + 1)
@@ -176,8 +194,9 @@ def dtp(n: int, lanes: int, delta: float) -> Schedule:
 def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, attention: bool, mlp: bool) -> Schedule:
     """The published Laneformer: as dtp(2 * delay), with a choice for the first `delay` layers, per kind of module.
 
-    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as the published code computes);
-    otherwise the own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times wherever it is not summed early.
+    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as the published code
+    computes); otherwise the own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times wherever
+    it is not summed early.
     """
     delta, own, landings = 2 * delay, [], []
     for m in range(2 * n):
@@ -203,13 +222,20 @@ LAYOUTS: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(config) -> Schedule:
-    """The schedule of a config's `layout`, e.g. "tp", "dtp(4)", "spd(0, 2)", "laneformer" (whose arguments are config fields).
+    """The schedule of a config's `layout`, e.g. "tp", "dtp(4)", "spd(0, 2)", "laneformer" (whose arguments are config
+    fields).
 
     Raises ConfigError for an unknown name or arguments that do not fit.
     """
     if not isinstance(config.layout, str):
         raise ConfigError(f"layout = {config.layout!r}: write it as text, one of {', '.join(LAYOUTS)}")
-    fields = (config.broadcast_delay, config.use_early_comm, config.early_lands_twice, config.use_attention_comm, config.use_mlp_comm)
+    fields = (
+        config.broadcast_delay,
+        config.use_early_comm,
+        config.early_lands_twice,
+        config.use_attention_comm,
+        config.use_mlp_comm,
+    )
     return _make(config.layout, config.num_hidden_layers, config.num_lanes, fields)
 
 
@@ -230,7 +256,10 @@ def _make(layout: str, n: int, lanes: int, laneformer_args: tuple) -> Schedule:
 
 def parse_layout(layout: str) -> tuple[str, tuple[float, ...]]:
     """Splits "dtp(4)" into ("dtp", (4,)). Raises ConfigError for anything but a known name with plain numbers."""
-    problem = f"layout = {layout!r}: known are {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2), caat(0.5)"
+    problem = (
+        f"layout = {layout!r}: known are {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2),"
+        " caat(0.5)"
+    )
     try:
         tree = ast.parse(layout, mode="eval").body
         call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])

@@ -1,4 +1,6 @@
-"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: the logits of all positions never exist at once."""
+"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: the logits of all positions never exist at
+once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,17 +40,21 @@ def cross_entropy(
 ) -> TokenLoss:
     """Weighted cross-entropy of a head's logits, with z-loss (PaLM, Chowdhery et al., arXiv 2204.02311).
 
-    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. What one device has:
+    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. What one device
+    has:
     y [l, b, s, d], head [l, v, d], targets int [b, s], weights float32 [b, s] (None: all 1), and of the logits
     - head[l] y[l] as slice l of its part of the vocabulary (l = 1: a head that all lanes share), or
     - with add_lanes a share over the whole vocabulary, sum over l of head[l] y[l], to be summed over the devices.
-    axis: the manual mesh axis over which slices or lanes are spread; y (float32) must vary over it: `jax.lax.pcast` does that, and its
-    transpose sums dy once, at the end. None: each device has the whole head. The batch may be sharded over the mesh axis "data".
+    axis: the manual mesh axis over which slices or lanes are spread; y (float32) must vary over it: `jax.lax.pcast`
+    does that, and its
+    transpose sums dy once, at the end. None: each device has the whole head. The batch may be sharded over the mesh
+    axis "data".
 
-    The sequence is cut into equal chunks of at most `chunk` positions. The loss is a weighted sum, so that a chunk's dlogits are known with
-    its logits: where a gradient is wanted, the same sweep adds up dy and, in float32, dhead, and the head costs its three products.
-    Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with add_lanes also a reduce-scatter of logits and an
-    all-gather of dlogits. Not for use within `jax.checkpoint`, which would repeat them.
+    The sequence is cut into equal chunks of at most `chunk` positions. The loss is a weighted sum, so that a chunk's
+    dlogits are known with its logits: where a gradient is wanted, the same sweep adds up dy and, in float32, dhead, and
+    the head costs its three products. Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with
+    add_lanes also a reduce-scatter of logits and an all-gather of dlogits. Not for use within `jax.checkpoint`, which
+    would repeat them.
     """
     if weights_bs is None:
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32)
@@ -62,7 +68,8 @@ def cross_entropy(
 class _Head:
     """Logits and the gradients through them. The batch is cut into `groups` g, as many as the data axis has devices.
 
-    As a dimension of its own, g lets each device add up its own dhead; a sum over the whole batch would go over the axis in every chunk.
+    As a dimension of its own, g lets each device add up its own dhead; a sum over the whole batch would go over the
+    axis in every chunk.
     """
 
     precision: Precision
@@ -78,11 +85,15 @@ class _Head:
         if self.axis is not None:
             surplus = -logits.shape[-1] % jax.lax.axis_size(self.axis)
             logits = jnp.pad(logits, [(0, 0)] * 3 + [(0, surplus)], constant_values=-jnp.inf)
-            logits = self._in_groups(partial(jax.lax.psum_scatter, axis_name=self.axis, scatter_dimension=3, tiled=True), logits)
+            logits = self._in_groups(
+                partial(jax.lax.psum_scatter, axis_name=self.axis, scatter_dimension=3, tiled=True), logits
+            )
         return logits[None]
 
     def gradients(self, dlogits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: in this order no operand as large as dlogits needs transposing."""
+        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: in this order no operand as large as dlogits needs
+        transposing.
+        """
         dlogits, letters = dlogits_lgbsv.astype(self.precision.compute), "lgbsv"
         if self.add_lanes:
             dlogits, letters = dlogits[0], "gbsv"
@@ -93,7 +104,9 @@ class _Head:
         return einsum(f"{letters},lvd->lgbsd", dlogits, w_lvd), einsum(f"lgbsd,{letters}->lgdv", y_lgbsd, dlogits)
 
     def columns(self, targets_gbs: jax.Array, slices: int, width: int) -> jax.Array:
-        """Where the targets are within each slice of this device, int [l, g, b, s]: outside 0..width - 1 if in another."""
+        """Where the targets are within each slice of this device, int [l, g, b, s]: outside 0..width - 1 if in
+        another.
+        """
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * slices
         return targets_gbs - (first + jnp.arange(slices)[:, None, None, None]) * width
 
@@ -110,7 +123,9 @@ class _Head:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
-    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[0]  # compiled without what only the gradient needs
+    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[
+        0
+    ]  # compiled without what only the gradient needs
 
 
 def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs):
@@ -121,7 +136,9 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
     length = -(-s // count)
 
     def cut(x: jax.Array, at: int) -> jax.Array:
-        """[..., b, s, ...] with b at dimension `at` -> [chunk, ..., group, b, s, ...]; positions beyond the last are zeros."""
+        """[..., b, s, ...] with b at dimension `at` -> [chunk, ..., group, b, s, ...]; positions beyond the last are
+        zeros.
+        """
         x = jnp.pad(x, [(0, count * length - s if dim == at + 1 else 0) for dim in range(x.ndim)])
         x = x.reshape(*x.shape[:at], head.groups, b // head.groups, count, length, *x.shape[at + 2 :])
         return jnp.moveaxis(x, at + 2, 0)

@@ -19,45 +19,56 @@ from laneformer.errors import ConfigError
 
 LANE, DATA = "lane", "data"
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-PATIENCE, QUIET = 300, 5  # seconds that a process waits for the others of its job, and those of them in which it says nothing
+PATIENCE, QUIET = (
+    300,
+    5,
+)  # seconds that a process waits for the others of its job, and those of them in which it says nothing
 log = logging.getLogger("laneformer")
 
 
 def use_host_devices(count: int) -> None:
-    """Splits this machine's CPU into `count` JAX devices. Call before the first JAX operation; raises ConfigError after it."""
+    """Splits this machine's CPU into `count` JAX devices. Call before the first JAX operation; raises ConfigError after
+    it.
+    """
     _make_room_for_queues(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         if jax.local_device_count("cpu") != count:
             raise ConfigError(
-                f"cannot make {count} CPU devices: JAX already runs with {jax.local_device_count('cpu')}; ask before the first operation"
+                f"cannot make {count} CPU devices: JAX already runs with {jax.local_device_count('cpu')}; ask before"
+                " the first operation"
             ) from None
 
 
 def join_hosts() -> None:
-    """Connects this process with the others of its job through `jax.distributed`, unless it is. Call before the first JAX operation.
+    """Connects this process with the others of its job through `jax.distributed`, unless it is. Call before the first
+    JAX operation.
 
-    SLURM, Open MPI and Kubernetes are recognised by JAX; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process 0),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found, or do not come.
+    SLURM, Open MPI and Kubernetes are recognised by JAX; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process
+    0), JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found, or do not
+    come.
     """
     if jax.distributed.is_initialized():
         return
     named = [os.environ.get(name) for name in JOB]
     try:
         count, index = (number and int(number) for number in named[1:])
-        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(named[0], count, index, None, None, PATIENCE)
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            named[0], count, index, None, None, PATIENCE
+        )
         _initialize(address, count, index)
     except (ValueError, RuntimeError, TimeoutError) as error:
         found = ", ".join(f"{name} ({value or 'missing'})" for name, value in zip(JOB, named, strict=True))
         raise ConfigError(
-            f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or Kubernetes, "
-            f"or set {found}"
+            f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or"
+            f" Kubernetes, or set {found}"
         ) from None
 
 
 def _initialize(address: str | None, count: int | None, index: int | None) -> None:
-    """`jax.distributed.initialize`, of which one can tell that it waits, and which ends. Raises TimeoutError, or what it raises.
+    """`jax.distributed.initialize`, of which one can tell that it waits, and which ends. Raises TimeoutError, or what
+    it raises.
 
     It runs in a thread of its own: it does not hear of Ctrl-C, and where its own patience ends XLA ends the process.
     """
@@ -65,7 +76,9 @@ def _initialize(address: str | None, count: int | None, index: int | None) -> No
 
     def initialize():
         try:
-            jax.distributed.initialize(address, count, index, initialization_timeout=10 * PATIENCE, heartbeat_timeout_seconds=60)
+            jax.distributed.initialize(
+                address, count, index, initialization_timeout=10 * PATIENCE, heartbeat_timeout_seconds=60
+            )
             ended.put(None)
         except Exception as error:
             ended.put(error)
@@ -78,7 +91,11 @@ def _initialize(address: str | None, count: int | None, index: int | None) -> No
         try:
             error = ended.get(timeout=PATIENCE - QUIET)
         except queue.Empty:
-            came = f"not all {count} have come to {address}" if _answers(address) else f"process 0 does not answer at {address}"
+            came = (
+                f"not all {count} have come to {address}"
+                if _answers(address)
+                else f"process 0 does not answer at {address}"
+            )
             raise TimeoutError(f"{came}, after {PATIENCE} s") from None
     if error is not None:
         raise error
@@ -95,18 +112,22 @@ def _answers(address: str) -> bool:
 
 
 def job_index() -> int:
-    """The number that this process will have in its job, as `join_hosts` finds it; 0 where nothing says. Starts nothing."""
+    """The number that this process will have in its job, as `join_hosts` finds it; 0 where nothing says. Starts
+    nothing.
+    """
     if named := os.environ.get(JOB[2]):
         return int(named) if named.isdecimal() else 0  # which join_hosts refuses
-    launcher = next((kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()), None)
+    launcher = next(
+        (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()), None
+    )
     return launcher.get_process_id() if launcher else 0
 
 
 def _make_room_for_queues(count: int) -> None:
     """Prevents a deadlock of queued programs with collectives on `count` CPU devices.
 
-    XLA's CPU client runs each device's program on a pool of as many threads, and blocks pool threads while too many programs are
-    queued. A pool twice as large has room for both; it is made when JAX first runs.
+    XLA's CPU client runs each device's program on a pool of as many threads, and blocks pool threads while too many
+    programs are queued. A pool twice as large has room for both; it is made when JAX first runs.
     """
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(2 * max(count, os.cpu_count() or 1)))
@@ -117,10 +138,11 @@ for _count in re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.env
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep what XLA frees after each program, instead of asking the kernel for fresh, zeroed pages in the next one.
+    """Makes glibc keep what XLA frees after each program, instead of asking the kernel for fresh, zeroed pages in the
+    next one.
 
-    Halves the system time of small training steps on virtual machines, where page faults are dear. Memory is not given back, so it is
-    not for large models. No effect with another C library.
+    Halves the system time of small training steps on virtual machines, where page faults are dear. Memory is not given
+    back, so it is not for large models. No effect with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -133,8 +155,9 @@ def keep_freed_memory() -> None:
 def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices=None) -> Mesh:
     """A (data, lane) mesh for a model of `num_lanes` lanes.
 
-    lane: devices on the lane axis, a divisor of num_lanes; by default the largest that the devices allow. data: copies of the lane
-    axis, over which batches and (FSDP) weights are split. Raises ConfigError when the devices do not suffice.
+    lane: devices on the lane axis, a divisor of num_lanes; by default the largest that the devices allow. data: copies
+    of the lane axis, over which batches and (FSDP) weights are split. Raises ConfigError when the devices do not
+    suffice.
     """
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or data > len(devices):
@@ -145,25 +168,36 @@ def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices
         fitting = ", ".join(str(n) for n in range(1, num_lanes + 1) if num_lanes % n == 0)
         raise ConfigError(f"lane = {lane}: {num_lanes} lanes spread over {fitting} devices only")
     if data * lane > len(devices):
-        raise ConfigError(f"a mesh of data = {data} x lane = {lane} needs {data * lane} devices, {len(devices)} are visible")
-    return jax.make_mesh((data, lane), (DATA, LANE), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices[: data * lane])
+        raise ConfigError(
+            f"a mesh of data = {data} x lane = {lane} needs {data * lane} devices, {len(devices)} are visible"
+        )
+    return jax.make_mesh(
+        (data, lane), (DATA, LANE), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices[: data * lane]
+    )
 
 
 def check_mesh(num_lanes: int, mesh: Mesh | None, stream: str = "float32") -> None:
-    """Raises ConfigError unless `mesh` is a (data, lane) mesh over which the lanes and a stream of that dtype can be spread.
+    """Raises ConfigError unless `mesh` is a (data, lane) mesh over which the lanes and a stream of that dtype can be
+    spread.
 
-    None is one device and always fits. XLA:CPU (jaxlib 0.10 and 0.11) ends the process when it compiles a bfloat16 all-reduce.
+    None is one device and always fits. XLA:CPU (jaxlib 0.10 and 0.11) ends the process when it compiles a bfloat16
+    all-reduce.
     """
     if mesh is None:
         return
     if set(mesh.shape) != {DATA, LANE}:
-        raise ConfigError(f"a mesh with the axes {', '.join(map(str, mesh.shape))}: make it with laneformer.make_mesh({num_lanes})")
+        raise ConfigError(
+            f"a mesh with the axes {', '.join(map(str, mesh.shape))}: make it with laneformer.make_mesh({num_lanes})"
+        )
     if num_lanes % mesh.shape[LANE]:
         raise ConfigError(
-            f"a mesh of {mesh.shape[LANE]} devices for {num_lanes} lanes: each device holds equally many; use make_mesh({num_lanes})"
+            f"a mesh of {mesh.shape[LANE]} devices for {num_lanes} lanes: each device holds equally many; use"
+            f" make_mesh({num_lanes})"
         )
     if stream == "bfloat16" and mesh.shape[LANE] > 1 and mesh.devices.flat[0].platform == "cpu":
-        raise ConfigError("precision.stream = 'bfloat16': CPU devices cannot sum it over lanes; use float32, or one device")
+        raise ConfigError(
+            "precision.stream = 'bfloat16': CPU devices cannot sum it over lanes; use float32, or one device"
+        )
 
 
 def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -1,11 +1,11 @@
 """The Laneformer: a Llama-style decoder cut into lanes, joined by whatever layout the config names.
 
-Shape letters, also in einsum strings: l lane, b batch, s query position, t key position, d model (hidden size), h query heads per
-lane, n key/value heads per lane, k head dim, f feed-forward columns per lane, v vocabulary.
+Shape letters, also in einsum strings: l lane, b batch, s query position, t key position, d model (hidden size), h query
+heads per lane, n key/value heads per lane, k head dim, f feed-forward columns per lane, v vocabulary.
 
-Every lane owns an equal share of each matrix, [l, out, in], and a residual stream of its own, x[l, b, s, d]. On a mesh the lane axis
-is split over the devices by `jax.shard_map`, and the sum over lanes is a sum over the local ones followed by `psum`: the same lines run
-8 lanes on 1, 2, 4 or 8 devices.
+Every lane owns an equal share of each matrix, [l, out, in], and a residual stream of its own, x[l, b, s, d]. On a mesh
+the lane axis is split over the devices by `jax.shard_map`, and the sum over lanes is a sum over the local ones followed
+by `psum`: the same lines run 8 lanes on 1, 2, 4 or 8 devices.
 """
 
 from contextlib import nullcontext
@@ -32,8 +32,12 @@ from laneformer.precision import Precision
 from laneformer.rotary import rotary_tables, rotate
 
 Remat = Literal["none", "block", "dots"]
-# What the backward pass finds instead of computing it again: nothing but a module's input, or the results of its matrix products.
-REMAT = {"block": jax.checkpoint_policies.nothing_saveable, "dots": jax.checkpoint_policies.save_only_these_names("product")}
+# What the backward pass finds instead of computing it again: nothing but a module's input, or the results of its matrix
+# products.
+REMAT = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("product"),
+}
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -74,7 +78,8 @@ class Attention(nnx.Module):
     def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
 
-        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the first query.
+        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the
+        first query.
         """
         dtype = self.precision.compute
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
@@ -84,7 +89,10 @@ class Attention(nnx.Module):
             a = attend(q, *kept, window=self.window, segments=segments_bs)
         else:
             keys, values, start = memory
-            kept = tuple(jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2) for c, new in ((keys, k), (values, v)))
+            kept = tuple(
+                jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
+                for c, new in ((keys, k), (values, v))
+            )
             a = attend(q, *(c.astype(dtype) for c in kept), window=self.window, start=start)
         return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
 
@@ -115,30 +123,46 @@ class Layer(nnx.Module):
 class Laneformer(nnx.Module):
     """`model(ids[b, s])` gives float32 logits [b, s, v]; `model.extend(ids, cache)` continues a cached sequence.
 
-    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) says which devices hold which lanes;
-    without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts of laneformer/layout.py.
+    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) says which devices hold
+    which lanes; without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts of
+    laneformer/layout.py.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], precision: Precision | None = None, mesh: Mesh | None = None):
-        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that the lanes do not fit."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, jax.Array],
+        precision: Precision | None = None,
+        mesh: Mesh | None = None,
+    ):
+        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that the
+        lanes do not fit.
+        """
         first = weights["tok_embeddings"]
         self.config, self.mesh = config, mesh
         self.precision = precision or Precision.default(first.dtype)
         check_mesh(config.num_lanes, mesh, self.precision.stream)
         self.tok_embeddings = nnx.Param(first)
         self.layers = nnx.List(
-            [Layer(_within(weights, f"layers.{n}"), config, self.precision, window) for n, window in enumerate(config.layer_windows)]
+            [
+                Layer(_within(weights, f"layers.{n}"), config, self.precision, window)
+                for n, window in enumerate(config.layer_windows)
+            ]
         )
         self.norm = RMSNorm(weights["norm"], config.norm_eps)
         if "lm_head" in weights:
             self.lm_head = nnx.Param(weights["lm_head"])
 
     @classmethod
-    def init(cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None) -> "Laneformer":
+    def init(
+        cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None
+    ) -> "Laneformer":
         """A model with fresh weights, each made on the devices that hold it."""
         check_mesh(config.num_lanes, mesh)
         precision = precision or Precision.default()
-        shardings = None if mesh is None else {k: sharding(p.spec, p.shape, mesh) for k, p in parameter_table(config).items()}
+        shardings = (
+            None if mesh is None else {k: sharding(p.spec, p.shape, mesh) for k, p in parameter_table(config).items()}
+        )
         make = jax.jit(initial_weights, static_argnums=(0, 1, 2), out_shardings=shardings)
         return cls(config, make(config, seed, precision.param), precision, mesh)
 
@@ -150,24 +174,31 @@ class Laneformer(nnx.Module):
     def __call__(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None, remat: Remat = "none") -> jax.Array:
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
 
-        segments: document number of each token, int32 [b, s]; a token sees only its own document. remat: what the backward pass
-        computes again, all of a module but its input (block), or all but its matrix products (dots); collectives are not repeated.
-        Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or longer than the context.
+        segments: document number of each token, int32 [b, s]; a token sees only its own document. remat: what the
+        backward pass computes again, all of a module but its input (block), or all but its matrix products (dots);
+        collectives are not repeated. Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or
+        longer than the context.
         """
         check_ids(self.config, ids_bs)
         return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
 
     def extend(self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False) -> tuple[jax.Array, Cache]:
-        """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the longer cache.
+        """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the
+        longer cache.
 
-        s = 1 is a decoding step, more is a prefill. Whoever passes a longer text than the cache has room for gets InputError
-        where the length is known, and must check it where it is traced.
+        s = 1 is a decoding step, more is a prefill. Whoever passes a longer text than the cache has room for gets
+        InputError where the length is known, and must check it where it is traced.
         """
         check_ids(self.config, ids_bs)
         if ids_bs.shape[0] != cache.keys[0].shape[1]:
-            raise InputError(f"token ids of {ids_bs.shape[0]} sequences do not fit a cache made for {cache.keys[0].shape[1]}")
+            raise InputError(
+                f"token ids of {ids_bs.shape[0]} sequences do not fit a cache made for {cache.keys[0].shape[1]}"
+            )
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
-            raise InputError(f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity} positions")
+            raise InputError(
+                f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity}"
+                " positions"
+            )
         return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only)
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
@@ -178,13 +209,21 @@ class Laneformer(nnx.Module):
         return make_cache(self.config, batch, capacity, self.precision.compute, self.mesh)
 
     def loss(
-        self, ids_bs: jax.Array, targets_bs: jax.Array, weights_bs: jax.Array | None = None, *, segments_bs: jax.Array | None = None,
-        remat: Remat = "none", z_loss: float = 0.0, chunk: int | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        self,
+        ids_bs: jax.Array,
+        targets_bs: jax.Array,
+        weights_bs: jax.Array | None = None,
+        *,
+        segments_bs: jax.Array | None = None,
+        remat: Remat = "none",
+        z_loss: float = 0.0,
+        chunk: int | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The training objective, summed over tokens: sum of weight * (nll + z_loss * lse^2), float32, and its parts.
 
-        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], all 1 by default. Divide by their
-        sum. Parts, without gradient: nll, lse_squared (sums as above) and weight. chunk: positions whose logits exist at once.
+        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], all 1 by default.
+        Divide by their sum. Parts, without gradient: nll, lse_squared (sums as above) and weight. chunk: positions
+        whose logits exist at once.
         """
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
@@ -192,9 +231,15 @@ class Laneformer(nnx.Module):
             x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat)
             operands = model._head_operands(x_lbsd)
             return cross_entropy(
-                *operands, targets_bs, weights_bs, chunk=chunk or ids_bs.shape[1], z_loss=z_loss, precision=self.precision,
-                axis=LANE if self._head_is_split() else None, add_lanes=self.config.lm_head_type == "lane",
-            )  # fmt: skip
+                *operands,
+                targets_bs,
+                weights_bs,
+                chunk=chunk or ids_bs.shape[1],
+                z_loss=z_loss,
+                precision=self.precision,
+                axis=LANE if self._head_is_split() else None,
+                add_lanes=self.config.lm_head_type == "lane",
+            )
 
         total, nll_bs, lse_bs = self._on_lanes(local, (ids_bs, targets_bs, weights_bs, segments_bs))
         parts = {"nll": nll_bs, "lse_squared": jnp.square(lse_bs), "weight": jnp.ones_like(nll_bs)}
@@ -203,9 +248,9 @@ class Laneformer(nnx.Module):
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
         """What only lanes have, by time in the schedule (float32, means over all tokens).
 
-        similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last landings; nan with
-        one lane.
-        own, landed [2N + 1]: root mean square of what is added to a stream at time m, by the lane itself and by the others.
+        similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last
+        landings; nan with one lane. own, landed [2N + 1]: root mean square of what is added to a stream at time m, by
+        the lane itself and by the others.
         """
 
         def local(model, ids_bs, segments_bs):
@@ -215,7 +260,9 @@ class Laneformer(nnx.Module):
 
         return self._on_lanes(local, (ids_bs, segments_bs))
 
-    @partial(jax.jit, static_argnames=("last_only", "remat"))  # eagerly, shard_map would compile every operation by itself
+    @partial(
+        jax.jit, static_argnames=("last_only", "remat")
+    )  # eagerly, shard_map would compile every operation by itself
     def _forward(self, ids_bs, cache, segments_bs=None, *, last_only=False, remat="none"):
         def local(model, ids_bs, cache, segments_bs):
             x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat)
@@ -228,7 +275,9 @@ class Laneformer(nnx.Module):
         return self._on_lanes(local, (ids_bs, cache, segments_bs), (P(), cache_spec, P()), (logits_spec, cache_spec))
 
     def _on_lanes(self, local, args, in_specs=None, out_specs=None):
-        """local(model, *args) on every device of the lane axis, each with its own lanes; specs: by default the same everywhere."""
+        """local(model, *args) on every device of the lane axis, each with its own lanes; specs: by default the same
+        everywhere.
+        """
         if not self._lanes_are_split():
             with nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return local(self, *args)
@@ -239,7 +288,10 @@ class Laneformer(nnx.Module):
             return lane_spec(fit_spec(parameter.spec, parameter.shape, self.mesh))
 
         weights = jax.tree_util.tree_map_with_path(weight_spec, self)
-        specs = {"in_specs": (weights, *(in_specs or [P()] * len(args))), "out_specs": P() if out_specs is None else out_specs}
+        specs = {
+            "in_specs": (weights, *(in_specs or [P()] * len(args))),
+            "out_specs": P() if out_specs is None else out_specs,
+        }
         return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
 
     def _streams(self, ids_bs, cache, segments_bs, remat, observe=None):
@@ -263,7 +315,9 @@ class Laneformer(nnx.Module):
             return layer.feed_forward(layer.ffn_norm(x))
 
         if remat != "none":
-            attention, feed_forward = (jax.checkpoint(module, policy=REMAT[remat]) for module in (attention, feed_forward))
+            attention, feed_forward = (
+                jax.checkpoint(module, policy=REMAT[remat]) for module in (attention, feed_forward)
+            )
 
         def module(m: int, x: jax.Array) -> jax.Array:
             n, layer = m // 2, self.layers[m // 2]
@@ -290,7 +344,9 @@ class Laneformer(nnx.Module):
         return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
 
     def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head multiplies, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes share it."""
+        """What the head multiplies, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes
+        share it.
+        """
         config = self.config
         if config.lm_head_type != "replicate":
             return self.norm(x_lbsd), self.lm_head[...]
@@ -307,8 +363,12 @@ class Laneformer(nnx.Module):
         total = x_lbsd.sum(0, keepdims=True)
         return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
 
-    def _lane_statistics(self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array) -> dict[str, jax.Array]:
-        """Of one time in the schedule; the sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered pairs of lanes."""
+    def _lane_statistics(
+        self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Of one time in the schedule; the sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered pairs
+        of lanes.
+        """
         lanes, size = self.config.num_lanes, before_lbsd[0].size
         unit = before_lbsd * jax.lax.rsqrt(jnp.sum(jnp.square(before_lbsd), -1, keepdims=True) + 1e-30)
         together = jnp.square(self._sum_lanes(unit)).sum(-1).mean()
@@ -321,12 +381,18 @@ class Laneformer(nnx.Module):
         return {"similarity": similarity, "own": root_mean_square(own_lbsd), "landed": root_mean_square(landed)}
 
     def _by_batch(self, x_lbsd: jax.Array) -> jax.Array:
-        """The streams with their batch, not their width, over the data axis: so the compiler gathers weights (FSDP), not activations."""
+        """The streams with their batch, not their width, over the data axis: so the compiler gathers weights (FSDP),
+        not activations.
+        """
         data = 1 if self.mesh is None else self.mesh.shape[DATA]
-        return x_lbsd if data == 1 or x_lbsd.shape[1] % data else jax.lax.with_sharding_constraint(x_lbsd, P(None, DATA))
+        return (
+            x_lbsd if data == 1 or x_lbsd.shape[1] % data else jax.lax.with_sharding_constraint(x_lbsd, P(None, DATA))
+        )
 
     def _lanes_are_split(self) -> bool:
-        """Whether lanes are on other devices. Over an axis of one device JAX (0.10) drops the shard_map and keeps its sums: no program."""
+        """Whether lanes are on other devices. Over an axis of one device JAX (0.10) drops the shard_map and keeps its
+        sums: no program.
+        """
         return self.mesh is not None and self.mesh.shape[LANE] > 1
 
     def _local_lanes(self) -> int:
@@ -341,23 +407,32 @@ class Laneformer(nnx.Module):
 
 
 def check_ids(config: ModelConfig, ids_bs) -> None:
-    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context (values if not traced)."""
+    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context (values if
+    not traced).
+    """
     if not hasattr(ids_bs, "ndim") or ids_bs.ndim != 2 or ids_bs.size == 0:
         found = getattr(ids_bs, "shape", type(ids_bs).__name__)
         raise InputError(f"token ids must be an array [batch, length] with at least one token, not {found}")
     if not jnp.issubdtype(ids_bs.dtype, jnp.integer):
         raise InputError(f"token ids must be integers, not {ids_bs.dtype}")
     if ids_bs.shape[1] > config.max_position_embeddings:
-        raise InputError(f"{ids_bs.shape[1]} tokens are longer than the context of {config.max_position_embeddings}: shorten the text")
+        raise InputError(
+            f"{ids_bs.shape[1]} tokens are longer than the context of {config.max_position_embeddings}: shorten the"
+            " text"
+        )
     if not isinstance(ids_bs, jax.core.Tracer):
         low, high = int(np.min(ids_bs)), int(np.max(ids_bs))
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
-            raise InputError(f"token id {wrong} is outside the vocabulary of {config.vocab_size}: is this the right tokenizer?")
+            raise InputError(
+                f"token id {wrong} is outside the vocabulary of {config.vocab_size}: is this the right tokenizer?"
+            )
 
 
 def _within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
-    return {path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")}
+    return {
+        path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")
+    }
 
 
 def _path(keys) -> str:

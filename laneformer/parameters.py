@@ -46,7 +46,9 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
                 table[f"{path}_bias"] = Parameter(f"model.{path}.bias", (lanes, rows), P("lane", None), "zeros")
         if config.qk_norm:
             for name in ("q_norm", "k_norm"):
-                table[f"{layer}.attention.{name}"] = Parameter(f"model.{layer}.attention.{name}.weight", (e,), P(None), "ones")
+                table[f"{layer}.attention.{name}"] = Parameter(
+                    f"model.{layer}.attention.{name}.weight", (e,), P(None), "ones"
+                )
         wo = f"{layer}.attention.wo"
         table[wo] = Parameter(f"model.{wo}.weight", (lanes, d, q), P("lane", "data", None), "output")
         norm(f"{layer}.ffn_norm", per_lane_layers)
@@ -66,9 +68,11 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def initial_weights(config: ModelConfig, seed: int, dtype="float32") -> dict[str, jax.Array]:
-    """Fresh weights, the same on every mesh: truncated normals of deviation 0.02; outputs to the stream by a further 1/sqrt(2N).
+    """Fresh weights, the same on every mesh: truncated normals of deviation 0.02; outputs to the stream by a further
+    1/sqrt(2N).
 
-    (GPT-2's rule, Radford et al. 2019.) The key of a weight depends on its path alone, so that adding one changes no other.
+    (GPT-2's rule, Radford et al. 2019.) The key of a weight depends on its path alone, so that adding one changes no
+    other.
     """
     deviation = {"normal": 0.02, "embedding": 0.02, "output": 0.02 / math.sqrt(2 * config.num_hidden_layers)}
 
@@ -88,7 +92,9 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def parameters_per_token(config: ModelConfig) -> int:
-    """Weights that decoding one token must read: all but the embedding table, or all of it once where it is the head too."""
+    """Weights that decoding one token must read: all but the embedding table, or all of it once where it is the head
+    too.
+    """
     return parameter_count(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
 
 
@@ -98,7 +104,9 @@ def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> 
 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
-    """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read their window."""
+    """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read
+    their window.
+    """
     per_position = 2 * config.num_key_value_heads * config.head_size * bytes_per_value
     positions_read = [min(context, window - 1) if window else context for window in config.layer_windows]
     return per_position * (config.num_hidden_layers + sum(positions_read))

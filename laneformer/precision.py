@@ -10,8 +10,9 @@ import jax.numpy as jnp
 class Precision:
     """Dtype names for the four places where a number can live.
 
-    param: the stored weights. compute: both operands of every matrix product. stream: the residual streams, what the lanes exchange
-    and the norms' input. accumulate: results of matrix products before they are rounded to anything else.
+    param: the stored weights. compute: both operands of every matrix product. stream: the residual streams, what the
+    lanes exchange and the norms' input. accumulate: results of matrix products before they are rounded to anything
+    else.
     """
 
     param: str = "float32"
@@ -21,7 +22,9 @@ class Precision:
 
     @classmethod
     def default(cls, param="float32", platform: str | None = None) -> "Precision":
-        """Products in the weights' dtype; on a CPU in float32, where XLA would convert whole bf16 matrices for every product."""
+        """Products in the weights' dtype; on a CPU in float32, where XLA would convert whole bf16 matrices for every
+        product.
+        """
         platform = platform or jax.default_backend()
         param = jnp.dtype(param).name
         return cls(param=param, compute="float32" if platform == "cpu" else param)

@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, with the published ways of stretching it."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, with the published ways of stretching
+it.
+"""
 
 import math
 

@@ -1,10 +1,11 @@
-"""python -m scripts.bench_peers: the CPU decode kernel beside llama.cpp, PyTorch and OpenVINO, in turn, with the memory's speed between.
+"""python -m scripts.bench_peers: the CPU decode kernel beside llama.cpp, PyTorch and OpenVINO, in turn, with the
+memory's speed between.
 
     python -m scripts.bench_peers --setup peers
     python -m scripts.bench_peers peers --json bench/peers.json
 
-All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours with its lanes.
-Each is a process of its own (scripts/peers), stopped while another one is measured.
+All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
+with its lanes. Each is a process of its own (scripts/peers), stopped while another one is measured.
 """
 
 import json
@@ -49,7 +50,9 @@ class Options:
     setup: bool = False
     """Make the environments, and measure nothing."""
     peers: str = USUAL
-    """Engines to compare with, with commas: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our program in XLA)."""
+    """Engines to compare with, with commas: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our
+    program in XLA).
+    """
     shape: str = "laneformer_2b"
     """A recipe, an HF folder or a training run, whose sizes all engines get."""
     context: int = 512
@@ -67,23 +70,41 @@ class Options:
 
 
 def run(options: Options) -> str:
-    """What was installed, or the table. Raises ConfigError, after the table, if an engine could not be measured to the end."""
+    """What was installed, or the table. Raises ConfigError, after the table, if an engine could not be measured to the
+    end.
+    """
     engines = chosen(options.peers)
     if options.setup:
-        return set_up(options.folder, list(dict.fromkeys(engine.environment for engine in engines if engine.environment)))
+        return set_up(
+            options.folder, list(dict.fromkeys(engine.environment for engine in engines if engine.environment))
+        )
     config, task = prepare(options)
     record = {
-        "date_utc": utc_now(), "shape": options.shape, "sizes": asdict(task.shape), "prompt_tokens": options.context,
-        "output_tokens": options.tokens, "threads": task.threads, "weights": "random", "batch": 1, "hardware": hardware(),
-        "software": software(), "load_before": os.getloadavg(), "pairs": [], "not_measured": {},
-    }  # fmt: skip
+        "date_utc": utc_now(),
+        "shape": options.shape,
+        "sizes": asdict(task.shape),
+        "prompt_tokens": options.context,
+        "output_tokens": options.tokens,
+        "threads": task.threads,
+        "weights": "random",
+        "batch": 1,
+        "hardware": hardware(),
+        "software": software(),
+        "load_before": os.getloadavg(),
+        "pairs": [],
+        "not_measured": {},
+    }
     pythons = {engine: engine.python(options.folder) for engine in engines}
     for engine, python in pythons.items():
         if python is None:
-            record["not_measured"][engine.name] = f"not installed: python -m scripts.bench_peers --setup {options.folder}"
+            record["not_measured"][engine.name] = (
+                f"not installed: python -m scripts.bench_peers --setup {options.folder}"
+            )
             say(f"{engine.name}: skipped, {record['not_measured'][engine.name]}")
     if not any(pythons.values()):
-        raise ConfigError(f"none of {options.peers} is installed: python -m scripts.bench_peers --setup {options.folder}")
+        raise ConfigError(
+            f"none of {options.peers} is installed: python -m scripts.bench_peers --setup {options.folder}"
+        )
     failed = []
     with start(OURS, sys.executable, task, options) as ours:
         record["ours"] = ours.conditions
@@ -124,8 +145,12 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
         threads = custom_calls.default_threads() if options.threads is None else options.threads
     except custom_calls.NativeError as error:
         raise ConfigError(f"backend cpu is not available here: {error}") from None
-    for name, value, least in (("context", options.context, 1), ("tokens", options.tokens, 2), ("rounds", options.rounds, 1),
-                               ("threads", threads, 1)):  # fmt: skip
+    for name, value, least in (
+        ("context", options.context, 1),
+        ("tokens", options.tokens, 2),
+        ("rounds", options.rounds, 1),
+        ("threads", threads, 1),
+    ):
         if value < least:
             raise ConfigError(f"--{name} {value}: give at least {least}")
     config = full_attention(model_config(options.shape))
@@ -145,10 +170,17 @@ def dense_shape(config: ModelConfig, name: str) -> Shape:
     if config.lm_head_type == "lane" and config.num_lanes > 1:
         raise ConfigError(f"--shape {name}: its lm_head_type lane is a head for each lane, which no dense model has")
     return Shape(
-        hidden=config.hidden_size, layers=config.num_hidden_layers, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
-        head_dim=config.head_size, ff=config.intermediate_size, vocab=config.vocab_size, tied=config.tie_word_embeddings,
-        norm_eps=config.norm_eps, rope_theta=config.rope_theta,
-    )  # fmt: skip
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_size,
+        ff=config.intermediate_size,
+        vocab=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+    )
 
 
 def start(engine: Engine, python: str, task: Task, options: Options) -> Process:
@@ -167,9 +199,13 @@ def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, th
     rounds = []
     for number in range(options.rounds):
         a, b = (sample(process, config, options, threads) for process in (ours, peer))
-        rounds.append({"ours": a, "peer": b, "ratio": a["tokens_per_s"] / b["tokens_per_s"], "links": links(a, b, threads)})
-        say(f"{peer.name}, round {number + 1} of {options.rounds}: ours {a['tokens_per_s']:.2f}, {peer.name} {b['tokens_per_s']:.2f} "
-            f"tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}")  # fmt: skip
+        rounds.append(
+            {"ours": a, "peer": b, "ratio": a["tokens_per_s"] / b["tokens_per_s"], "links": links(a, b, threads)}
+        )
+        say(
+            f"{peer.name}, round {number + 1} of {options.rounds}: ours {a['tokens_per_s']:.2f}, {peer.name}"
+            f" {b['tokens_per_s']:.2f} tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}"
+        )
     return {"peer": peer.name, "conditions": peer.conditions, "rounds": rounds}
 
 
@@ -184,25 +220,35 @@ def sample(process: Process, config: ModelConfig, options: Options, threads: int
     rate = len(answer["gaps"]) / sum(answer["gaps"])
     bandwidth, one = ((before[n] + after[n]) / 2 for n in range(2))
     return {
-        "tokens_per_s": rate, "bandwidth": bandwidth, "bandwidth_1_thread": one, "foreign_cores": foreign,
-        "gaps": answer["gaps"], "peak_bytes": answer["peak_bytes"],
+        "tokens_per_s": rate,
+        "bandwidth": bandwidth,
+        "bandwidth_1_thread": one,
+        "foreign_cores": foreign,
+        "gaps": answer["gaps"],
+        "peak_bytes": answer["peak_bytes"],
         "share": rate * bytes_per_token(process.conditions, config, options) / bandwidth,
-    }  # fmt: skip
+    }
 
 
 def read(threads: int) -> tuple[float, float]:
     """Bytes per second that all threads read, and one of them alone."""
-    return tuple(statistics.median(custom_calls.read_bandwidth(READ_BYTES, n) for _ in range(READS)) for n in (threads, 1))
+    return tuple(
+        statistics.median(custom_calls.read_bandwidth(READ_BYTES, n) for _ in range(READS)) for n in (threads, 1)
+    )
 
 
 def bytes_per_token(conditions: dict, config: ModelConfig, options: Options) -> float:
     """Weights, and keys and values at the mean context, in the dtypes that the engine holds them in."""
     weight, value = (jnp.dtype(conditions[name]).itemsize for name in ("weights", "kv"))
-    return weight_bytes_per_token(config, weight) + kv_bytes_per_token(config, options.context + options.tokens // 2, value)
+    return weight_bytes_per_token(config, weight) + kv_bytes_per_token(
+        config, options.context + options.tokens // 2, value
+    )
 
 
 def links(a: dict, b: dict, threads: int) -> str:
-    """Whether the threads' cores had memory links of their own around both samples: separate, shared, or mixed if that changed."""
+    """Whether the threads' cores had memory links of their own around both samples: separate, shared, or mixed if that
+    changed.
+    """
     found = {s["bandwidth"] >= SEPARATE * threads * s["bandwidth_1_thread"] for s in (a, b)}
     return "mixed" if len(found) > 1 else "separate" if found.pop() else "shared"
 
@@ -215,8 +261,18 @@ def busy_seconds() -> float:
 
 def table(record: dict) -> str:
     """Markdown: a row for each engine and state of the memory links, the conditions below."""
-    heads = ("ours over", "links", "rounds", "ratio, median (range)", "ours, tokens/s", "tokens/s", "ours of read bandwidth",
-             "of read bandwidth", "GB/s, all threads / 1", "foreign cores, most")  # fmt: skip
+    heads = (
+        "ours over",
+        "links",
+        "rounds",
+        "ratio, median (range)",
+        "ours, tokens/s",
+        "tokens/s",
+        "ours of read bandwidth",
+        "of read bandwidth",
+        "GB/s, all threads / 1",
+        "foreign cores, most",
+    )
     lines = [heads, ("---",) * len(heads)]
     for one in record["pairs"]:
         for state in dict.fromkeys(r["links"] for r in one["rounds"]):
@@ -226,20 +282,32 @@ def table(record: dict) -> str:
     text = ["| " + " | ".join(line) + " |" for line in lines] if record["pairs"] else []
     text += [
         "",
-        f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads, {size['kv_heads']} key/value heads of "
-        f"{size['head_dim']}, feed-forward {size['ff']}, vocabulary {size['vocab']}, all layers full; random weights, batch 1, greedy, "
-        f"prompt {record['prompt_tokens']}, {record['output_tokens']} tokens a sample, rate over those after the first.",
-        f"{h['host_cpu']}, {record['threads']} threads; load {record['load_before'][0]:.1f} -> {record['load_after'][0]:.1f}; "
-        f"Python {s['python']}, commit {(s['git_sha'] or 'unknown')[:12]}{' with changes' if s['dirty'] else ''}, {record['date_utc']}.",
-        "Links: whether the threads read memory faster together than one of them, as cores with links of their own do. Read bandwidth: "
-        f"all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after each sample.",
-    ]  # fmt: skip
+        (
+            f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads,"
+            f" {size['kv_heads']} key/value heads of {size['head_dim']}, feed-forward {size['ff']}, vocabulary"
+            f" {size['vocab']}, all layers full; random weights, batch 1, greedy, prompt {record['prompt_tokens']},"
+            f" {record['output_tokens']} tokens a sample, rate over those after the first."
+        ),
+        (
+            f"{h['host_cpu']}, {record['threads']} threads; load {record['load_before'][0]:.1f} ->"
+            f" {record['load_after'][0]:.1f}; Python {s['python']}, commit"
+            f" {(s['git_sha'] or 'unknown')[:12]}{' with changes' if s['dirty'] else ''}, {record['date_utc']}."
+        ),
+        (
+            "Links: whether the threads read memory faster together than one of them, as cores with links of their own"
+            f" do. Read bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after"
+            " each sample."
+        ),
+    ]
     if record["pairs"]:
         text.append(f"- {OURS.name}: {_conditions(record['ours'], 'ours', record['pairs'][-1])}")
     text += [f"- {one['peer']}: {_conditions(one['conditions'], 'peer', one)}" for one in record["pairs"]]
     if loud := sum(not quiet(r) for one in record["pairs"] for r in one["rounds"]):
         rounds = sum(len(one["rounds"]) for one in record["pairs"])
-        text.append(f"- Not quiet: in {loud} of {rounds} rounds other processes kept more than {QUIET} cores busy; do not quote these.")
+        text.append(
+            f"- Not quiet: in {loud} of {rounds} rounds other processes kept more than {QUIET} cores busy; do not quote"
+            " these."
+        )
     text += [f"- {name}: not measured, {reason}" for name, reason in record["not_measured"].items()]
     return "\n".join(text).strip()
 
@@ -256,19 +324,25 @@ def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
     samples = [r[who] for r in rounds for who in ("ours", "peer")]
     ratios = [r["ratio"] for r in rounds]
     return (
-        peer, state, str(len(rounds)), f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
-        *(f"{median(who, 'tokens_per_s'):.2f}" for who in ("ours", "peer")), *(f"{median(who, 'share'):.1%}" for who in ("ours", "peer")),
-        " / ".join(f"{statistics.median(s[name] for s in samples) / 1e9:.1f}" for name in ("bandwidth", "bandwidth_1_thread")),
+        peer,
+        state,
+        str(len(rounds)),
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        *(f"{median(who, 'tokens_per_s'):.2f}" for who in ("ours", "peer")),
+        *(f"{median(who, 'share'):.1%}" for who in ("ours", "peer")),
+        " / ".join(
+            f"{statistics.median(s[name] for s in samples) / 1e9:.1f}" for name in ("bandwidth", "bandwidth_1_thread")
+        ),
         f"{max(s['foreign_cores'] for s in samples):.2f}",
-    )  # fmt: skip
+    )
 
 
 def _conditions(c: dict, who: str, pair: dict) -> str:
     peak = pair["rounds"][-1][who]["peak_bytes"]
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
     return (
-        f"{versions}; weights {c['weights']}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads; {c['load']}; "
-        f"{c['system']}; loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
+        f"{versions}; weights {c['weights']}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads;"
+        f" {c['load']}; {c['system']}; loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
     )
 
 

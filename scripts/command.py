@@ -8,7 +8,9 @@ import tyro
 from laneformer.errors import LaneformerError, say_errors_once
 
 
-def run_command(act: Callable, options: type, program: str, arguments: Sequence[str] | None, description: str | None = None) -> int:
+def run_command(
+    act: Callable, options: type, program: str, arguments: Sequence[str] | None, description: str | None = None
+) -> int:
     """Parses `options`, prints what `act(options)` returns, and gives the exit status: 0, or 2 for a user's mistake."""
     say_errors_once()
     try:

@@ -1,8 +1,8 @@
 """Conversations from the rows of instruction sets, in the shapes that these come in.
 
-    messages                            a list of {role, content}, with tool calls where there are any
-    conversations                       a list of {from, value}: human, gpt, system, tool
-    prompt + response and the like      two columns; the prompt may be a list of messages (Nemotron post-training: input, output)
+    messages                            a list of {role, content}, with tool calls where there are any conversations
+    a list of {from, value}: human, gpt, system, tool prompt + response and the like      two columns; the prompt may be
+    a list of messages (Nemotron post-training: input, output)
 
 and beside them a column of system prompts and one of tool definitions.
 """
@@ -16,10 +16,24 @@ from infer.chat_template import check_messages
 from laneformer.errors import InputError
 
 MESSAGES = ("messages", "conversations", "conversation")
-PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("input", "output"))
+PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("input", "output"),
+)
 SYSTEM, TOOLS = ("system_prompt", "system"), "tools"
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-            "function": "tool", "observation": "tool"}
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
 
 
 @dataclass(frozen=True)
@@ -35,21 +49,32 @@ class Shape:
     columns: tuple[str, ...]
     """One column, or two."""
     beside: tuple[str, ...]
-    """Of SYSTEM and TOOLS, what the dataset has; of an instruction set with instruction, input and output also the input."""
+    """Of SYSTEM and TOOLS, what the dataset has; of an instruction set with instruction, input and output also the
+    input.
+    """
 
     @classmethod
     def find(cls, columns: Sequence[str], chosen: Sequence[str] = ()) -> "Shape":
-        """The shape of a dataset with these columns. chosen: one column of messages, or a prompt and its answer. InputError for none."""
+        """The shape of a dataset with these columns. chosen: one column of messages, or a prompt and its answer.
+        InputError for none.
+        """
         for candidate in [chosen] if chosen else [*((name,) for name in MESSAGES), *PAIRS]:
             if set(candidate) <= set(columns):
                 extra = ("input",) if tuple(candidate) == ("instruction", "output") else ()
-                return cls(tuple(candidate), tuple(name for name in (*SYSTEM, TOOLS, *extra) if name in columns and name not in candidate))
+                return cls(
+                    tuple(candidate),
+                    tuple(name for name in (*SYSTEM, TOOLS, *extra) if name in columns and name not in candidate),
+                )
         what = f"no column {' and '.join(map(repr, chosen))}" if chosen else "no conversations in a shape that is known"
-        raise InputError(f"{what}: name the column of messages with --column, or two with --prompt-column and --answer-column; "
-                         f"there are {', '.join(columns)}")
+        raise InputError(
+            f"{what}: name the column of messages with --column, or two with --prompt-column and --answer-column; "
+            f"there are {', '.join(columns)}"
+        )
 
     def read(self, row: Mapping[str, Any]) -> Conversation | None:
-        """The conversation of a row, None where it has no messages or one without text. InputError for another shape."""
+        """The conversation of a row, None where it has no messages or one without text. InputError for another
+        shape.
+        """
         if any(row[name] is None for name in self.columns):
             return None
         if len(self.columns) == 1:
@@ -75,8 +100,12 @@ class Shape:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """A list of messages with role and content, whatever way it was written; null fields, which tables fill up rows with, are left out."""
-    if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):  # a table's own way to hold such a list
+    """A list of messages with role and content, whatever way it was written; null fields, which tables fill up rows
+    with, are left out.
+    """
+    if isinstance(value, Mapping) and all(
+        isinstance(column, list) for column in value.values()
+    ):  # a table's own way to hold such a list
         value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise InputError(f"messages must be a list, not {type(value).__name__}")

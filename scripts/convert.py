@@ -16,12 +16,20 @@ from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError
 from scripts.command import run_command
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a training run, or a dense Llama or Qwen folder cut into lanes, as config.json + safetensors with its tokenizer."""
+    """Write a training run, or a dense Llama or Qwen folder cut into lanes, as config.json + safetensors with its
+    tokenizer.
+    """
 
     source: tyro.conf.Positional[Path]
     """A training run, one step of it (RUN/checkpoints/STEP), or a Hugging Face folder."""
@@ -38,9 +46,13 @@ class Options:
 
 
 def convert(options: Options) -> str:
-    """Writes the folder and returns a line that says what it holds. Raises LaneformerError for anything that cannot be done."""
+    """Writes the folder and returns a line that says what it holds. Raises LaneformerError for anything that cannot be
+    done.
+    """
     if (options.target / "config.json").exists() and not options.overwrite:
-        raise CheckpointError(f"{options.target} already holds a checkpoint: choose another folder, or give --overwrite")
+        raise CheckpointError(
+            f"{options.target} already holds a checkpoint: choose another folder, or give --overwrite"
+        )
     if options.target.absolute() == options.source.absolute():
         raise CheckpointError("SOURCE and TARGET are the same folder: choose another TARGET")
     model = load(options.source, None if options.dtype == "stored" else options.dtype, num_lanes=options.lanes)
@@ -50,9 +62,13 @@ def convert(options: Options) -> str:
     for name in copied:
         shutil.copyfile(beside / name, options.target / name)
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
-    if "chat_template.jinja" in copied and "generation_config.json" not in copied:  # where other programs look for the end of a turn
+    if (
+        "chat_template.jinja" in copied and "generation_config.json" not in copied
+    ):  # where other programs look for the end of a turn
         ends = [*config.eos_token_id, *ChatTemplate.load(beside).ends]
-        (options.target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8")
+        (options.target / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8"
+        )
     tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
     size = f"{parameter_count(config):,} parameters in {dtype}"
     return f"{options.target}: {size}, {config.num_lanes} lanes, layout {config.layout}; {tokenizer}"

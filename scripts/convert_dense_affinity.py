@@ -1,14 +1,16 @@
-"""Which heads and neurons of a dense model belong in one lane: what lanes would miss of each other, and an assignment that misses little.
+"""Which heads and neurons of a dense model belong in one lane: what lanes would miss of each other, and an assignment
+that misses little.
 
-A unit is what cannot be cut: a key/value head with its query heads, or a feed-forward neuron. Under a delayed layout a unit j of module n
-in lane l sees late what the other lanes wrote in an earlier module m. What is missed so, as a share of all that is read, is (the question
-is that of Affinity-Aware Sharding, arXiv 2609.13846; the measure is our own):
+A unit is what cannot be cut: a key/value head with its query heads, or a feed-forward neuron. Under a delayed layout a
+unit j of module n in lane l sees late what the other lanes wrote in an earlier module m. What is missed so, as a share
+of all that is read, is (the question is that of Affinity-Aware Sharding, arXiv 2609.13846; the measure is our own):
 
-    sum over late pairs (m, n), units j of n and projections p of j of  late(m, n) * u_j / P * E |p D (o_m - o_m[l])|^2 / E |p h|^2
+    sum over late pairs (m, n), units j of n and projections p of j of  late(m, n) * u_j / P * E |p D (o_m - o_m[l])|^2
+    / E |p h|^2
 
-h: what module n reads, the stream after its norm; o_m: what m writes, o_m[l]: lane l's part of it; D: the norm's scale over the stream's
-root mean square; u_j: the share of unit j in the mean squares of what its module's units write; P: projections of j, q, k, v or gate, up;
-late: the share of m's output that has not landed when n reads it.
+h: what module n reads, the stream after its norm; o_m: what m writes, o_m[l]: lane l's part of it; D: the norm's scale
+over the stream's root mean square; u_j: the share of unit j in the mean squares of what its module's units write; P:
+projections of j, q, k, v or gate, up; late: the share of m's output that has not landed when n reads it.
 """
 
 from itertools import combinations
@@ -41,7 +43,9 @@ class Units(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Of one module: activations, the mean square of what each unit's projections read, and the mean of 1 / mean square of the stream."""
+    """Of one module: activations, the mean square of what each unit's projections read, and the mean of 1 / mean square
+    of the stream.
+    """
 
     activations: jax.Array
     energies: tuple[jax.Array, ...]
@@ -55,7 +59,9 @@ def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
     for n, window in enumerate(config.layer_windows):
         own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
-        bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, config, model.precision, window)  # what wo multiplies
+        bare = Attention(
+            own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, config, model.precision, window
+        )  # what wo multiplies
         x, *seen = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
         layer = f"layers.{n}."
         for names, norm, write, what in (
@@ -75,7 +81,9 @@ def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) ->
     def seen(x: jax.Array, h: jax.Array, a: jax.Array, weights: list[jax.Array], units: int) -> _Seen:
         a = a.reshape(-1, units, a.shape[-1] // units)
         projections = (einsum("lbsd,lod->lbso", h, w).reshape(a.shape[0], units, -1) for w in weights)
-        return _Seen(a, tuple(jnp.square(p).mean(0).sum(-1) for p in projections), (1 / (jnp.square(x).mean(-1) + eps)).mean())
+        return _Seen(
+            a, tuple(jnp.square(p).mean(0).sum(-1) for p in projections), (1 / (jnp.square(x).mean(-1) + eps)).mean()
+        )
 
     h, attention = layer.attention_norm(x), layer.attention
     a, _ = bare(h, rotary)
@@ -150,7 +158,10 @@ class Assignment:
         """Puts the units of module m into these lanes."""
         units, self.lanes[m] = self.modules[m], lanes
         t, d = len(units.activations), units.writes.shape[-1]
-        parts = [units.activations[:, lanes == l].reshape(t, -1) @ units.writes[lanes == l].reshape(-1, d) for l in range(self.count)]
+        parts = [
+            units.activations[:, lanes == l].reshape(t, -1) @ units.writes[lanes == l].reshape(-1, d)
+            for l in range(self.count)
+        ]
         self.rest[m] = sum(parts) - np.stack(parts)
         self.rest_moments[m] = self.rest[m].swapaxes(1, 2) @ self.rest[m] / t
         rows = [units.reads[lanes == l].reshape(-1, d) for l in range(self.count)]
@@ -158,12 +169,18 @@ class Assignment:
 
     def missed(self, m: int | None = None) -> float:
         """The measure above, or the part of it that depends on module m."""
-        return float(sum(
-            late * np.vdot(self.metrics[n], self.rest_moments[w]) for (w, n), late in self.late.items() if m in (None, w, n)
-        ))  # fmt: skip
+        return float(
+            sum(
+                late * np.vdot(self.metrics[n], self.rest_moments[w])
+                for (w, n), late in self.late.items()
+                if m in (None, w, n)
+            )
+        )
 
     def value(self, m: int) -> np.ndarray:
-        """What is missed less with a unit of module m in a lane than without it there, all others as they are: [units, lanes]."""
+        """What is missed less with a unit of module m in a lane than without it there, all others as they are: [units,
+        lanes].
+        """
         units, value = self.modules[m], np.zeros((len(self.lanes[m]), self.count))
         for (writer, reader), late in self.late.items():
             for lane in range(self.count) if m in (writer, reader) else ():
@@ -171,7 +188,9 @@ class Assignment:
                     value[:, lane] -= late * ((units.reads @ self.rest_moments[writer][lane]) * units.reads).sum((1, 2))
                 else:
                     metric = self.metrics[reader][lane]
-                    felt = np.einsum("tuc,td->ucd", units.activations, self.rest[m][lane] @ metric, optimize=True) / len(self.rest[m][lane])
+                    felt = np.einsum(
+                        "tuc,td->ucd", units.activations, self.rest[m][lane] @ metric, optimize=True
+                    ) / len(self.rest[m][lane])
                     sign = np.where(self.lanes[m] == lane, 1, -1)
                     own = _second_moments(units.activations, units.writes, metric)
                     value[:, lane] += late * (2 * (felt * units.writes).sum((1, 2)) + sign * own)
@@ -189,7 +208,9 @@ class Assignment:
         self.place(m, before)
 
     def rename(self, first: int) -> None:
-        """The lanes of module `first` and of all later ones get the names under which least is missed of those before."""
+        """The lanes of module `first` and of all later ones get the names under which least is missed of those
+        before.
+        """
         missed = np.zeros((self.count, self.count))  # lane before, lane from here on
         for (m, n), late in self.late.items():
             if m < first <= n:
@@ -203,7 +224,9 @@ class Assignment:
 
 
 def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
-    """`lanes` after at most `most` exchanges between each two lanes, those that add most to the sum of value[unit, its lane]."""
+    """`lanes` after at most `most` exchanges between each two lanes, those that add most to the sum of value[unit, its
+    lane].
+    """
     lanes = lanes.copy()
     for one, other in combinations(range(value.shape[1]), 2):
         ranked = []
@@ -219,10 +242,14 @@ def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
 
 
 def assign(modules: list[Units], late: Late, count: int, seed: int) -> Lanes:
-    """An assignment under which little is missed: from random ones, exchanges in each module and renamings in turn until neither helps."""
+    """An assignment under which little is missed: from random ones, exchanges in each module and renamings in turn
+    until neither helps.
+    """
     ends = []
     for restart in range(RESTARTS):
-        state = Assignment(modules, late, random([len(units.reads) for units in modules], count, seed + 1_000_003 * restart), count)
+        state = Assignment(
+            modules, late, random([len(units.reads) for units in modules], count, seed + 1_000_003 * restart), count
+        )
         before = float("inf")
         while state.missed() < before * (1 - LEAST):
             before = state.missed()

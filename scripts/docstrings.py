@@ -1,4 +1,4 @@
-r"""Small conversations out of Python source: asked for a function by its docstring, the assistant answers with its code.
+r"""Small conversations from Python source: asked for a function by its docstring, the assistant answers with code.
 
     python -m scripts.docstrings --out data/stdlib.jsonl /usr/lib/python3.11
     python -m scripts.tokenize --out data/stdlib_chat --chat --tokenizer data/stdlib/tokenizer.json \
@@ -53,7 +53,11 @@ def conversations(source: str) -> Iterator[list[dict[str, str]]]:
 
 def write(options: Options) -> str:
     """Writes the file and returns a line that says what it holds. Raises InputError where there is nothing to write."""
-    files = [file for file in sorted(options.source.rglob("*.py")) if not {"test", "tests", "site-packages"} & set(file.parts)]
+    files = [
+        file
+        for file in sorted(options.source.rglob("*.py"))
+        if not {"test", "tests", "site-packages"} & set(file.parts)
+    ]
     texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
     found = [pair for text in texts for pair in conversations(text) if len(pair[1]["content"]) <= options.longest]
     if not found:

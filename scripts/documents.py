@@ -1,7 +1,7 @@
 """Where documents come from: local files, or a Hugging Face dataset whose rows are texts or conversations.
 
-A source consists of units: files (or parts of files), or rows. `documents(start)` goes over them from unit number `start` on, in the same
-order every time, with None for a unit without text: so a position in any source is one number.
+A source consists of units: files (or parts of files), or rows. `documents(start)` goes over them from unit number
+`start` on, in the same order every time, with None for a unit without text: so a position in any source is one number.
 """
 
 import fnmatch
@@ -20,7 +20,12 @@ from scripts.conversations import Conversation, Shape
 
 HIDDEN = (".*", "__pycache__")
 ROWS = 256  # of a dataset, read at once
-REPOSITORY = ("repo", "repo_name", "commit_id", "blob_id")  # columns of code sets that say where a file lies instead of what is in it
+REPOSITORY = (
+    "repo",
+    "repo_name",
+    "commit_id",
+    "blob_id",
+)  # columns of code sets that say where a file lies instead of what is in it
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,13 @@ class Files:
     without = "not UTF-8 text, or empty"
     """What units are that give no document."""
 
-    def __init__(self, roots: Sequence[Path], names: Sequence[str] = (), exclude: Sequence[str] = (), separator: str = ""):
+    def __init__(
+        self, roots: Sequence[Path], names: Sequence[str] = (), exclude: Sequence[str] = (), separator: str = ""
+    ):
         self.name, self.separator = ", ".join(map(str, roots)), separator
-        self.paths = list(dict.fromkeys(itertools.chain.from_iterable(self._find(root, names or ("*",), exclude) for root in roots)))
+        self.paths = list(
+            dict.fromkeys(itertools.chain.from_iterable(self._find(root, names or ("*",), exclude) for root in roots))
+        )
         if not self.paths:
             raise InputError(f"no files in {self.name} that --glob and --exclude leave: check these")
         self.origin = {"paths": list(map(str, roots)), "glob": list(names), "exclude": list(exclude)}
@@ -107,12 +116,23 @@ class Files:
 
 
 class Dataset:
-    """A split of a Hugging Face dataset, in its order. A row is a document: the text in `columns`, or with `chat` a conversation."""
+    """A split of a Hugging Face dataset, in its order. A row is a document: the text in `columns`, or with `chat` a
+    conversation.
+    """
 
     without = "rows without text, or without an answer"
 
-    def __init__(self, name: str, config: str, split: str, data_files: Sequence[str], columns: Sequence[str], *, streaming: bool,
-                 chat: bool):
+    def __init__(
+        self,
+        name: str,
+        config: str,
+        split: str,
+        data_files: Sequence[str],
+        columns: Sequence[str],
+        *,
+        streaming: bool,
+        chat: bool,
+    ):
         try:
             import datasets
         except ImportError:
@@ -143,12 +163,26 @@ class Dataset:
             raise InputError(f"dataset {name} has {error}") from None
         self.columns = [*self.shape.columns, *self.shape.beside] if self.shape else list(columns)
         if missing := set(self.columns) - set(found):
-            lists = [column for column in REPOSITORY if column in found and not {"content", "code", "text"} & set(found)]
-            advice = (f"it says by {', '.join(lists)} where files lie, not what is in them; fetch the files and tokenize their folder, or "
-                      if lists else "")
-            raise InputError(f"dataset {name} has no column {missing.pop()!r}: {advice}give --column, one of {', '.join(found)}")
-        self.origin = {"dataset": name, "config": config, "split": split, "columns": self.columns, "data_files": list(data_files),
-                       "revision": self.revision}
+            lists = [
+                column for column in REPOSITORY if column in found and not {"content", "code", "text"} & set(found)
+            ]
+            advice = (
+                f"it says by {', '.join(lists)} where files lie, not what is in them; fetch the files and tokenize"
+                " their folder, or "
+                if lists
+                else ""
+            )
+            raise InputError(
+                f"dataset {name} has no column {missing.pop()!r}: {advice}give --column, one of {', '.join(found)}"
+            )
+        self.origin = {
+            "dataset": name,
+            "config": config,
+            "split": split,
+            "columns": self.columns,
+            "data_files": list(data_files),
+            "revision": self.revision,
+        }
 
     def documents(self, start: int = 0) -> Iterator[Document | None]:
         unit = start
@@ -173,7 +207,9 @@ class Dataset:
         return text
 
     def identity(self) -> str:
-        """Digest of what is known of the text without reading it: the revision, or the name, size and time of change of local files."""
+        """Digest of what is known of the text without reading it: the revision, or the name, size and time of change of
+        local files.
+        """
         local = [(Path(file).name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
         return digest(repr((self.name, self.split, self.columns, local, self.revision)).encode()).hex()
 
@@ -189,8 +225,9 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over the documents tells: their fingerprint, their number and that of all units, the bytes, and the `place` of the two
-    lowest contents."""
+    """What one pass over the documents tells: their fingerprint, their number and that of all units, the bytes, and the
+    `place` of the two lowest contents.
+    """
 
     fingerprint: str
     documents: int
@@ -210,11 +247,15 @@ class Survey:
         return cls(whole.hexdigest(), count, units, size, tuple(sorted(lowest)))
 
     def held_out_share(self, fraction: float) -> float:
-        """The bound on `place` for validation: `fraction`, or a little more where so few documents would leave it empty."""
+        """The bound on `place` for validation: `fraction`, or a little more where so few documents would leave it
+        empty.
+        """
         if fraction == 0:
             return 0.0
         if len(self.lowest) < 2:
-            raise InputError(f"{self.documents} document{'s, all alike,' * (self.documents > 1)} cannot be divided: give "
-                             "--validation-fraction 0, more documents, or --document-separator")
+            raise InputError(
+                f"{self.documents} document{'s, all alike,' * (self.documents > 1)} cannot be divided: give "
+                "--validation-fraction 0, more documents, or --document-separator"
+            )
         first, second = self.lowest
         return max(fraction, (first + second) / 2) if first >= fraction else fraction

@@ -41,10 +41,17 @@ def schedule_of(options: Options) -> Schedule:
     if options.layers < 1 or options.lanes < 1:
         raise ConfigError("--layers and --lanes must be at least 1")
     small = ModelConfig(
-        vocab_size=8, hidden_size=2 * options.lanes, intermediate_size=options.lanes, num_hidden_layers=options.layers,
-        num_attention_heads=options.lanes, num_key_value_heads=options.lanes, num_lanes=options.lanes, layout=options.layout,
-        broadcast_delay=options.delay, use_early_comm=options.early,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=2 * options.lanes,
+        intermediate_size=options.lanes,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.lanes,
+        num_key_value_heads=options.lanes,
+        num_lanes=options.lanes,
+        layout=options.layout,
+        broadcast_delay=options.delay,
+        use_early_comm=options.early,
+    )
     return small.schedule
 
 
@@ -66,7 +73,7 @@ def draw(options: Options) -> Path:
     placed = []
     for start, end, payload in spans:
         row = next((i for i, free in enumerate(rows) if free < start + 0.9), len(rows))
-        rows[row:row + 1] = [end + 0.9]
+        rows[row : row + 1] = [end + 0.9]
         placed.append((row, start, end, payload))
     band = 0.55 * max(len(rows), 1)
     height = lanes * 1.0 + band
@@ -75,7 +82,9 @@ def draw(options: Options) -> Path:
     exposed = {(landing.at, landing.payload) for landing in schedule.exposed}
     for lane in range(lanes):
         y = top - lane - 0.7
-        axes.annotate("", (modules + 0.75, y), (-0.9, y), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.4})
+        axes.annotate(
+            "", (modules + 0.75, y), (-0.9, y), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.4}
+        )
         axes.text(-1.0, y, f"lane {lane}", ha="right", va="center", fontsize=9)
         for m in range(modules):
             name, color = (f"MLP {m // 2}", MLP) if m % 2 else (f"attn {m // 2}", ATTENTION)
@@ -85,7 +94,10 @@ def draw(options: Options) -> Path:
             together = any(schedule.own_lands_with(m, landing) for landing in schedule.landings)
             if not together:  # otherwise the own part comes with the landing
                 axes.annotate(
-                    "", (own.at + 0.42, y), (m + 0.3, y + 0.15), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.9}
+                    "",
+                    (own.at + 0.42, y),
+                    (m + 0.3, y + 0.15),
+                    arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.9},
                 )
                 if not math.isclose(own.scale, 1.0):
                     scale = "√L" if math.isclose(own.scale, math.sqrt(lanes)) else f"{own.scale:.2f}"
@@ -93,7 +105,11 @@ def draw(options: Options) -> Path:
     for row, start, end, payload in placed:
         y = band - 0.4 - 0.5 * row
         color = EXPOSED if (end, payload) in exposed else HIDDEN
-        axes.add_patch(FancyBboxPatch((start + 0.42, y - 0.12), max(end - start, 0) + 0.2, 0.26, boxstyle="round,pad=0.01", color=color))
+        axes.add_patch(
+            FancyBboxPatch(
+                (start + 0.42, y - 0.12), max(end - start, 0) + 0.2, 0.26, boxstyle="round,pad=0.01", color=color
+            )
+        )
         text = payload_label(payload) + (f" ({payload.channels:.0%})" if payload.channels < 1 else "")
         text += " + mean x" if payload.stream_mean_at is not None else ""
         axes.text((start + end) / 2 + 0.52, y, text, ha="center", va="center", fontsize=6)
@@ -104,9 +120,16 @@ def draw(options: Options) -> Path:
         axes.text(modules / 2, band - 0.4, "no exchange before the head", ha="center", va="center", fontsize=8)
     axes.text(-1.0, band - 0.4, "exchange", ha="right", va="center", fontsize=9)
     axes.legend(
-        handles=[Patch(color=HIDDEN, label="sum over lanes, hidden behind modules"), Patch(color=EXPOSED, label="every lane waits for it")],
-        loc="lower center", bbox_to_anchor=(0.5, -0.09), ncols=2, fontsize=8, frameon=False,
-    )  # fmt: skip
+        handles=[
+            Patch(color=HIDDEN, label="sum over lanes, hidden behind modules"),
+            Patch(color=EXPOSED, label="every lane waits for it"),
+        ],
+        loc="lower center",
+        bbox_to_anchor=(0.5, -0.09),
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
     axes.set_title(
         f"{schedule.name if '(' not in options.layout else options.layout}: {modules} modules, {lanes} lanes, "
         f"{schedule.num_reductions} reductions, {len(schedule.exposed)} of {len(schedule.landings)} landings exposed",

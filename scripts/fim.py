@@ -1,4 +1,6 @@
-"""Fill in the middle (arXiv 2207.14255): documents rearranged, so that a model learns to write between a prefix and a suffix."""
+"""Fill in the middle (arXiv 2207.14255): documents rearranged, so that a model learns to write between a prefix and a
+suffix.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,8 +12,8 @@ TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 class FillInTheMiddle:
     """Of the documents a share `rate` is cut at two random characters into prefix, middle and suffix, and becomes
 
-        <prefix> prefix <suffix> suffix <middle> middle         (PSM)
-        <prefix> <suffix> suffix <middle> prefix middle         (SPM, in the form that the paper trains jointly with PSM)
+        <prefix> prefix <suffix> suffix <middle> middle         (PSM) <prefix> <suffix> suffix <middle> prefix middle
+        (SPM, in the form that the paper trains jointly with PSM)
 
     a share `spm_rate` of them the latter. What happens to a document depends on its digest alone.
     """

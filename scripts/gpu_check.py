@@ -1,6 +1,7 @@
 """What one GPU can show, in stages, each with a budget of seconds; a failed one is reported and the others go on.
 
-scripts/gpu_check.sh runs this. It needs nothing but Python: `--wheels` brings packages to a machine that can fetch none.
+scripts/gpu_check.sh runs this. It needs nothing but Python: `--wheels` brings packages to a machine that can fetch
+none.
 """
 
 import argparse
@@ -20,23 +21,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "custom_calls" / "gpu" / "bench"
 RESERVE = 15  # seconds for the report
-RINGS = {  # warps, lines of 512 bytes in a slot, slots of a warp; the first is the one for everything, as the decode kernel has it
-    "micro": (8, 8, 6), "ring_unfenced": (8, 8, 6, 1), "ring_2k": (8, 4, 12), "ring_4k_128": (8, 8, 4), "ring_4k_64": (8, 8, 2),
-    "ring_8k": (8, 16, 3), "ring_8k_4_warps": (4, 16, 6), "ring_16k_4_warps": (4, 32, 3),
-}  # fmt: skip
+# Warps, lines of 512 bytes in a slot, slots of a warp; the first is the one for everything, as the decode kernel has it
+RINGS = {
+    "micro": (8, 8, 6),
+    "ring_unfenced": (8, 8, 6, 1),
+    "ring_2k": (8, 4, 12),
+    "ring_4k_128": (8, 8, 4),
+    "ring_4k_64": (8, 8, 2),
+    "ring_8k": (8, 16, 3),
+    "ring_8k_4_warps": (4, 16, 6),
+    "ring_16k_4_warps": (4, 32, 3),
+}
 MODEL = "laneformer_2b"
 PYTHON = sys.executable
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
-# Stages run the same programs of XLA in processes of their own. Tests keep theirs to themselves: one that reads what another has written by
-# half warns, and warnings are errors there.
+# Stages run the same programs of XLA in processes of their own. Tests keep theirs to themselves: one that reads what
+# another has written by half warns, and warnings are errors there.
 CACHE = {"JAX_COMPILATION_CACHE_DIR": "{out}/xla", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
 # The reference must not be rounded to TF32, and several processes share the memory.
-TESTS = {"LANEFORMER_TEST_GPU": "cuda", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-TEST_FILES = ("tests/custom_calls/test_gpu.py", "tests/custom_calls/test_gpu_steps.py", "tests/infer/test_gpu_engine.py")
+TESTS = {
+    "LANEFORMER_TEST_GPU": "cuda",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+TEST_FILES = (
+    "tests/custom_calls/test_gpu.py",
+    "tests/custom_calls/test_gpu_steps.py",
+    "tests/infer/test_gpu_engine.py",
+)
 # Tests are named as they end: a stage may run out of time. pytest-benchmark warns of xdist, which ends it.
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:benchmark")
 SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
-NEEDED = {"infer": "tyro", "scripts.gpu_rank": "tyro", "pytest": "xdist"}  # by programs of ours, or tests, that not every machine has
+NEEDED = {
+    "infer": "tyro",
+    "scripts.gpu_rank": "tyro",
+    "pytest": "xdist",
+}  # by programs of ours, or tests, that not every machine has
 
 
 @dataclass(frozen=True)
@@ -58,53 +78,129 @@ def stages() -> list[Stage]:
     """All of them, what matters most first: the last ones are left out if the time is over."""
 
     def nvcc(name: str, ring: tuple[int, int, int]) -> tuple[str, ...]:
-        options = (f"-DLF_{option}={value}" for option, value in zip(("WARPS", "SLOT_LINES", "SLOTS", "UNFENCED"), ring, strict=False))
+        options = (
+            f"-DLF_{option}={value}"
+            for option, value in zip(("WARPS", "SLOT_LINES", "SLOTS", "UNFENCED"), ring, strict=False)
+        )
         return (
-            "nvcc", "-std=c++17", "-O3", "--cudart", "static", "-gencode=arch=compute_90a,code=sm_90a", "--diag-suppress=186", *options,
-            f"-I{BENCH}", f"-I{BENCH.parent}", str(BENCH / "micro.cu"), "-o", f"{{out}}/{name}",
-        )  # fmt: skip
+            "nvcc",
+            "-std=c++17",
+            "-O3",
+            "--cudart",
+            "static",
+            "-gencode=arch=compute_90a,code=sm_90a",
+            "--diag-suppress=186",
+            *options,
+            f"-I{BENCH}",
+            f"-I{BENCH.parent}",
+            str(BENCH / "micro.cu"),
+            "-o",
+            f"{{out}}/{name}",
+        )
 
     def bench(name: str, *options: str) -> tuple[str, ...]:
         return (PYTHON, "-m", "infer", "bench", "--checkpoint", MODEL, *options, "--json", f"{{out}}/{name}.json")
 
     def checker(name: str) -> Stage:
         # Our kernels alone, and not the calls of the driver that XLA makes to see whether they fail.
-        only = ("--kernel-name", "kns=laneformer", "--report-api-errors", "no", "--launch-timeout", "0", "--error-exitcode", "9")
+        only = (
+            "--kernel-name",
+            "kns=laneformer",
+            "--report-api-errors",
+            "no",
+            "--launch-timeout",
+            "0",
+            "--error-exitcode",
+            "9",
+        )
         return Stage(name, 90, (("compute-sanitizer", "--tool", name, *only, *SMALLEST),), TESTS, may_time_out=True)
 
-    # XLA reads all but one token of a prompt in blocks of powers of two, a program for each and each size of the cache: these need few.
+    # XLA reads all but one token of a prompt in blocks of powers of two, a program for each and each size of the cache:
+    # these need few.
     long, sustained = ("--context", "1025"), ("--output-tokens", "1023", "--runs", "5", "--warmup-runs", "1")
     drawn = ("--backend", "cuda", "--dtype", "float16", *long, *sustained, "--temperature", "0.8")
-    short = ("--dtype", "float16", "--context", "64,3073", "--output-tokens", "128", "--runs", "3", "--warmup-runs", "1")
+    short = (
+        "--dtype",
+        "float16",
+        "--context",
+        "64,3073",
+        "--output-tokens",
+        "128",
+        "--runs",
+        "3",
+        "--warmup-runs",
+        "1",
+    )
     return [
-        Stage("machine", 30, (
-            ("nvidia-smi",), ("nvcc", "--version"), (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
-        )),
+        Stage(
+            "machine",
+            30,
+            (
+                ("nvidia-smi",),
+                ("nvcc", "--version"),
+                (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())"),
+            ),
+        ),
         Stage("build", 100, ((PYTHON, "-m", "custom_calls"), *(nvcc(*ring) for ring in RINGS.items())), together=True),
-        Stage("smoke", 60, (("{out}/micro", "--quick", "ring", "edge"), SMALLEST), TESTS, if_failed=("memcheck", "racecheck")),
+        Stage(
+            "smoke",
+            60,
+            (("{out}/micro", "--quick", "ring", "edge"), SMALLEST),
+            TESTS,
+            if_failed=("memcheck", "racecheck"),
+        ),
         Stage("micro", 50, (("{out}/micro",), *((f"{{out}}/{name}", "ring") for name in RINGS if name != "micro"))),
-        Stage("decode", 120, (
-            bench("decode-float16", "--backend", "cuda", "--dtype", "float16", "--context", "1025,3073,64", *sustained,
-                  "--trace", "{out}/trace.json.gz"),
-        )),
+        Stage(
+            "decode",
+            120,
+            (
+                bench(
+                    "decode-float16",
+                    "--backend",
+                    "cuda",
+                    "--dtype",
+                    "float16",
+                    "--context",
+                    "1025,3073,64",
+                    *sustained,
+                    "--trace",
+                    "{out}/trace.json.gz",
+                ),
+            ),
+        ),
         Stage("trace", 30, ((PYTHON, "-m", "scripts.plot_trace", "{out}/trace.json.gz", "--no-picture"),)),
         Stage("correctness", 130, ((*PYTEST, "-n", "4", *TEST_FILES),), TESTS),
-        Stage("compare", 140, (
-            bench("compare-float16", "--compare", "cuda,cuda-graph,xla", *short),
-        )),
-        Stage("sampled", 80, (
-            bench("sampled-float16", *drawn), bench("filtered-float16", *drawn, "--top-p", "0.95"),
-        )),
-        Stage("rank", 90, (
-            (PYTHON, "-m", "scripts.gpu_rank", MODEL, "--delays", "0", "2", "5", "10", "20", "--runs", "3", "--json", "{out}/rank.json"),
-        )),
-        Stage("bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", *long, *sustained),)),
-        Stage("overlap", 70, (
-            bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", *short),
-        )),
+        Stage("compare", 140, (bench("compare-float16", "--compare", "cuda,cuda-graph,xla", *short),)),
+        Stage("sampled", 80, (bench("sampled-float16", *drawn), bench("filtered-float16", *drawn, "--top-p", "0.95"))),
+        Stage(
+            "rank",
+            90,
+            (
+                (
+                    PYTHON,
+                    "-m",
+                    "scripts.gpu_rank",
+                    MODEL,
+                    "--delays",
+                    "0",
+                    "2",
+                    "5",
+                    "10",
+                    "20",
+                    "--runs",
+                    "3",
+                    "--json",
+                    "{out}/rank.json",
+                ),
+            ),
+        ),
+        Stage(
+            "bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", *long, *sustained),)
+        ),
+        Stage("overlap", 70, (bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", *short),)),
         checker("memcheck"),
         checker("racecheck"),
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)
@@ -121,11 +217,16 @@ class Outcome:
 
 
 def missing(stage: Stage) -> list[str]:
-    """Programs and Python packages of a stage that this machine does not have, those apart that an earlier stage builds."""
+    """Programs and Python packages of a stage that this machine does not have, those apart that an earlier stage
+    builds.
+    """
     programs = {command[0] for command in stage.commands} - {f"{{out}}/{name}" for name in RINGS}
     packages = {package for program, package in NEEDED.items() if any(program in command for command in stage.commands)}
     lacking = [program for program in programs if not shutil.which(program, path=SEARCH)]
-    return sorted(lacking + [f"{package} (pip install it, or --wheels)" for package in packages if not importlib.util.find_spec(package)])
+    return sorted(
+        lacking
+        + [f"{package} (pip install it, or --wheels)" for package in packages if not importlib.util.find_spec(package)]
+    )
 
 
 def filled(command: Iterable[str], out: Path) -> list[str]:
@@ -152,9 +253,14 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
     for number, command in enumerate(stage.commands):
         with (out / f"{stage.name}{'' if single else f'-{number}'}.log").open("wb") as log:
             process = subprocess.Popen(
-                filled(command, out), cwd=ROOT, env=environment | set_here, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                filled(command, out),
+                cwd=ROOT,
+                env=environment | set_here,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         running.append(process)
         if not stage.together:
             finish(number, process)
@@ -166,7 +272,9 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
     failed = [f"command {number}: status {code}" for number, code in states if code]
     late = any(code is None for _, code in states)
     status = "failed" if failed else "passed" if not late else "no verdict" if stage.may_time_out else "out of time"
-    return Outcome(stage.name, status, time.monotonic() - began, "; ".join(failed) or (f"over {seconds:.0f} s" if late else ""))
+    return Outcome(
+        stage.name, status, time.monotonic() - began, "; ".join(failed) or (f"over {seconds:.0f} s" if late else "")
+    )
 
 
 def measurements(out: Path) -> list[dict]:
@@ -218,12 +326,15 @@ def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
 
 
 def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
-    """Writes report.json and report.md; returns the latter's text without the microbenchmarks, of which there are many."""
+    """Writes report.json and report.md; returns the latter's text without the microbenchmarks, of which there
+    are many.
+    """
     lines, bench = measurements(out), records(out)
     data = {
-        "stages": [vars(outcome) for outcome in outcomes], "micro": lines,
+        "stages": [vars(outcome) for outcome in outcomes],
+        "micro": lines,
         "bench": {path.stem: content for path, content in bench.items()},
-    }  # fmt: skip
+    }
     (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
     text = ["# What this GPU showed", "", "| stage | result | seconds | |", "|---|---|---|---|"]
     text += [f"| {o.stage} | {o.status} | {o.seconds:.0f} | {o.detail} |" for o in outcomes]
@@ -244,7 +355,20 @@ def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
     """Puts the wheels of a folder where the stages' Python finds them."""
     site = out / "site"
     wheels = sorted(map(str, folder.glob("*.whl")))
-    command = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site), *wheels]
+    command = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--upgrade",
+        "--target",
+        str(site),
+        *wheels,
+    ]
     subprocess.run(command, check=True)
     sys.path.append(str(site))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), environment.get("PYTHONPATH"))))
@@ -255,7 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder of the results")
     parser.add_argument("--stages", default=",".join(known), help="those to run, with commas; default: all")
-    parser.add_argument("--seconds", type=int, default=530, help="for everything; stages that find no time are left out")
+    parser.add_argument(
+        "--seconds", type=int, default=530, help="for everything; stages that find no time are left out"
+    )
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use, for a machine that can fetch none")
     parser.add_argument("--dry-run", action="store_true", help="print the stages and what is missing for them")
     options = parser.parse_args(arguments)
@@ -267,7 +393,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.resolve()
     if options.dry_run:
         for name in names:
-            print(f"{name}: at most {known[name].seconds} s" + "".join(f"; not found: {program}" for program in missing(known[name])))
+            print(
+                f"{name}: at most {known[name].seconds} s"
+                + "".join(f"; not found: {program}" for program in missing(known[name]))
+            )
             for command in known[name].commands:
                 print("  " + " ".join(filled(command, out)))
         return 0

@@ -1,8 +1,9 @@
-"""python -m scripts.gpu_rank: one rank of several on one GPU, whose other lanes answer after a delay: time per token by layout and delay.
+"""python -m scripts.gpu_rank: one rank of several on one GPU, whose other lanes answer after a delay: time per token by
+layout and delay.
 
-The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare CTAs play the
-others (custom_calls/gpu/peers.h). What this shows is from which delay on a layout waits for its exchanges. It is no measurement of
-several GPUs.
+The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare
+CTAs play the others (custom_calls/gpu/peers.h). What this shows is from which delay on a layout waits for its
+exchanges. It is no measurement of several GPUs.
 """
 
 import json
@@ -69,29 +70,54 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
     """A record for each delay. session_options: of GpuSession, for tests."""
     config = recipe_config(options.recipe).replace(layout=layout)
     if options.context + options.tokens > config.max_position_embeddings:
-        raise ConfigError(f"--context {options.context} and --tokens {options.tokens} are more than the context of {options.recipe}")
+        raise ConfigError(
+            f"--context {options.context} and --tokens {options.tokens} are more than the context of {options.recipe}"
+        )
     records = []
     for delay in options.delays:
         session = open_session(config, options.dtype, delay, **session_options)
         per_token = [time_per_token(session, config, options, seed) for seed in range(options.runs + 1)][1:]
-        records.append({
-            "status": LABEL.format(lanes=config.num_lanes), "layout": layout, "delay_us": delay,
-            "us_per_token": {"median": 1e6 * statistics.median(per_token), "min": 1e6 * min(per_token), "max": 1e6 * max(per_token)},
-            "read_pass_us": 1e6 * session.read_pass(), "context": options.context, "tokens": options.tokens, "runs": options.runs,
-            "recipe": options.recipe, "weights": f"random {options.dtype}", "batch": 1, "device": device_name(jax.devices()[0]),
-            "jax": jax.__version__,
-        })  # fmt: skip
+        records.append(
+            {
+                "status": LABEL.format(lanes=config.num_lanes),
+                "layout": layout,
+                "delay_us": delay,
+                "us_per_token": {
+                    "median": 1e6 * statistics.median(per_token),
+                    "min": 1e6 * min(per_token),
+                    "max": 1e6 * max(per_token),
+                },
+                "read_pass_us": 1e6 * session.read_pass(),
+                "context": options.context,
+                "tokens": options.tokens,
+                "runs": options.runs,
+                "recipe": options.recipe,
+                "weights": f"random {options.dtype}",
+                "batch": 1,
+                "device": device_name(jax.devices()[0]),
+                "jax": jax.__version__,
+            }
+        )
         session.close()
-        print(f"{layout}, delay {delay} us: {records[-1]['us_per_token']['median']:.1f} us per token", file=sys.stderr, flush=True)
+        print(
+            f"{layout}, delay {delay} us: {records[-1]['us_per_token']['median']:.1f} us per token",
+            file=sys.stderr,
+            flush=True,
+        )
     return records
 
 
 def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuSession:
     source = RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype))
     session = GpuSession(
-        kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows,
-        peer_ctas=PEER_CTAS, peer_delay_us=delay, **options,
-    )  # fmt: skip
+        kernel_shapes(source),
+        config.schedule,
+        rope_frequencies=rotary_frequencies(config)[0],
+        windows=config.layer_windows,
+        peer_ctas=PEER_CTAS,
+        peer_delay_us=delay,
+        **options,
+    )
     session.fill()
     return session
 
@@ -102,9 +128,12 @@ def time_per_token(session: GpuSession, config: ModelConfig, options: Options, s
     shape = (1, 1, options.context + options.tokens, s.kv_heads, s.head_dim)
     keys, values = ([jnp.zeros(shape, s.cache_dtype) for _ in range(s.layers)] for _ in "kv")
     inputs = custom_calls.Inputs(
-        np.array([seed], np.int32), np.array([1, options.context, options.tokens, 0], np.int32), np.array([0, 1, 0, 1], np.float32),
-        np.array([seed, 0], np.uint32), np.array([-1], np.int32),
-    )  # fmt: skip
+        np.array([seed], np.int32),
+        np.array([1, options.context, options.tokens, 0], np.int32),
+        np.array([0, 1, 0, 1], np.float32),
+        np.array([seed, 0], np.uint32),
+        np.array([-1], np.int32),
+    )
     decode = jax.jit(partial(custom_calls.decode, session, room=options.tokens), donate_argnums=1)
     session.begin()
     state = custom_calls.State(jnp.zeros(s.vocab, jnp.uint8), keys, values)
@@ -121,11 +150,15 @@ def table(records: list[dict]) -> str:
     for r in records:
         time = r["us_per_token"]
         share = f"{r['read_pass_us'] / time['median']:.1%}"
-        lines.append(f"| {r['layout']} | {r['delay_us']} | {time['median']:.1f} ({time['min']:.1f} to {time['max']:.1f}) | {share} |")
+        lines.append(
+            f"| {r['layout']} | {r['delay_us']} | {time['median']:.1f} ({time['min']:.1f} to {time['max']:.1f}) |"
+            f" {share} |"
+        )
     r = records[0]
     conditions = (
-        f"{r['status']}, not {r['status'].rsplit(' ', 1)[-1]} GPUs: {r['recipe']}, {r['weights']} weights, batch 1, greedy, "
-        f"context {r['context']}, {r['tokens']} tokens, {r['runs']} runs after one to warm up, {r['device']}, jax {r['jax']}."
+        f"{r['status']}, not {r['status'].rsplit(' ', 1)[-1]} GPUs: {r['recipe']}, {r['weights']} weights, batch 1,"
+        f" greedy, context {r['context']}, {r['tokens']} tokens, {r['runs']} runs after one to warm up, {r['device']},"
+        f" jax {r['jax']}."
     )
     return "\n".join([*lines, "", conditions])
 

@@ -27,8 +27,10 @@ class Options:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or metrics.jsonl files."""
     panels: tuple[Literal["loss", "optimizer", "speed", "lanes"], ...] = ("loss",)
-    """loss: of training and validation; optimizer: learning rate and gradient norm; speed: tokens per second and, where it was recorded,
-    model FLOPs utilization; lanes: by depth, how alike the lanes' streams are and how large what lands from the others is."""
+    """loss: of training and validation; optimizer: learning rate and gradient norm; speed: tokens per second and, where
+    it was recorded, model FLOPs utilization; lanes: by depth, how alike the lanes' streams are and how large what lands
+    from the others is.
+    """
     out: Path | None = None
     """Picture to write, .png or .svg; by default loss.png, or as the panels are called, in the first run's folder."""
     window: int = 20
@@ -58,7 +60,9 @@ class Run:
 
     def validation(self, tag: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and loss of every validation on `tag`."""
-        return _columns((self.tokens[r["step"]], r["validation"][tag]["loss"]) for r in self.validations if tag in r["validation"])
+        return _columns(
+            (self.tokens[r["step"]], r["validation"][tag]["loss"]) for r in self.validations if tag in r["validation"]
+        )
 
 
 def _columns(pairs: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +104,9 @@ def _loss(runs: list[Run], window: int) -> list[Part]:
                 tops.append(max(losses[0], np.quantile(losses, COMMON)))
             checks = {tag: run.validation(tag) for tag in tags}
             last = [f"{tag} {values[-1]:.3f}" for tag, (_, values) in checks.items() if len(values)]
-            _faint_and_mean(axes, tokens, losses, window, run.color, run.name + (f" (last: {', '.join(last)})" if last else ""))
+            _faint_and_mean(
+                axes, tokens, losses, window, run.color, run.name + (f" (last: {', '.join(last)})" if last else "")
+            )
             for tag, (at, values) in checks.items():
                 axes.plot(at, values, markers[tag], color=run.color, markeredgecolor="black", markersize=5)
         for tag, marker in markers.items():
@@ -171,13 +177,21 @@ def _speed(runs: list[Run], window: int) -> list[Part]:
 def _lanes(runs: list[Run], window: int) -> list[Part]:
     """One run: how it changes in training; several: their last records."""
     if not any(run.lanes for run in runs):
-        raise InputError(f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; it comes with validations (watch.lanes)")
+        raise InputError(
+            f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; it comes with validations"
+            " (watch.lanes)"
+        )
     if len(runs) == 1:
         records = runs[0].lanes
         chosen = sorted({round(i) for i in np.linspace(0, len(records) - 1, TIMES)})
         shades = np.linspace(1, 0.15, len(chosen))[::-1]
         curves = [
-            (runs[0].color, shade, f"{runs[0].tokens[records[i]['step']] / 1e6:,.3g} million tokens", records[i]["lanes"])
+            (
+                runs[0].color,
+                shade,
+                f"{runs[0].tokens[records[i]['step']] / 1e6:,.3g} million tokens",
+                records[i]["lanes"],
+            )
             for i, shade in zip(chosen, shades, strict=True)
         ]
     else:
@@ -205,7 +219,9 @@ def _faint_and_mean(axes, tokens: np.ndarray, values: np.ndarray, window: int, c
     axes.plot(tokens, values, color=color, alpha=0.2, linewidth=0.8)
     if len(values):
         weights = np.full(min(window, len(values)), 1 / min(window, len(values)))
-        axes.plot(*(np.convolve(x, weights, mode="valid") for x in (tokens, values)), color=color, linewidth=1.6, label=label)
+        axes.plot(
+            *(np.convolve(x, weights, mode="valid") for x in (tokens, values)), color=color, linewidth=1.6, label=label
+        )
 
 
 def _mark_borders_and_skips(axes, runs: list[Run], names: bool = False) -> None:
@@ -216,12 +232,24 @@ def _mark_borders_and_skips(axes, runs: list[Run], names: bool = False) -> None:
         for border in run.borders:
             owners.setdefault(border, []).append(run.color)
         if run.skipped:
-            axes.plot(run.skipped, [0.02] * len(run.skipped), "x", color=run.color, markersize=5, transform=across, zorder=3)
+            axes.plot(
+                run.skipped, [0.02] * len(run.skipped), "x", color=run.color, markersize=5, transform=across, zorder=3
+            )
     for (at, name), colors in owners.items():
         color = colors[0] if len(runs) > 1 == len(colors) else "0.4"
         axes.axvline(at, color=color, linewidth=1, linestyle="--")
         if names:
-            label = axes.text(at, 0.04, f" {name} ", color=color, fontsize="small", va="bottom", ha="right", rotation=90, transform=across)
+            label = axes.text(
+                at,
+                0.04,
+                f" {name} ",
+                color=color,
+                fontsize="small",
+                va="bottom",
+                ha="right",
+                rotation=90,
+                transform=across,
+            )
             label.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0})
     if names and any(run.skipped for run in runs):
         axes.plot([], [], "x", color="0.4", label="skipped step")

@@ -1,4 +1,6 @@
-"""`python -m scripts.plot_trace TRACE`: where the time of a token goes, from what `infer bench --trace` wrote; a table and a picture."""
+"""`python -m scripts.plot_trace TRACE`: where the time of a token goes, from what `infer bench --trace` wrote; a table
+and a picture.
+"""
 
 import gzip
 import json
@@ -56,13 +58,17 @@ class Trace:
     def read(cls, path: Path) -> "Trace":
         """Raises InputError for a file that is no trace, or has no such token."""
         try:
-            with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            with (
+                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
+            ):
                 events = json.load(file)["traceEvents"]
             kind = next(e["args"]["name"].split()[0] for e in events if e["name"] == "thread_name")
             workers: dict[int, list[Span]] = {e["tid"]: [] for e in events if e["name"] == "thread_name"}
             for e in events:
                 if e["ph"] == "X":
-                    workers[e["tid"]].append(Span(e["name"], e.get("args", {}).get("layer"), e["ts"], e["ts"] + e["dur"]))
+                    workers[e["tid"]].append(
+                        Span(e["name"], e.get("args", {}).get("layer"), e["ts"], e["ts"] + e["dur"])
+                    )
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration, EOFError, gzip.BadGzipFile) as error:
             raise InputError(f"{path} is no trace of `python -m infer bench --trace` ({error!r})") from None
         drawn = {worker: _drawn(spans) for worker, spans in workers.items()}
@@ -70,9 +76,10 @@ class Trace:
         if count == 0:
             raise InputError(f"{path} has no token after the first: trace at least two (--output-tokens)")
         return cls(
-            kind, list(dict.fromkeys(span.op for spans in drawn.values() for one in spans for span in one)),
+            kind,
+            list(dict.fromkeys(span.op for spans in drawn.values() for one in spans for span in one)),
             [{worker: spans[n] for worker, spans in drawn.items()} for n in range(count)],
-        )  # fmt: skip
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -82,8 +89,12 @@ class Trace:
 
     def times(self) -> dict[str, np.ndarray]:
         """By op, and between ops: microseconds in each pass by each worker, float64 [passes, workers]."""
-        table = {op: np.array([[sum(s.end - s.begin for s in own if s.op == op) for own in one.values()] for one in self.passes])
-                 for op in self.ops}  # fmt: skip
+        table = {
+            op: np.array(
+                [[sum(s.end - s.begin for s in own if s.op == op) for own in one.values()] for one in self.passes]
+            )
+            for op in self.ops
+        }
         whole = np.array([[own[-1].end - own[0].begin for own in one.values()] for one in self.passes])
         return table | {BETWEEN: whole - sum(table.values())}
 
@@ -111,20 +122,28 @@ def table(trace: Trace) -> str:
 
 
 def draw(trace: Trace, layer: int | None):
-    """The times as one bar; below it a layer of the median token, workers in rows. Raises InputError for a layer that is not there."""
-    layers = sorted({span.layer for own in trace.passes[0].values() for span in own if span.layer is not None and span.op != DRAWS})
+    """The times as one bar; below it a layer of the median token, workers in rows. Raises InputError for a layer that
+    is not there.
+    """
+    layers = sorted(
+        {span.layer for own in trace.passes[0].values() for span in own if span.layer is not None and span.op != DRAWS}
+    )
     layer = layers[len(layers) // 2] if layer is None else layer
     if layer not in layers:
         raise InputError(f"--layer {layer}: the trace has layers {layers[0]} to {layers[-1]}")
     plt = pyplot()
     figure, (bar, rows) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=(1, 3.5), layout="constrained")
-    colors = {op: color for op, color in zip([*trace.ops, BETWEEN], plt.get_cmap("tab10").colors * 2, strict=False)} | {BETWEEN: "#dddddd"}
+    colors = {op: color for op, color in zip([*trace.ops, BETWEEN], plt.get_cmap("tab10").colors * 2, strict=False)} | {
+        BETWEEN: "#dddddd"
+    }
     left = 0.0
     for op, us in trace.times().items():
         mean = float(np.median(us.mean(1)))
         bar.barh(0, mean, left=left, color=colors[op], label=f"{op} {mean:,.0f}")
         left += mean
-    bar.set(yticks=[], xlim=(0, left), xlabel=f"us of a token, mean {trace.kind}, medians of {len(trace.passes)} tokens")
+    bar.set(
+        yticks=[], xlim=(0, left), xlabel=f"us of a token, mean {trace.kind}, medians of {len(trace.passes)} tokens"
+    )
     bar.legend(ncols=6, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
     lengths = trace.lengths

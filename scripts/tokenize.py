@@ -1,11 +1,13 @@
 """Tokenize text into memory-mapped shards: local files and folders, or a Hugging Face dataset, also of conversations.
 
-    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5
-    python -m scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming --tokenizer tokenizer.json
-    python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat --tokenizer data/web/tokenizer.json
+    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5 python -m
+    scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming --tokenizer
+    tokenizer.json python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat
+    --tokenizer data/web/tokenizer.json
 
-The result depends on the text and the settings alone: documents come in a fixed order, and a document's hash decides whether it is held out
-for validation (so copies of one document never sit on both sides). Given again after it was stopped, a command goes on to the same result.
+The result depends on the text and the settings alone: documents come in a fixed order, and a document's hash decides
+whether it is held out for validation (so copies of one document never sit on both sides). Given again after it was
+stopped, a command goes on to the same result.
 """
 
 import datetime
@@ -57,13 +59,17 @@ class Options:
     out: Path
     """Folder to write."""
     glob: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Take only files with such a name, e.g. '*.py'; may be repeated. Without it: every file. What is not UTF-8 is skipped and counted."""
+    """Take only files with such a name, e.g. '*.py'; may be repeated. Without it: every file. What is not UTF-8 is
+    skipped and counted.
+    """
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Leave out files and folders with such a name, e.g. test or '*_pb2.py'; may be repeated."""
     document_separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>'. Without it a file is one document."""
     dataset: str = ""
-    """A dataset for the Hugging Face `datasets` library instead of SOURCES: a hub name, or json, parquet, text with --data-files."""
+    """A dataset for the Hugging Face `datasets` library instead of SOURCES: a hub name, or json, parquet, text with
+    --data-files.
+    """
     config: str = ""
     """Configuration (subset) of the dataset."""
     data_files: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -71,11 +77,13 @@ class Options:
     split: str = "train"
     """Split of the dataset."""
     column: str = ""
-    """Column of the dataset that holds the text, or with --chat the messages. Without it: text, or with --chat the first of messages,
-    conversations, and pairs such as prompt and response that the dataset has."""
+    """Column of the dataset that holds the text, or with --chat the messages. Without it: text, or with --chat the
+    first of messages, conversations, and pairs such as prompt and response that the dataset has.
+    """
     streaming: bool = False
-    """Read the dataset as it downloads, without a copy on disk and a first pass over it: for large ones. --validation-fraction then needs a
-    dataset of many documents."""
+    """Read the dataset as it downloads, without a copy on disk and a first pass over it: for large ones.
+    --validation-fraction then needs a dataset of many documents.
+    """
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A tokenizer.json to use. Without it a byte-level BPE is trained on the text."""
     train_bpe: int = 4096
@@ -87,15 +95,21 @@ class Options:
     begin_token: str = ""
     """Token before every document, for a tokenizer whose models expect one. Without it: none."""
     fim_rate: float = 0.0
-    """Share of the training documents to rearrange for filling in the middle (arXiv 2207.14255), cut at random characters."""
+    """Share of the training documents to rearrange for filling in the middle (arXiv 2207.14255), cut at random
+    characters.
+    """
     fim_spm_rate: float = 0.5
     """Share of these in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
     fim_tokens: tuple[str, str, str] = fim.TOKENS
     """Tokens before the prefix, the middle and the suffix."""
     chat: bool = False
-    """The rows of the dataset are conversations: write them with the tokenizer's chat template, the loss on the assistant's words alone."""
+    """The rows of the dataset are conversations: write them with the tokenizer's chat template, the loss on the
+    assistant's words alone.
+    """
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A Jinja chat template. Without it the one beside the tokenizer, or ChatML for a BPE that was trained by this command."""
+    """A Jinja chat template. Without it the one beside the tokenizer, or ChatML for a BPE that was trained by this
+    command.
+    """
     chat_date: str = ""
     """Day that a template which writes the date takes for today, as in 2025-01-31."""
     prompt_column: str = ""
@@ -110,26 +124,37 @@ class Options:
     """Replace what --out holds, and throw away unfinished work of other settings there."""
 
     def check(self) -> None:
-        """ConfigError on what cannot work. Not at construction: the command line prints its own kind of message for that."""
-        files, dataset = ("glob", "exclude", "document_separator"), ("config", "data_files", "split", "column", "streaming", "chat")
+        """ConfigError on what cannot work. Not at construction: the command line prints its own kind of message for
+        that.
+        """
+        files, dataset = (
+            ("glob", "exclude", "document_separator"),
+            ("config", "data_files", "split", "column", "streaming", "chat"),
+        )
         if bool(self.sources) == bool(self.dataset):
             raise ConfigError("give either files and folders to tokenize, or --dataset NAME")
         self._refuse(dataset if self.sources else files, "--dataset" if self.sources else "files and folders")
         if self.tokenizer:
             self._refuse(("train_bpe", "bpe_sample_bytes"), "a BPE trained here, not --tokenizer")
         elif self.end_token != END_OF_TEXT or self.begin_token or self.fim_tokens != fim.TOKENS:
-            raise ConfigError("--end-token, --begin-token and --fim-tokens belong to --tokenizer: a trained BPE has "
-                              + ", ".join(SPECIAL_TOKENS))
+            raise ConfigError(
+                "--end-token, --begin-token and --fim-tokens belong to --tokenizer: a trained BPE has "
+                + ", ".join(SPECIAL_TOKENS)
+            )
         if self.chat:
             if not self.tokenizer:
-                raise ConfigError("--chat needs --tokenizer, that of the model to train, as in --tokenizer data/web/tokenizer.json")
+                raise ConfigError(
+                    "--chat needs --tokenizer, that of the model to train, as in --tokenizer data/web/tokenizer.json"
+                )
             self._refuse(("fim_rate",), "plain text, not --chat")
             if bool(self.prompt_column) != bool(self.answer_column) or (self.prompt_column and self.column):
                 raise ConfigError("give --column for a column of messages, or both --prompt-column and --answer-column")
             try:
                 self._today()
             except ValueError:
-                raise ConfigError(f"--chat-date {self.chat_date}: write year, month and day, as in 2025-01-31") from None
+                raise ConfigError(
+                    f"--chat-date {self.chat_date}: write year, month and day, as in 2025-01-31"
+                ) from None
         else:
             self._refuse(("chat_template", "chat_date", "prompt_column", "answer_column"), "--chat")
         if self.train_bpe < ALPHABET:
@@ -142,7 +167,10 @@ class Options:
         if not self.fim_rate:
             self._refuse(("fim_spm_rate", "fim_tokens"), "--fim-rate")
         if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(f"--validation-fraction {self.validation_fraction}: give a share of the documents, at least 0 and below 1")
+            raise ConfigError(
+                f"--validation-fraction {self.validation_fraction}: give a share of the documents, at least 0 and"
+                " below 1"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -161,7 +189,15 @@ class Options:
     def source(self) -> Files | Dataset:
         if self.sources:
             return Files(self.sources, self.glob, self.exclude, self.document_separator)
-        return Dataset(self.dataset, self.config, self.split, self.data_files, self.columns, streaming=self.streaming, chat=self.chat)
+        return Dataset(
+            self.dataset,
+            self.config,
+            self.split,
+            self.data_files,
+            self.columns,
+            streaming=self.streaming,
+            chat=self.chat,
+        )
 
     def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | None:
         """The chat template to use; InputError where it needs a date that is not given."""
@@ -169,8 +205,11 @@ class Options:
             return None
         template = ChatTemplate.load(self.tokenizer.parent, self.chat_template, tokenizer=tokenizer, now=self._today)
         if template.says_date != bool(self.chat_date):
-            raise InputError(f"{template.name} writes the date: give --chat-date, the day to write for all" if template.says_date else
-                             f"{template.name} does not write the date: leave out --chat-date")
+            raise InputError(
+                f"{template.name} writes the date: give --chat-date, the day to write for all"
+                if template.says_date
+                else f"{template.name} does not write the date: leave out --chat-date"
+            )
         return template
 
 
@@ -178,26 +217,45 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def settings(options: Options, source: Files | Dataset, found: Survey | None, tokenizer_file: bytes,
-             template: ChatTemplate | None) -> dict[str, Any]:
+def settings(
+    options: Options,
+    source: Files | Dataset,
+    found: Survey | None,
+    tokenizer_file: bytes,
+    template: ChatTemplate | None,
+) -> dict[str, Any]:
     """What the result depends on, for the manifest: a later run with the same is finished before it starts."""
     if options.tokenizer:
-        ids = {"tokenizer": hashlib.sha256(tokenizer_file).hexdigest(), "end_token": options.end_token, "begin_token": options.begin_token}
+        ids = {
+            "tokenizer": hashlib.sha256(tokenizer_file).hexdigest(),
+            "end_token": options.end_token,
+            "begin_token": options.begin_token,
+        }
     else:
         ids = {"train_bpe": options.train_bpe, "bpe_sample_bytes": options.bpe_sample_bytes}
     if options.fim_rate:
         ids["fim"] = {"rate": options.fim_rate, "spm_rate": options.fim_spm_rate, "tokens": list(options.fim_tokens)}
     if template:
-        ids["chat"] = {"template": template.sha256, "answers": "generation blocks" if template.says_answers else "prefixes",
-                       "tokens": template.tokens, "date": options.chat_date}
-    return {"text": found.fingerprint if found else source.identity(), **ids,
-            "validation_fraction": options.validation_fraction, "shard_tokens": options.shard_tokens}
+        ids["chat"] = {
+            "template": template.sha256,
+            "answers": "generation blocks" if template.says_answers else "prefixes",
+            "tokens": template.tokens,
+            "date": options.chat_date,
+        }
+    return {
+        "text": found.fingerprint if found else source.identity(),
+        **ids,
+        "validation_fraction": options.validation_fraction,
+        "shard_tokens": options.shard_tokens,
+    }
 
 
 def changes(have: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The settings that differ, in words; "" where none does."""
     changed = [name for name in dict.fromkeys([*wanted, *have]) if have.get(name) != wanted.get(name)]
-    return ", ".join("the text" if name == "text" else f"{name} (was {have.get(name)}, now {wanted.get(name)})" for name in changed)
+    return ", ".join(
+        "the text" if name == "text" else f"{name} (was {have.get(name)}, now {wanted.get(name)})" for name in changed
+    )
 
 
 def finished(options: Options, wanted: dict[str, Any]) -> bool:
@@ -209,15 +267,20 @@ def finished(options: Options, wanted: dict[str, Any]) -> bool:
         return False
     if (options.out / MANIFEST).exists():
         if changed := changes(Manifest.read(options.out).source.get("settings", {}), wanted):
-            raise InputError(f"{options.out} holds other tokens ({changed} differ): give another --out, or --overwrite to replace them")
+            raise InputError(
+                f"{options.out} holds other tokens ({changed} differ): give another --out, or --overwrite to replace"
+                " them"
+            )
         TokenStore.open(options.out).verify()
         return True
     progress = options.out / PARTIAL / PROGRESS
     if progress.exists():
         begun = json.loads(json.loads(progress.read_text(encoding="utf-8"))["identity"])[0]
         if changed := changes(begun, wanted):
-            raise InputError(f"{options.out} holds unfinished work of other settings ({changed} differ): give the former ones to go on "
-                             "with it, or --overwrite to throw it away")
+            raise InputError(
+                f"{options.out} holds unfinished work of other settings ({changed} differ): give the former ones to go"
+                " on with it, or --overwrite to throw it away"
+            )
     return False
 
 
@@ -231,7 +294,9 @@ def tokenize(options: Options) -> str:
         try:
             tokenizer_file = options.tokenizer.read_bytes()
         except OSError as error:
-            raise InputError(f"cannot read --tokenizer {options.tokenizer}: {error.strerror}; give a tokenizer.json") from None
+            raise InputError(
+                f"cannot read --tokenizer {options.tokenizer}: {error.strerror}; give a tokenizer.json"
+            ) from None
         tokenizer = load_tokenizer(tokenizer_file, str(options.tokenizer))
     template = options.template(tokenizer)
     found = None if options.streaming else Survey.of(source.documents())
@@ -239,7 +304,10 @@ def tokenize(options: Options) -> str:
         raise _nothing(source, found.units)
     wanted = settings(options, source, found, tokenizer_file, template)
     if finished(options, wanted):
-        return f"{options.out}: already tokenized with these settings, nothing to do ({_counts(TokenStore.open(options.out))})"
+        return (
+            f"{options.out}: already tokenized with these settings, nothing to do"
+            f" ({_counts(TokenStore.open(options.out))})"
+        )
 
     share = found.held_out_share(options.validation_fraction) if found else options.validation_fraction
     if not tokenizer:
@@ -253,9 +321,19 @@ def tokenize(options: Options) -> str:
     return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - began:.1f} s"
 
 
-def write(options: Options, source: Files | Dataset, found: Survey | None, share: float, tokenizer: tokenizers.Tokenizer,
-          tokenizer_file: bytes, template: ChatTemplate | None, wanted: dict[str, Any]) -> int:
-    """Encode the documents into --out, from where a run with the same settings was stopped; returns the number of units without text."""
+def write(
+    options: Options,
+    source: Files | Dataset,
+    found: Survey | None,
+    share: float,
+    tokenizer: tokenizers.Tokenizer,
+    tokenizer_file: bytes,
+    template: ChatTemplate | None,
+    wanted: dict[str, Any],
+) -> int:
+    """Encode the documents into --out, from where a run with the same settings was stopped; returns the number of units
+    without text.
+    """
     name = str(options.tokenizer or "the trained BPE")
     eos_id = token_id(tokenizer, options.end_token, "--end-token", name)
     bos_id = token_id(tokenizer, options.begin_token, "--begin-token", name) if options.begin_token else None
@@ -266,8 +344,15 @@ def write(options: Options, source: Files | Dataset, found: Survey | None, share
     encoder = ChatEncoder(template, eos_id, bos_id) if template else TextEncoder(tokenizer, middle, share)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     splits = ("train", "validation") if share else ("train",)
-    with StoreWriter(options.out, tokenizer=tokenizer_file, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id,
-                     shard_tokens=options.shard_tokens, settings=wanted) as writer:
+    with StoreWriter(
+        options.out,
+        tokenizer=tokenizer_file,
+        vocab_size=vocab_size,
+        eos_id=eos_id,
+        bos_id=bos_id,
+        shard_tokens=options.shard_tokens,
+        settings=wanted,
+    ) as writer:
         done, tokens, saved = writer.done, 0, time.monotonic()
         if done:
             print(f"going on after {done:,} {'rows' if options.dataset else 'files or documents'}", file=sys.stderr)
@@ -275,7 +360,9 @@ def write(options: Options, source: Files | Dataset, found: Survey | None, share
         groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
         results = ahead((len(group), encoder(list(filter(None, group)))) for group in groups)
         before = found.bytes * done // found.units if found else 0
-        with tqdm(total=found and found.bytes, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+        with tqdm(
+            total=found and found.bytes, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=None
+        ) as bar:
             for units, encoded in results:
                 for document, ids, size, loss in encoded:
                     writer.add("validation" if place(document.key) < share else "train", ids, size, loss)
@@ -290,14 +377,23 @@ def write(options: Options, source: Files | Dataset, found: Survey | None, share
             raise _nothing(source, skipped)
         for split in splits:
             if not writer.documents(split):
-                raise InputError(f"no document fell to split {split} at --validation-fraction {options.validation_fraction}: "
-                                 f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents")
+                raise InputError(
+                    f"no document fell to split {split} at --validation-fraction {options.validation_fraction}: "
+                    f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents"
+                )
         beside = template.files() if template else {}
         for file in (TEMPLATE, CONFIG):  # before the manifest, without which the folder is not finished
             (options.out / file).unlink(missing_ok=True)
             if file in beside:
                 (options.out / file).write_bytes(beside[file])
-        writer.finish({"settings": wanted, "from": source.origin, "skipped": skipped, "tokenizers_version": tokenizers.__version__})
+        writer.finish(
+            {
+                "settings": wanted,
+                "from": source.origin,
+                "skipped": skipped,
+                "tokenizers_version": tokenizers.__version__,
+            }
+        )
     return skipped
 
 
@@ -308,7 +404,9 @@ def _sample(source: Files | Dataset, found: Survey | None, share: float, size: i
     for document in filter(None, source.documents()):
         if place(document.key) < share:
             continue
-        for piece in [document.content] if rate >= 1 and found else pieces(document.content, SAMPLE_CHARS):  # one may exceed the sample
+        for piece in (
+            [document.content] if rate >= 1 and found else pieces(document.content, SAMPLE_CHARS)
+        ):  # one may exceed the sample
             data = piece.encode()
             if place(digest(data)[8:]) < rate:  # other bytes than the held-out share looks at
                 taken += len(data)
@@ -322,15 +420,21 @@ def _nothing(source: Files | Dataset, skipped: int) -> InputError:
 
 
 def _counts(store: TokenStore) -> str:
-    documents, tokens, size = (sum(map(count, store.splits)) for count in (store.documents, store.tokens, store.text_bytes))
+    documents, tokens, size = (
+        sum(map(count, store.splits)) for count in (store.documents, store.tokens, store.text_bytes)
+    )
     held = f", {store.tokens('validation'):,} of them for validation" if "validation" in store.splits else ""
-    return (f"{documents:,} documents, {tokens:,} tokens{held}, {size / tokens:.2f} bytes/token, "
-            f"vocabulary {store.manifest.vocab_size:,}")
+    return (
+        f"{documents:,} documents, {tokens:,} tokens{held}, {size / tokens:.2f} bytes/token, "
+        f"vocabulary {store.manifest.vocab_size:,}"
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:
     try:
-        options = tyro.cli(Options, args=args, prog="python -m scripts.tokenize", config=(tyro.conf.FlagCreatePairsOff,))
+        options = tyro.cli(
+            Options, args=args, prog="python -m scripts.tokenize", config=(tyro.conf.FlagCreatePairsOff,)
+        )
         options.check()
         print(tokenize(options))
     except (LaneformerError, OSError) as error:

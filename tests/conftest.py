@@ -1,7 +1,9 @@
-"""Eight host devices for the whole test run, asked for before anything touches JAX, and the same hypothesis examples every time.
+"""Eight host devices for the whole test run, asked for before anything touches JAX, and the same hypothesis examples
+every time.
 
-Most of the time of these tests is compiling. Programs are compiled without the optimizations that take long, and kept for as long as the
-tests run, by all that enters them; both here and in processes that tests start. The programs stay the same.
+Most of the time of these tests is compiling. Programs are compiled without the optimizations that take long, and kept
+for as long as the tests run, by all that enters them; both here and in processes that tests start. The programs stay
+the same.
 """
 
 import os
@@ -18,7 +20,9 @@ if "LANEFORMER_TEST_GPU" not in os.environ:  # there it is the programs that cou
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run as a background job, which ignores Ctrl-C
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # also where the tests run as a background job, which ignores Ctrl-C
 
 hypothesis.settings.register_profile("laneformer", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("laneformer")

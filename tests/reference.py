@@ -1,7 +1,7 @@
 """What every model of this project computes, written out once in float64 numpy: the tests compare against this file.
 
-Nothing here is fast, cached or shared with the package: each equation is a line, each lane a Python list entry.
-Order of the file: settings, building blocks, end of the model, the Laneformer, the other layouts, the dense model, helpers.
+Nothing here is fast, cached or shared with the package: each equation is a line, each lane a Python list entry. Order
+of the file: settings, building blocks, end of the model, the Laneformer, the other layouts, the dense model, helpers.
 
 Shapes: b batch, s positions, D hidden size, N layers, L lanes, H query heads, K key/value heads, e head size,
 F feed-forward size, V vocabulary. A lane's residual stream is [b, s, D]; "X" is the list of all L of them.
@@ -51,7 +51,9 @@ def window_of_layer(config, n):
 
 
 def uses_comm(config, kind):
-    """Whether late modules of this kind ("attention" or "mlp") exchange their outputs; older configs have one switch."""
+    """Whether late modules of this kind ("attention" or "mlp") exchange their outputs; older configs have one
+    switch.
+    """
     return config.get(f"use_{kind}_comm", config.get("use_comm", True))
 
 
@@ -199,7 +201,8 @@ def modules_of(config):
     return range(2 * config["num_hidden_layers"])
 
 
-# --------------------------------------------------------------------------------------------- begin and end of the model
+# --------------------------------------------------------------------------------------------- begin and end of the
+# model
 
 
 def in_float64(weights):
@@ -232,7 +235,9 @@ def head(config, weights, X):
         assert not tied, "a lane head reads L * D values: it cannot be the embedding"
         return np.concatenate(normed, axis=-1) @ weights["lm_head.linear.weight"].T  # [V, L D]
     if kind == "vocab_parallel":
-        parts = np.split(weights["model.tok_embeddings.weight"], L) if tied else weights["lm_head.weight"]  # [L, V/L, D]
+        parts = (
+            np.split(weights["model.tok_embeddings.weight"], L) if tied else weights["lm_head.weight"]
+        )  # [L, V/L, D]
         return np.concatenate([normed[l] @ parts[l].T for l in range(L)], axis=-1)
     raise ValueError(f"unknown lm_head_type {kind!r}")
 
@@ -241,7 +246,9 @@ def head(config, weights, X):
 
 
 def reference_logits(config, weights, ids, trace=None):
-    """The Laneformer: ids [b, s] -> logits [b, s, V]. A list given as `trace` receives [b, s, L, D] after every layer."""
+    """The Laneformer: ids [b, s] -> logits [b, s, V]. A list given as `trace` receives [b, s, L, D] after every
+    layer.
+    """
     weights = in_float64(weights)
     L, d = lanes_of(config), config["broadcast_delay"]
     X = embed(config, weights, ids)
@@ -284,7 +291,9 @@ def scaled(factor, values):
 
 
 def others(values):
-    """One value per device -> on every device the sum of the other devices' values (an all-reduce less the own part)."""
+    """One value per device -> on every device the sum of the other devices' values (an all-reduce less the own
+    part).
+    """
     return [total - own for total, own in zip(allreduce(values), values, strict=True)]
 
 
@@ -304,7 +313,9 @@ def parallel(config, weights, X):
 
 
 def ladder(config, weights, X):
-    """Ladder-Residual: a module's all-reduce runs while the next module computes, so that one does not see its result."""
+    """Ladder-Residual: a module's all-reduce runs while the next module computes, so that one does not see its
+    result.
+    """
     in_flight = None
     for m in modules_of(config):
         o = module(config, weights, m, X)
@@ -327,7 +338,9 @@ def desync(config, weights, X, n):
 
 
 def spd(config, weights, X, drop):
-    """Sync-Point Drop: layers in `drop` skip the all-reduce after attention; the one after their MLP carries both parts."""
+    """Sync-Point Drop: layers in `drop` skip the all-reduce after attention; the one after their MLP carries both
+    parts.
+    """
     for n in range(config["num_hidden_layers"]):
         a = module(config, weights, 2 * n, X)
         if n in drop:
@@ -340,7 +353,9 @@ def spd(config, weights, X, drop):
 
 
 def caat(config, weights, X, p):
-    """CAAT-Net: only the first round(p D) channels are all-reduced, the rest of a partial output stays on its device."""
+    """CAAT-Net: only the first round(p D) channels are all-reduced, the rest of a partial output stays on its
+    device.
+    """
     c = round(p * config["hidden_size"])
     for m in modules_of(config):
         o = module(config, weights, m, X)
@@ -365,7 +380,9 @@ def kraken(config, weights, X):
 
 
 def track(config, weights, X, D):
-    """Parallel Track: devices run D layers on their own, then exchange all that they added (also after the last layer)."""
+    """Parallel Track: devices run D layers on their own, then exchange all that they added (also after the last
+    layer).
+    """
     last = config["num_hidden_layers"] - 1
     start = X
     for n in range(config["num_hidden_layers"]):
@@ -469,11 +486,14 @@ def dense_logits(config, weights, ids, wiring="sequential"):
     return rmsnorm(x + late, fold_gain(weights, "model.norm"), eps) @ fold_head(config, weights).T
 
 
-# --------------------------------------------------------------------------------------------------------------- helpers
+# ---------------------------------------------------------------------------------------------------------------
+# helpers
 
 
 def greedy(config, weights, prompt_ids, n, logits=reference_logits):
-    """The n most likely next tokens one after the other: prompt_ids [p] -> ids [n] (the whole sequence computed anew each time)."""
+    """The n most likely next tokens one after the other: prompt_ids [p] -> ids [n] (the whole sequence computed anew
+    each time).
+    """
     ids = [int(i) for i in prompt_ids]
     for _ in range(n):
         ids.append(int(np.argmax(logits(config, weights, np.array([ids]))[0, -1])))
@@ -481,7 +501,9 @@ def greedy(config, weights, prompt_ids, n, logits=reference_logits):
 
 
 def random_weights(config, seed):
-    """Random float32 weights with the names and shapes that `config` asks for, scaled so that logits are a few units wide."""
+    """Random float32 weights with the names and shapes that `config` asks for, scaled so that logits are a few units
+    wide.
+    """
     rng = np.random.default_rng(seed)
     D, V, F, L = config["hidden_size"], config["vocab_size"], config["intermediate_size"], lanes_of(config)
     q_rows = config["num_attention_heads"] * head_size(config) // L
@@ -497,7 +519,9 @@ def random_weights(config, seed):
 
     def norm(name, shared):
         shape = (D,) if shared else (L, D)
-        weights[f"{name}.weight" if shared else f"{name}.scale"] = (1 + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+        weights[f"{name}.weight" if shared else f"{name}.scale"] = (1 + 0.3 * rng.standard_normal(shape)).astype(
+            np.float32
+        )
 
     normal("model.tok_embeddings.weight", 2 / math.sqrt(D) if tied else 1.0, V, D)
     for n in range(config["num_hidden_layers"]):

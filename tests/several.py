@@ -31,8 +31,14 @@ def environments(count: int) -> list[dict[str, str]]:
 
 def start(environment: dict[str, str], *command) -> subprocess.Popen:
     """A Python process; what it writes can be read together."""
-    return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 class Store:
@@ -58,7 +64,9 @@ class Store:
             return self.values[key]
 
 
-MESH = types.SimpleNamespace(devices=np.array([[types.SimpleNamespace(process_index=index) for index in range(2)]]))  # a device of each
+MESH = types.SimpleNamespace(
+    devices=np.array([[types.SimpleNamespace(process_index=index) for index in range(2)]])
+)  # a device of each
 
 
 def in_each(monkeypatch, make) -> list:

@@ -19,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"stopped without saving; to go on from the last checkpoint: python -m train {shlex.join(arguments)}", file=sys.stderr)
+        print(
+            f"stopped without saving; to go on from the last checkpoint: python -m train {shlex.join(arguments)}",
+            file=sys.stderr,
+        )
         return 130
 
 

@@ -1,4 +1,5 @@
-"""`python -m train.ablate RECIPE`: which layout buys how much speed for how much loss. Trains a grid of variants and seeds, then reports.
+"""`python -m train.ablate RECIPE`: which layout buys how much speed for how much loss. Trains a grid of variants and
+seeds, then reports.
 
 The same command goes on after any stop, and never trains a finished cell again.
 """
@@ -36,18 +37,24 @@ COMPILED = "compiled"  # of a grid's folder: XLA's programs, which the seeds of 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Trains the cells of a grid that are not finished yet, and writes report.md, results.jsonl and pictures into its folder."""
+    """Trains the cells of a grid that are not finished yet, and writes report.md, results.jsonl and pictures into its
+    folder.
+    """
 
     run: Path | None = None
     """Folder of the grid; by default runs/ablations/NAME."""
     jobs: int = 1
     """Processes side by side on a CPU, each with its share of the cores."""
     devices: tuple[str, ...] = ()
-    """GPUs of each process that runs at the same time, as CUDA_VISIBLE_DEVICES has them: --devices 0 1 2 3, or --devices 0,1 2,3."""
+    """GPUs of each process that runs at the same time, as CUDA_VISIBLE_DEVICES has them: --devices 0 1 2 3, or
+    --devices 0,1 2,3.
+    """
     seeds: tuple[int, ...] = ()
     """Other seeds than the recipe's."""
     only: tuple[str, ...] = ()
-    """Train and report only the variants whose names match one of these patterns, the reference always: --only 'dtp*' none."""
+    """Train and report only the variants whose names match one of these patterns, the reference always: --only 'dtp*'
+    none.
+    """
     dry_run: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("--list",))] = False
     """Show the cells, their tokens and the time they will take, and train nothing."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -69,10 +76,14 @@ class Options:
 
 
 def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
-    """RECIPE [options] as options and the grid that they lead to; prints help and exits where that is asked for. Raises ConfigError."""
+    """RECIPE [options] as options and the grid that they lead to; prints help and exits where that is asked for. Raises
+    ConfigError.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: {PROGRAM} RECIPE [--jobs N | --devices SET ...] [--list] [--report-only] [--base.option value ...]\n"
-              f"       {PROGRAM} RECIPE --help\n\nrecipes:\n{list_recipes(HOUSE)}")  # fmt: skip
+        print(
+            f"usage: {PROGRAM} RECIPE [--jobs N | --devices SET ...] [--list] [--report-only] [--base.option value"
+            f" ...]\n       {PROGRAM} RECIPE --help\n\nrecipes:\n{list_recipes(HOUSE)}"
+        )
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"the recipe comes first: {PROGRAM} RECIPE [options]")
@@ -81,13 +92,19 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
     base = dataclasses.replace(options.base, run=options.run) if options.run else options.base
     variants = grid.variants
     if options.only:
-        variants = tuple(v for v in variants if v.name == grid.reference or any(fnmatch.fnmatchcase(v.name, p) for p in options.only))
-        if all(v.name == grid.reference for v in variants) and not any(fnmatch.fnmatchcase(grid.reference, p) for p in options.only):
+        variants = tuple(
+            v for v in variants if v.name == grid.reference or any(fnmatch.fnmatchcase(v.name, p) for p in options.only)
+        )
+        if all(v.name == grid.reference for v in variants) and not any(
+            fnmatch.fnmatchcase(grid.reference, p) for p in options.only
+        ):
             known = ", ".join(v.name for v in grid.variants)
             raise ConfigError(f"--only {' '.join(options.only)}: no variant has such a name; there are {known}")
     kept = {v.name for v in variants}
     probes = {name: delays for name, delays in grid.probe.items() if name in kept}
-    return options, dataclasses.replace(grid, base=base, variants=variants, seeds=options.seeds or grid.seeds, probe=probes)
+    return options, dataclasses.replace(
+        grid, base=base, variants=variants, seeds=options.seeds or grid.seeds, probe=probes
+    )
 
 
 def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
@@ -144,7 +161,9 @@ def train_cell(grid: Grid, folder: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Lets the system kill this process when the grid's does not live any more: the next one will want to go on with the cell."""
+    """Lets the system kill this process when the grid's does not live any more: the next one will want to go on with
+    the cell.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a run goes on after it

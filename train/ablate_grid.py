@@ -1,4 +1,6 @@
-"""What an ablation compares: variants of one model, each with several seeds, trained on the same tokens in the same order."""
+"""What an ablation compares: variants of one model, each with several seeds, trained on the same tokens in the same
+order.
+"""
 
 import dataclasses
 import hashlib
@@ -58,13 +60,17 @@ class Grid:
     """The training run that all share: data, order, tokens, optimizer. Its model is what the variants change."""
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the first weights, which are the same for all variants of a seed where their shapes are. The data keep the base's seed."""
+    """Of the first weights, which are the same for all variants of a seed where their shapes are. The data keep the
+    base's seed.
+    """
     reference: str = "tp"
     """The variant that the others are compared with."""
     projected: ModelConfig
     """The model whose speed with each variant's layout and lanes the roofline projects."""
     probe: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Variant -> delays in modules: after training, its loss when one layer alone is exchanged so late (train/ablate_probe.py)."""
+    """Variant -> delays in modules: after training, its loss when one layer alone is exchanged so late
+    (train/ablate_probe.py).
+    """
     minutes: float | None = None
     """What a cell took on the hardware that the recipe names; None: not known."""
 
@@ -82,7 +88,9 @@ class Grid:
 
     @cached_property
     def cells(self) -> tuple["Cell", ...]:
-        """Every run, the first seed of all variants first: a grid that is not done yet compares most of them. Raises ConfigError."""
+        """Every run, the first seed of all variants first: a grid that is not done yet compares most of them. Raises
+        ConfigError.
+        """
         return tuple(Cell(self, v, seed) for seed in self.seeds for v in self.variants)
 
     @property
@@ -126,7 +134,9 @@ def _changed(model: ModelConfig, v: Variant) -> ModelConfig:
         return model.replace(**v.model)
     except TypeError:
         known = {f.name for f in dataclasses.fields(ModelConfig)}
-        raise ConfigError(f"variant {v.name!r}: a model has no field {', '.join(sorted(v.model.keys() - known))}") from None
+        raise ConfigError(
+            f"variant {v.name!r}: a model has no field {', '.join(sorted(v.model.keys() - known))}"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"variant {v.name!r}: {error}") from None
 

@@ -18,8 +18,11 @@ def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False)
     tokens = sum(phase.steps * phase.tokens_per_step for phase in grid.base.phases)
     minutes, source = _minutes(grid, [cell for cell in grid.cells if cell not in todo])
     lines = [
-        f"{grid.name}: {len(grid.variants)} variants x {len(grid.seeds)} seeds = {len(grid.cells)} cells of {tokens:,} tokens "
-        f"({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,} parameters; in {grid.folder}",
+        (
+            f"{grid.name}: {len(grid.variants)} variants x {len(grid.seeds)} seeds = {len(grid.cells)} cells of"
+            f" {tokens:,} tokens ({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,} parameters;"
+            f" in {grid.folder}"
+        ),
         f"{len(grid.cells) - len(todo)} cells are finished and kept, {begun} go on, {len(todo) - begun} are new"
         + (f"; {other} folders of other settings stay as they are" if (other := others(grid)) else ""),
     ]
@@ -34,7 +37,10 @@ def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False)
     rows = [f"  {'cell':<{width}}  {'state':<12}  reduces  exposed  folder"]
     for cell, state in states.items():
         schedule = cell.config.model.schedule
-        rows.append(f"  {cell.name:<{width}}  {state:<12}  {schedule.num_reductions:>7}  {len(schedule.exposed):>7}  {cell.folder.name}")
+        rows.append(
+            f"  {cell.name:<{width}}  {state:<12}  {schedule.num_reductions:>7}  {len(schedule.exposed):>7} "
+            f" {cell.folder.name}"
+        )
     return "\n".join([*rows, "", *lines])
 
 
@@ -53,7 +59,9 @@ def others(grid: Grid) -> int:
 
 def _minutes(grid: Grid, done: Sequence[Cell]) -> tuple[float | None, str]:
     """Minutes per cell and where the figure is from."""
-    seconds = [sum(sum(line["time"].values()) for line in read_lines(cell.folder / METRICS) if "time" in line) for cell in done]
+    seconds = [
+        sum(sum(line["time"].values()) for line in read_lines(cell.folder / METRICS) if "time" in line) for cell in done
+    ]
     if seconds:
         return statistics.median(seconds) / 60, "median of those that are finished"
     return grid.minutes, "on the hardware that the recipe names"

@@ -1,7 +1,8 @@
 """Which delay hurts where: a trained model measured with the exchange of one layer alone moved to another time.
 
-Every probed loss has the same weights, the same held-out tokens and the same schedule but for one layer, so that a difference of
-0.001 nats is a difference. It says how much the trained model leans on that exchange, not what a model trained with it would reach.
+Every probed loss has the same weights, the same held-out tokens and the same schedule but for one layer, so that a
+difference of 0.001 nats is a difference. It says how much the trained model leans on that exchange, not what a model
+trained with it would reach.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ class Rescheduled(ModelConfig):
 
 
 def exchanged_late(schedule: Schedule, layer: int, delay: int) -> Schedule:
-    """The schedule in which the layer's exchanges land `delay` modules after they are issued, at the latest before the final norm.
+    """The schedule in which the layer's exchanges land `delay` modules after they are issued, at the latest before the
+    final norm.
 
     Raises ConfigError for a layout whose exchanges average the streams: such a landing has no meaning at another time.
     """
@@ -53,7 +55,9 @@ def exchanged_late(schedule: Schedule, layer: int, delay: int) -> Schedule:
 
 
 def probe(cell: Cell) -> None:
-    """Writes probe.json of a trained cell: {"loss", "tokens", "by_layer": {delay: [loss with layer n alone exchanged so late]}}."""
+    """Writes probe.json of a trained cell: {"loss", "tokens", "by_layer": {delay: [loss with layer n alone exchanged so
+    late]}}.
+    """
     file = cell.folder / PROBE
     if file.exists():
         return
@@ -61,7 +65,9 @@ def probe(cell: Cell) -> None:
     stores = open_stores(config)
     sets = validation_sets(phase.data, [stores[path] for path in phase.data.path], [])
     if not sets:
-        raise ConfigError(f"{cell.name}: probing needs held-out text: set data.validation_batches, or take the variant out of `probe`")
+        raise ConfigError(
+            f"{cell.name}: probing needs held-out text: set data.validation_batches, or take the variant out of `probe`"
+        )
     held_out = next(iter(sets.values())).batches
     rows = held_out[:: math.ceil(len(held_out) / BATCHES)]  # of all parts of the text, which lies in file order
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
@@ -72,7 +78,9 @@ def probe(cell: Cell) -> None:
         moved: Phase = dataclasses.replace(phase, model=Rescheduled(**fields, table=schedule))
         trainer = Trainer(config, moved, mesh, tuple(rows[0]))
         sums = [
-            jax.device_get(trainer.evaluate(params, trainer.put_batch(lambda span, b=b: {k: v[span] for k, v in b.items()}, b)))
+            jax.device_get(
+                trainer.evaluate(params, trainer.put_batch(lambda span, b=b: {k: v[span] for k, v in b.items()}, b))
+            )
             for b in rows
         ]
         return float(sum(s["nll"] for s in sums)), float(sum(s["weight"] for s in sums))

@@ -23,13 +23,23 @@ from train.run_log import METRICS
 RESULTS = "results.jsonl"
 DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # whose speed is projected
 PER_NODE = 8
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}  # 97.5 % quantile of t by number of seeds
+STUDENT = {
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+}  # 97.5 % quantile of t by number of seeds
 CONTEXT = 1536  # positions before the token whose time is projected, as in `infer roofline`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished cell. Losses in nats per token, `similarity` and `landed_over_own` by time in the schedule as in metrics.jsonl."""
+    """One finished cell. Losses in nats per token, `similarity` and `landed_over_own` by time in the schedule as in
+    metrics.jsonl.
+    """
 
     variant: str
     seed: int
@@ -63,27 +73,41 @@ def read_result(cell: Cell) -> Result | None:
     tokens = {line["step"]: line["tokens"] for line in lines if "loss" in line}
     checks = [(line["step"], line["validation"]) for line in lines if "validation" in line]
     if not checks:
-        raise InputError(f"{cell.folder} has no validation: an ablation needs held-out text and data.validation_batches of at least 1")
+        raise InputError(
+            f"{cell.folder} has no validation: an ablation needs held-out text and data.validation_batches of at"
+            " least 1"
+        )
     first = next(iter(checks[-1][1]))
     lanes = [line["lanes"] for line in lines if "lanes" in line]
     probe = cell.folder / PROBE
     last = checks[-1][1][first]
     return Result(
-        variant=cell.variant.name, seed=cell.seed, layout=cell.config.model.layout, lanes=cell.config.model.num_lanes,
-        model=cell.variant.model, steps=cell.config.total_steps, tokens=tokens[cell.config.total_steps], loss=last["loss"],
-        bits_per_byte=last.get("bits_per_byte"), validation=checks[-1][1],
+        variant=cell.variant.name,
+        seed=cell.seed,
+        layout=cell.config.model.layout,
+        lanes=cell.config.model.num_lanes,
+        model=cell.variant.model,
+        steps=cell.config.total_steps,
+        tokens=tokens[cell.config.total_steps],
+        loss=last["loss"],
+        bits_per_byte=last.get("bits_per_byte"),
+        validation=checks[-1][1],
         curve=[[tokens[step], found[first]["loss"]] for step, found in checks if first in found],
-        similarity=lanes[-1]["similarity"] if lanes else [], landed_over_own=lanes[-1]["landed_over_own"] if lanes else [],
+        similarity=lanes[-1]["similarity"] if lanes else [],
+        landed_over_own=lanes[-1]["landed_over_own"] if lanes else [],
         probe=json.loads(probe.read_text(encoding="utf-8")) if probe.exists() else None,
-        seconds=sum(sum(line["time"].values()) for line in lines if "time" in line), folder=cell.folder.name,
-    )  # fmt: skip
+        seconds=sum(sum(line["time"].values()) for line in lines if "time" in line),
+        folder=cell.folder.name,
+    )
 
 
 def collect(grid: Grid) -> list[Result]:
     """The finished cells' results, which are also written to results.jsonl. Raises InputError if there is none."""
     found = [result for cell in grid.cells if (result := read_result(cell)) is not None]
     if not found:
-        raise InputError(f"no cell of grid {grid.name} is finished in {grid.folder}: train first (leave out --report-only)")
+        raise InputError(
+            f"no cell of grid {grid.name} is finished in {grid.folder}: train first (leave out --report-only)"
+        )
     part = grid.folder / (RESULTS + ".part")
     part.write_text("".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in found), encoding="utf-8")
     os.replace(part, grid.folder / RESULTS)
@@ -92,7 +116,9 @@ def collect(grid: Grid) -> list[Result]:
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds, beside the reference. Spreads are sample standard deviations, None with fewer than two seeds."""
+    """One variant over its seeds, beside the reference. Spreads are sample standard deviations, None with fewer than
+    two seeds.
+    """
 
     variant: Variant
     family: str
@@ -164,13 +190,21 @@ def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] 
         model, projected = grid.model(v), grid.projected_model(v)
         devices = max(n for n in range(1, PER_NODE + 1) if projected.num_lanes % n == 0)
         work = Work(context=min(CONTEXT, projected.max_position_embeddings))
-        found.append(Summary(
-            v, parse_layout(model.layout)[0], model.num_lanes, model.schedule, delay_of(model.schedule),
-            {result.seed: result.loss for result in mine},
-            {result.seed: result.loss for result in results if result.variant == grid.reference},
-            {name: token(projected, make_node(name, devices), work).rate for name in DEVICES}, devices,
-            (measured or {}).get(v.name), mine,
-        ))  # fmt: skip
+        found.append(
+            Summary(
+                v,
+                parse_layout(model.layout)[0],
+                model.num_lanes,
+                model.schedule,
+                delay_of(model.schedule),
+                {result.seed: result.loss for result in mine},
+                {result.seed: result.loss for result in results if result.variant == grid.reference},
+                {name: token(projected, make_node(name, devices), work).rate for name in DEVICES},
+                devices,
+                (measured or {}).get(v.name),
+                mine,
+            )
+        )
     return found
 
 
@@ -191,7 +225,8 @@ def delay_of(schedule: Schedule) -> int | None:
 
 
 def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
-    """{variant: tokens per second} of a JSON file, or of the records that `infer bench --layouts` writes, by their layouts.
+    """{variant: tokens per second} of a JSON file, or of the records that `infer bench --layouts` writes, by their
+    layouts.
 
     Raises InputError for anything else.
     """
@@ -200,7 +235,9 @@ def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
     try:
         speeds = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(speeds, list):
-            pairs = [(r["conditions"]["model"]["layout"], r["metrics"]["decode_tps"]["sustained_median"]) for r in speeds]
+            pairs = [
+                (r["conditions"]["model"]["layout"], r["metrics"]["decode_tps"]["sustained_median"]) for r in speeds
+            ]
             if len(speeds := dict(pairs)) < len(pairs):
                 raise ValueError("several records of one layout: measure one backend at one context")
         found = {str(name): float(speed) for name, speed in speeds.items()}

@@ -1,4 +1,6 @@
-"""Trains the cells of a grid: a few processes at a time, any of which may fail or be killed, watched on the terminal."""
+"""Trains the cells of a grid: a few processes at a time, any of which may fail or be killed, watched on the
+terminal.
+"""
 
 import json
 import os
@@ -60,7 +62,9 @@ def progress(cell: Cell) -> Progress:
 
 
 def finished(cell: Cell) -> bool:
-    """Whether the cell has nothing left to do: trained on these tokens to the last step, measured, saved, and probed if asked for."""
+    """Whether the cell has nothing left to do: trained on these tokens to the last step, measured, saved, and probed if
+    asked for.
+    """
     total = cell.config.total_steps
     if not (cell.folder / "checkpoints" / str(total)).is_dir() or progress(cell).step < total:
         return False
@@ -68,10 +72,15 @@ def finished(cell: Cell) -> bool:
 
 
 def _same_tokens(cell: Cell) -> bool:
-    """False where the tokens are there and are others, for the trainer to refuse. Tokens that are gone do not unmake a result."""
+    """False where the tokens are there and are others, for the trainer to refuse. Tokens that are gone do not unmake a
+    result.
+    """
     try:
         recorded = json.loads((cell.folder / "run.json").read_text(encoding="utf-8"))["train_tokens_sha256"]
-        now = {phase.name: [TokenStore.open(path).digest("train") for path in phase.data.path] for phase in cell.config.phases}
+        now = {
+            phase.name: [TokenStore.open(path).digest("train") for path in phase.data.path]
+            for phase in cell.config.phases
+        }
     except (OSError, ValueError, KeyError, InputError):
         return True
     return recorded == now
@@ -90,7 +99,8 @@ class Job:
 class Runner:
     """Trains cells in processes of their own, one per slot.
 
-    slots: environment variables of each process that runs at the same time, which give it its devices. command: a cell's program.
+    slots: environment variables of each process that runs at the same time, which give it its devices. command: a
+    cell's program.
     """
 
     def __init__(self, cells: Sequence[Cell], slots: Sequence[dict[str, str]], command: Callable[[Cell], list[str]]):
@@ -124,9 +134,13 @@ class Runner:
             before = progress(cell).step
             with open(cell.folder / LOG, "ab") as log:
                 process = subprocess.Popen(
-                    self.command(cell), env={**os.environ, **self.slots[slot]}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    self.command(cell),
+                    env={**os.environ, **self.slots[slot]},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                     start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
-                )  # fmt: skip
+                )
             self.jobs.append(Job(cell, slot, process, time.monotonic()))
             self.board.say(f"{cell.name}: {f'goes on after step {before}' if before else 'starts'}")
 
@@ -178,7 +192,9 @@ def _reason(job: Job) -> str:
 def _stop_signals() -> Iterator[list[int]]:
     """A list that SIGINT and SIGTERM append to."""
     received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _frame: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        n: signal.signal(n, lambda number, _frame: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield received
     finally:
@@ -214,7 +230,10 @@ class Board:
         elif time.monotonic() - self.said_at > SAY_EVERY and self.runner.jobs:
             self.said_at = time.monotonic()
             running = [(job.cell, progress(job.cell)) for job in self.runner.jobs]
-            parts = [f"{c.name} {p.step}/{c.config.total_steps}" + (f" loss {p.loss:.3f}" if p.loss else "") for c, p in running]
+            parts = [
+                f"{c.name} {p.step}/{c.config.total_steps}" + (f" loss {p.loss:.3f}" if p.loss else "")
+                for c, p in running
+            ]
             print(f"{self.summary()}: {'; '.join(parts)}", flush=True)
 
     def summary(self) -> str:
@@ -229,7 +248,9 @@ class Board:
         """From the cells that are done, and before any is from the steps of those that run."""
         r = self.runner
         own = [left for job in r.jobs if (left := _cell_seconds_left(job)) is not None]
-        known = r.spent or [job.cell.config.total_steps * p for job in r.jobs if (p := progress(job.cell).step_seconds) is not None]
+        known = r.spent or [
+            job.cell.config.total_steps * p for job in r.jobs if (p := progress(job.cell).step_seconds) is not None
+        ]
         if not known:
             return None
         return (sum(own) + len(r.waiting) * statistics.mean(known)) / max(1, len(r.slots))
@@ -241,16 +262,30 @@ class Board:
         for job in r.jobs:
             p, left = progress(job.cell), _cell_seconds_left(job)
             step = f"{p.step}/{job.cell.config.total_steps}"
-            rows.append((job.cell.name, "running", step, f"{p.loss:.4f}" if p.loss else "", "" if left is None else duration(left)))
+            rows.append(
+                (
+                    job.cell.name,
+                    "running",
+                    step,
+                    f"{p.loss:.4f}" if p.loss else "",
+                    "" if left is None else duration(left),
+                )
+            )
         rows += [(cell.name, "failed", reason, "", "") for cell, reason in r.failed.items()]
         room = max(0, size.lines - len(rows) - 3)
         recent = r.done[-(room // 2) :] if room > 1 else []
-        others = [(c.name, "done", str(c.config.total_steps), f"{progress(c).validation or 0:.4f} held out", "") for c in recent]
+        others = [
+            (c.name, "done", str(c.config.total_steps), f"{progress(c).validation or 0:.4f} held out", "")
+            for c in recent
+        ]
         others += [(c.name, "waiting", "", "", "") for c in r.waiting]
         rows += others[:room]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         widths[2] = min(widths[2], 40)
-        lines = ["  ".join(cell[:w].ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()[: size.columns - 1] for row in rows]
+        lines = [
+            "  ".join(cell[:w].ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()[: size.columns - 1]
+            for row in rows
+        ]
         return [*lines, self.summary()[: size.columns - 1]]
 
     def _erase(self) -> None:

@@ -1,4 +1,6 @@
-"""How fast recipes train on this hardware, beside a plain dense model of the same size: `python -m train.bench [RECIPE ...]`."""
+"""How fast recipes train on this hardware, beside a plain dense model of the same size: `python -m train.bench [RECIPE
+...]`.
+"""
 
 import json
 import multiprocessing
@@ -77,11 +79,13 @@ def entries(bench: Bench) -> list[Entry]:
     found = []
     for recipe in bench.recipes:
         words = tuple(shlex.split(recipe))
-        found += [Entry(name=f"{recipe}, layout {layout}", recipe=words, layout=layout) for layout in bench.layouts] or [
-            Entry(name=recipe, recipe=words)
-        ]
+        found += [
+            Entry(name=f"{recipe}, layout {layout}", recipe=words, layout=layout) for layout in bench.layouts
+        ] or [Entry(name=recipe, recipe=words)]
     if bench.dense:
-        found.append(Entry(name=f"dense model of the sizes of {found[0].recipe[0]}", recipe=found[0].recipe, dense=True))
+        found.append(
+            Entry(name=f"dense model of the sizes of {found[0].recipe[0]}", recipe=found[0].recipe, dense=True)
+        )
     for entry in found:
         _ = entry.config
     return found
@@ -96,7 +100,10 @@ def run(bench: Bench) -> dict:
             for entry in listed:
                 print(f"round {turn + 1} of {bench.rounds}: {entry.name}", file=sys.stderr, flush=True)
                 measured[entry.name].append(_in_a_process(entry, bench.steps, cache))
-    return {"conditions": _conditions(bench, measured), "entries": [_summary(entry, measured[entry.name]) for entry in listed]}
+    return {
+        "conditions": _conditions(bench, measured),
+        "entries": [_summary(entry, measured[entry.name]) for entry in listed],
+    }
 
 
 def _in_a_process(entry: Entry, steps: int, cache: str) -> dict:
@@ -125,14 +132,18 @@ def _worker(entry: Entry, steps: int, cache: str, results) -> None:
 
 
 def _time(entry: Entry, steps: int) -> dict:
-    """Seconds of `steps` warm steps of the entry's first phase on random tokens, each waited for, and what they ran on."""
+    """Seconds of `steps` warm steps of the entry's first phase on random tokens, each waited for, and what they
+    ran on.
+    """
     config = entry.config
     if config.mesh.host_devices:
         if not entry.dense:
             lf.use_host_devices(config.mesh.host_devices)
         keep_freed_memory()  # as the training loop does
     data = config.phases[0].data
-    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, (data.batch_size, data.sequence_length + 1), np.int32)
+    ids = np.random.default_rng(0).integers(
+        0, config.model.vocab_size, (data.batch_size, data.sequence_length + 1), np.int32
+    )
     step, mesh, precision = (_dense if entry.dense else _ours)(config, ids)
     started = time.perf_counter()
     step()
@@ -147,9 +158,14 @@ def _time(entry: Entry, steps: int) -> dict:
         processor_seconds.append(time.process_time() - used)
     memory = jax.devices()[0].memory_stats() or {}
     return {
-        "seconds": seconds, "processor_seconds": processor_seconds, "compile_seconds": compiled, "mesh": mesh, "precision": precision,
-        "device": jax.devices()[0].device_kind, "peak_bytes": memory.get("peak_bytes_in_use"),
-    }  # fmt: skip
+        "seconds": seconds,
+        "processor_seconds": processor_seconds,
+        "compile_seconds": compiled,
+        "mesh": mesh,
+        "precision": precision,
+        "device": jax.devices()[0].device_kind,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+    }
 
 
 def _ours(config: TrainConfig, ids: np.ndarray) -> tuple[Callable, dict[str, int], str]:
@@ -185,30 +201,52 @@ def _summary(entry: Entry, rounds: list[dict]) -> dict:
     flops = train_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step / quartiles[1]
     devices, peak = max(1, int(np.prod(list(first["mesh"].values()) or 1))), peak_flops(first["device"])
     return {
-        "name": entry.name, "layout": "dense" if entry.dense else config.model.layout, "parameters": lf.parameter_count(config.model),
-        "mesh": first["mesh"], "precision": first["precision"], "batch": phase.data.batch_size, "sequence": phase.data.sequence_length,
-        "accumulate": 1 if entry.dense else phase.accumulate, "remat": "none" if entry.dense else config.remat,
-        "step_seconds": {"median": quartiles[1], "quartiles": quartiles[::2], "all": [result["seconds"] for result in rounds]},
+        "name": entry.name,
+        "layout": "dense" if entry.dense else config.model.layout,
+        "parameters": lf.parameter_count(config.model),
+        "mesh": first["mesh"],
+        "precision": first["precision"],
+        "batch": phase.data.batch_size,
+        "sequence": phase.data.sequence_length,
+        "accumulate": 1 if entry.dense else phase.accumulate,
+        "remat": "none" if entry.dense else config.remat,
+        "step_seconds": {
+            "median": quartiles[1],
+            "quartiles": quartiles[::2],
+            "all": [result["seconds"] for result in rounds],
+        },
         "processor_seconds": statistics.median(s for result in rounds for s in result["processor_seconds"]),
-        "steps_per_second": 1 / quartiles[1], "tokens_per_second": phase.tokens_per_step / quartiles[1],
-        "model_flops_per_second": flops, "mfu": None if peak is None else flops / (devices * peak),
-        "compile_seconds": first["compile_seconds"], "peak_bytes": first["peak_bytes"],
-    }  # fmt: skip
+        "steps_per_second": 1 / quartiles[1],
+        "tokens_per_second": phase.tokens_per_step / quartiles[1],
+        "model_flops_per_second": flops,
+        "mfu": None if peak is None else flops / (devices * peak),
+        "compile_seconds": first["compile_seconds"],
+        "peak_bytes": first["peak_bytes"],
+    }
 
 
 def _conditions(bench: Bench, measured: dict[str, list[dict]]) -> dict:
     root = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     first = next(iter(measured.values()))[0]
     return {
-        "date": time.strftime("%Y-%m-%d"), "device": first["device"], "processor": _processor(), "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": first["device"],
+        "processor": _processor(),
+        "python": platform.python_version(),
         **{package.__name__: package.__version__ for package in (jax, flax, optax)},
-        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
-        "steps": bench.steps, "rounds": bench.rounds,
-    }  # fmt: skip
+        "commit": (
+            git("rev-parse", "--short", "HEAD")
+            + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        ),
+        "steps": bench.steps,
+        "rounds": bench.rounds,
+    }
 
 
 def _processor() -> str:
@@ -224,9 +262,11 @@ def table(result: dict) -> str:
     """The figures as Markdown."""
     c = result["conditions"]
     lines = [
-        f"{c['date']}, {c['device']} ({c['processor']}), jax {c['jax']}, flax {c['flax']}, Python {c['python']}, commit {c['commit']}; "
-        f"{c['rounds']} processes per row, in turn, {c['steps']} warm steps each; medians (quartiles). Processor: time of all its cores "
-        "per step, which other work on the machine changes less.",
+        (
+            f"{c['date']}, {c['device']} ({c['processor']}), jax {c['jax']}, flax {c['flax']}, Python {c['python']},"
+            f" commit {c['commit']}; {c['rounds']} processes per row, in turn, {c['steps']} warm steps each; medians"
+            " (quartiles). Processor: time of all its cores per step, which other work on the machine changes less."
+        ),
         "",
         "| | mesh | products | batch | ms per step | processor ms | tokens/s | model GFLOP/s | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -235,9 +275,10 @@ def table(result: dict) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in e["mesh"].items()) or "1 device"
         low, high = (1000 * s for s in e["step_seconds"]["quartiles"])
         lines.append(
-            f"| {e['name']} | {mesh} | {e['precision']} | {e['batch']} x {e['sequence']} | {1000 * e['step_seconds']['median']:,.0f} "
-            f"({low:,.0f}-{high:,.0f}) | {1000 * e['processor_seconds']:,.0f} | {e['tokens_per_second']:,.0f} | "
-            f"{e['model_flops_per_second'] / 1e9:,.0f} | {'' if e['mfu'] is None else format(e['mfu'], '.1%')} |"
+            f"| {e['name']} | {mesh} | {e['precision']} | {e['batch']} x {e['sequence']} |"
+            f" {1000 * e['step_seconds']['median']:,.0f} ({low:,.0f}-{high:,.0f}) |"
+            f" {1000 * e['processor_seconds']:,.0f} | {e['tokens_per_second']:,.0f} |"
+            f" {e['model_flops_per_second'] / 1e9:,.0f} | {'' if e['mfu'] is None else format(e['mfu'], '.1%')} |"
         )
     return "\n".join(lines)
 
@@ -254,7 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if bench.json is not None:
-        bench.json.write_text(json.dumps({**result, "asked": asdict(bench)}, indent=1, default=str) + "\n", encoding="utf-8")
+        bench.json.write_text(
+            json.dumps({**result, "asked": asdict(bench)}, indent=1, default=str) + "\n", encoding="utf-8"
+        )
     print(table(result))
     return 0
 

@@ -30,8 +30,8 @@ OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and m
 class Checkpoints:
     """The saved steps of one run: RUN/checkpoints/STEP/{params, optimizer, meta}.
 
-    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. What is read back
-    must have the fingerprint noted when it was saved.
+    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. What
+    is read back must have the fingerprint noted when it was saved.
     """
 
     def __init__(self, config: TrainConfig, tokenizer_sha256: str):
@@ -39,9 +39,11 @@ class Checkpoints:
         kept = [keeping.LatestN(config.keep), keeping.CustomSteps([phase.last_step for phase in config.phases])]
         kept += [keeping.EveryNSteps(config.keep_every)] if config.keep_every else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=keeping.AnyPreservationPolicy(kept), enable_async_checkpointing=True, create=True,
+            preservation_policy=keeping.AnyPreservationPolicy(kept),
+            enable_async_checkpointing=True,
+            create=True,
             cleanup_tmp_directories=True,
-        )  # fmt: skip
+        )
         self.manager = ocp.CheckpointManager(self.run / STEPS, options=options)
         self.config = config
         self.meta = {
@@ -52,7 +54,9 @@ class Checkpoints:
         }
 
     def save(self, state: State, step: int) -> None:
-        """Starts writing the state and returns once it is copied. Raises CheckpointError if this or the previous save failed."""
+        """Starts writing the state and returns once it is copied. Raises CheckpointError if this or the previous save
+        failed.
+        """
         self.wait()
         self.saving = step
         needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
@@ -79,7 +83,8 @@ class Checkpoints:
     def restore(self, wanted: Callable[[int], State]) -> State | None:
         """The newest step that can be read, as wanted(step) says: shapes and places. None if nothing was ever saved.
 
-        Damaged steps newer than it are reported and moved aside. Raises CheckpointError, and moves nothing, if none can be read.
+        Damaged steps newer than it are reported and moved aside. Raises CheckpointError, and moves nothing, if none can
+        be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(saved_steps(self.run)):
@@ -97,7 +102,8 @@ class Checkpoints:
         if damaged:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise CheckpointError(
-                f"no checkpoint in {self.run / STEPS} can be read ({reasons}): put back a copy, or start anew in another folder with --run"
+                f"no checkpoint in {self.run / STEPS} can be read ({reasons}): put back a copy, or start anew in"
+                " another folder with --run"
             )
         return None
 
@@ -149,7 +155,8 @@ class Checkpoints:
 
     def _failed(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on from the step before"
+            f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on"
+            " from the step before"
         )
 
 

@@ -28,24 +28,35 @@ class Device:
 # Those of the one table (infer/roofline_devices.py) that can be bought.
 DEVICES: dict[str, Device] = {
     name: Device(
-        kind=known.kind, peak_flops=known.peak_flops, memory=known.memory, memory_bandwidth=known.bandwidth, link=known.link,
-        network=known.network, per_node=known.per_node,
+        kind=known.kind,
+        peak_flops=known.peak_flops,
+        memory=known.memory,
+        memory_bandwidth=known.bandwidth,
+        link=known.link,
+        network=known.network,
+        per_node=known.per_node,
     )
     for name, known in roofline_devices.DEVICES.items()
     if known.kind is not None
-}  # fmt: skip
+}
 
 
 def find_device(name: str, count: int) -> Device:
-    """The device of that name; "cpu": one of `count` parts of this machine. Raises ConfigError for a name that the table lacks."""
+    """The device of that name; "cpu": one of `count` parts of this machine. Raises ConfigError for a name that the
+    table lacks.
+    """
     if name == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
-        return Device(kind="cpu", peak_flops=None, memory=memory, memory_bandwidth=None, link=None, network=None, per_node=count)
+        return Device(
+            kind="cpu", peak_flops=None, memory=memory, memory_bandwidth=None, link=None, network=None, per_node=count
+        )
     if name not in DEVICES:
         raise ConfigError(f"cluster.device = {name!r}: known are {', '.join(DEVICES)}, cpu")
     return DEVICES[name]
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a JAX device by its `device_kind`; None for a kind without an entry, a CPU among them."""
+    """Dense bfloat16 FLOP/s of a JAX device by its `device_kind`; None for a kind without an entry, a CPU among
+    them.
+    """
     return next((device.peak_flops for device in DEVICES.values() if device.kind == device_kind), None)

@@ -46,9 +46,15 @@ class DataConfig:
         if not self.path:
             raise ConfigError("data.path is empty: name at least one folder that python -m scripts.tokenize wrote")
         if self.weights and len(self.weights) != len(self.path):
-            raise ConfigError(f"data.weights has {len(self.weights)} numbers for the {len(self.path)} folders of data.path: give one each")
+            raise ConfigError(
+                f"data.weights has {len(self.weights)} numbers for the {len(self.path)} folders of data.path: give one"
+                " each"
+            )
         if any(not 0 < weight < math.inf for weight in self.weights):
-            raise ConfigError(f"data.weights = {self.weights}: every weight is a positive number; leave out a folder that is not wanted")
+            raise ConfigError(
+                f"data.weights = {self.weights}: every weight is a positive number; leave out a folder that is not"
+                " wanted"
+            )
         if self.validation_batches < 0:
             raise ConfigError(f"data.validation_batches = {self.validation_batches}: it must be at least 0")
 
@@ -62,7 +68,8 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Highest learning rate, after the warm-up."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
-    """After the warm-up: constant, then a linear decay (wsd, arXiv 2404.06395); half a cosine; or constant to the end."""
+    """After the warm-up: constant, then a linear decay (wsd, arXiv 2404.06395); half a cosine; or constant to the end.
+    """
     warmup_steps: int = 100
     """Steps over which the rate rises linearly from 0."""
     decay_fraction: float = 0.2
@@ -120,7 +127,9 @@ class WatchConfig:
     max_rise: float = 3.0
     """Stop when the median loss of 20 steps lies this many nats above the lowest such median of the phase."""
     lanes: bool = True
-    """At each validation: how alike the lanes' streams are by depth, and how large what lands is against what they add themselves."""
+    """At each validation: how alike the lanes' streams are by depth, and how large what lands is against what they add
+    themselves.
+    """
     tensorboard: bool = False
     """Also write RUN/tensorboard (pip install -e '.[tensorboard]')."""
     wandb: str = ""
@@ -177,11 +186,13 @@ class DistillConfig:
     def __post_init__(self):
         if not 0 <= self.kl_weight < math.inf or not 0 < self.temperature < math.inf:
             raise ConfigError(
-                f"distill.kl_weight = {self.kl_weight} and distill.temperature = {self.temperature}: at least 0, and above 0"
+                f"distill.kl_weight = {self.kl_weight} and distill.temperature = {self.temperature}: at least 0, and"
+                " above 0"
             )
         if self.anneal_steps < 0 or self.anneal_stages < 1:
             raise ConfigError(
-                f"distill.anneal_steps = {self.anneal_steps} and distill.anneal_stages = {self.anneal_stages}: at least 0 and 1"
+                f"distill.anneal_steps = {self.anneal_steps} and distill.anneal_stages = {self.anneal_stages}: at least"
+                " 0 and 1"
             )
 
 
@@ -254,7 +265,8 @@ class TrainConfig(PhaseConfig):
     seed: int = 0
     """Decides the first weights."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-sum of the logits in the loss (arXiv 2204.02311), which keeps them from drifting."""
+    """Weight of the mean squared log-sum of the logits in the loss (arXiv 2204.02311), which keeps them from drifting.
+    """
     loss_chunk: int = 4096
     """Tokens per device whose logits exist at once."""
     compute_dtype: ComputeDtype = "auto"
@@ -275,7 +287,9 @@ class TrainConfig(PhaseConfig):
     """Also keep every checkpoint of a step that is a multiple of this; 0: none."""
 
     def __post_init__(self):
-        positive = {name: getattr(self, name) for name in ("log_every", "validate_every", "save_every", "keep", "loss_chunk")}
+        positive = {
+            name: getattr(self, name) for name in ("log_every", "validate_every", "save_every", "keep", "loss_chunk")
+        }
         positive["mesh.data"] = self.mesh.data
         optional = {"mesh.lane": self.mesh.lane, "mesh.host_devices": self.mesh.host_devices}
         _require_positive({**positive, **{name: value for name, value in optional.items() if value is not None}})
@@ -289,20 +303,31 @@ class TrainConfig(PhaseConfig):
         for phase in self.phases:
             _check_phase(phase, self)
         if self.distill.anneal_steps and parse_layout(self.model.layout)[0] != "dtp":
-            raise ConfigError(f"distill.anneal_steps needs a layout dtp(delta), not {self.model.layout}: that delay can grow in fractions")
+            raise ConfigError(
+                f"distill.anneal_steps needs a layout dtp(delta), not {self.model.layout}: that delay can grow in"
+                " fractions"
+            )
         if self.distill.anneal_steps > self.steps:
             raise ConfigError(f"distill.anneal_steps = {self.distill.anneal_steps} is more than steps = {self.steps}")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All phases in order, each with its own model config. Raises ConfigError if the model cannot work in one of them."""
+        """All phases in order, each with its own model config. Raises ConfigError if the model cannot work in one of
+        them.
+        """
         phases, model, steps, tokens = [], self.model, 0, 0
         for index, (name, phase) in enumerate([(FIRST, self), *self.then.items()]):
             if index:
-                changes = {n: getattr(phase, n) for n in ("sliding_window", "rope_theta", "rope_scaling") if getattr(phase, n) is not None}
+                changes = {
+                    n: getattr(phase, n)
+                    for n in ("sliding_window", "rope_theta", "rope_scaling")
+                    if getattr(phase, n) is not None
+                }
                 longest = max(model.max_position_embeddings, phase.data.sequence_length)
                 model = model.replace(max_position_embeddings=longest, **changes)
-            phases.append(Phase(name, index, steps, tokens, phase.steps, model, phase.data, phase.optimizer, phase.accumulate))
+            phases.append(
+                Phase(name, index, steps, tokens, phase.steps, model, phase.data, phase.optimizer, phase.accumulate)
+            )
             steps, tokens = steps + phase.steps, tokens + phase.steps * phases[-1].tokens_per_step
         return tuple(phases)
 
@@ -343,13 +368,19 @@ def _check_choices(value, prefix: str = "") -> None:
 def _check_phase(phase: Phase, config: TrainConfig) -> None:
     where = f"then.{phase.name}." if phase.index else ""
     data = phase.data
-    _require_positive({
-        f"{where}steps": phase.steps, f"{where}accumulate": phase.accumulate, f"{where}data.batch_size": data.batch_size,
-        f"{where}data.sequence_length": data.sequence_length,
-    })  # fmt: skip
+    _require_positive(
+        {
+            f"{where}steps": phase.steps,
+            f"{where}accumulate": phase.accumulate,
+            f"{where}data.batch_size": data.batch_size,
+            f"{where}data.sequence_length": data.sequence_length,
+        }
+    )
     shares = phase.accumulate * config.mesh.data
     if data.batch_size % shares:
-        raise ConfigError(f"{where}data.batch_size = {data.batch_size} must be a multiple of accumulate x mesh.data = {shares}")
+        raise ConfigError(
+            f"{where}data.batch_size = {data.batch_size} must be a multiple of accumulate x mesh.data = {shares}"
+        )
     if data.sequence_length > phase.model.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length = {data.sequence_length} is longer than the model's context "
@@ -358,8 +389,24 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
 
 
 # Fields that may change when a run goes on: they do not enter the result but by rounding.
-_FREE = ("run", "name", "log_every", "validate_every", "save_every", "keep", "keep_every", "remat", "loss_chunk", "mesh.*", "watch.*",
-         "distill.teacher", "distill.student", "*data.path", "*data.validation_path", "*data.validation_batches")  # fmt: skip
+_FREE = (
+    "run",
+    "name",
+    "log_every",
+    "validate_every",
+    "save_every",
+    "keep",
+    "keep_every",
+    "remat",
+    "loss_chunk",
+    "mesh.*",
+    "watch.*",
+    "distill.teacher",
+    "distill.student",
+    "*data.path",
+    "*data.validation_path",
+    "*data.validation_batches",
+)
 
 
 def recorded(config: TrainConfig) -> dict[str, object]:
@@ -378,14 +425,22 @@ def recorded(config: TrainConfig) -> dict[str, object]:
 
 
 def check_same_run(before: dict[str, object], config: TrainConfig, run: Path) -> None:
-    """Raises ConfigError if `config` would not continue the run that `before` records, naming the options that differ."""
+    """Raises ConfigError if `config` would not continue the run that `before` records, naming the options that
+    differ.
+    """
     now, distils_nothing = recorded(config), dataclasses.asdict(DistillConfig())
-    before = {f"distill.{name}": value for name, value in distils_nothing.items()} | before  # a run from before there was this section
+    before = {
+        f"distill.{name}": value for name, value in distils_nothing.items()
+    } | before  # a run from before there was this section
 
     def free(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in _FREE)
 
-    changed = [name for name in sorted(now.keys() | before.keys()) if not free(name) and before.get(name) != now.get(name)]
+    changed = [
+        name for name in sorted(now.keys() | before.keys()) if not free(name) and before.get(name) != now.get(name)
+    ]
     if changed:
         listed = ", ".join(f"{name} ({before.get(name)!r} before, {now.get(name)!r} now)" for name in changed[:6])
-        raise ConfigError(f"{run} holds a run with other settings: {listed}; give the same, or another folder with --run")
+        raise ConfigError(
+            f"{run} holds a run with other settings: {listed}; give the same, or another folder with --run"
+        )

@@ -22,7 +22,9 @@ class DenseBlock(nnx.Module):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=INITIAL, rngs=rngs)
 
-        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(d, epsilon=config.norm_eps, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (
+            nnx.RMSNorm(d, epsilon=config.norm_eps, dtype=dtype, rngs=rngs) for _ in range(2)
+        )
         self.q, self.k, self.v, self.o = linear(d, heads), linear(d, kv_heads), linear(d, kv_heads), linear(heads, d)
         self.gate, self.up, self.down = linear(d, f), linear(d, f), linear(f, d)
 
@@ -30,7 +32,9 @@ class DenseBlock(nnx.Module):
         h = self.attention_norm(x)
         q, k, v = (w(h).reshape(*h.shape[:2], -1, self.head_dim) for w in (self.q, self.k, self.v))
         implementation = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
-        a = jax.nn.dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True, implementation=implementation)
+        a = jax.nn.dot_product_attention(
+            rotate(q, rotary), rotate(k, rotary), v, is_causal=True, implementation=implementation
+        )
         x = x + self.o(a.reshape(*h.shape[:2], -1))
         h = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
@@ -44,7 +48,9 @@ class DenseModel(nnx.Module):
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, dtype=dtype, embedding_init=INITIAL, rngs=rngs)
         self.blocks = nnx.List([DenseBlock(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, kernel_init=INITIAL, rngs=rngs)
+        self.head = nnx.Linear(
+            config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, kernel_init=INITIAL, rngs=rngs
+        )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         e = self.config.head_size
@@ -63,10 +69,16 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def dense_step(config: ModelConfig, dtype: str, learning_rate: float, clip_norm: float) -> Callable[[jax.Array], jax.Array]:
-    """A function that does one AdamW step on ids [b, s + 1] and returns the mean loss; the model and optimizer live in it."""
+def dense_step(
+    config: ModelConfig, dtype: str, learning_rate: float, clip_norm: float
+) -> Callable[[jax.Array], jax.Array]:
+    """A function that does one AdamW step on ids [b, s + 1] and returns the mean loss; the model and optimizer live in
+    it.
+    """
     model = DenseModel(config, dtype, nnx.Rngs(0))
-    transformation = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1))
+    transformation = optax.chain(
+        optax.clip_by_global_norm(clip_norm), optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1)
+    )
     optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
 
     @nnx.jit

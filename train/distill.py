@@ -1,7 +1,9 @@
-"""Distillation: a model cut into lanes learns the distribution of the dense model it was cut from, while its delay grows.
+"""Distillation: a model cut into lanes learns the distribution of the dense model it was cut from, while its delay
+grows.
 
-The teacher runs in a program of its own before each step and hands its logits over as part of the batch, so that a step stays one program
-of state and batch. All logits of a batch exist at once, twice: for long sequences and large vocabularies use small batches.
+The teacher runs in a program of its own before each step and hands its logits over as part of the batch, so that a step
+stays one program of state and batch. All logits of a batch exist at once, twice: for long sequences and large
+vocabularies use small batches.
 """
 
 import json
@@ -28,8 +30,18 @@ from train.config import Phase, TrainConfig
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
 RECORD = "distill.json"  # of a run: the fingerprint of its teacher
 # What a run may choose for itself: everything else of the student's config decides its weights, or what they compute.
-_FREE = ("layout", "broadcast_delay", "use_early_comm", "early_lands_twice", "use_attention_comm", "use_mlp_comm", "head_dim",
-         "max_position_embeddings", "bos_token_id", "eos_token_id")  # fmt: skip
+_FREE = (
+    "layout",
+    "broadcast_delay",
+    "use_early_comm",
+    "early_lands_twice",
+    "use_attention_comm",
+    "use_mlp_comm",
+    "head_dim",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
 
 
 def distilled_sums(
@@ -37,8 +49,8 @@ def distilled_sums(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The objective and its parts, summed over tokens as `Laneformer.loss` does, with the teacher's part:
 
-    sum of token weight * (nll + z_loss lse^2 + weight T^2 KL(teacher || student)), both softened by the temperature T (Hinton et al.,
-    arXiv 1503.02531). The part `kl` is the sum of token weight * KL in nats.
+    sum of token weight * (nll + z_loss lse^2 + weight T^2 KL(teacher || student)), both softened by the temperature T
+    (Hinton et al., arXiv 1503.02531). The part `kl` is the sum of token weight * KL in nats.
     """
     ids, segments, teacher = batch["ids"], batch.get("segments"), batch[TEACHER]
     logits = model(ids[:, :-1], segments_bs=None if segments is None else segments[:, :-1], remat=remat)
@@ -53,11 +65,12 @@ def distilled_sums(
 
 
 def annealed(config: TrainConfig, phase: Phase, step: int) -> Phase:
-    """The phase with the layout that it has in the step after `step`: dtp(0) at first, its own after distill.anneal_steps.
+    """The phase with the layout that it has in the step after `step`: dtp(0) at first, its own after
+    distill.anneal_steps.
 
-    The delay grows in equal stages, each with a program of its own. So every step runs one layout of the table, the same for whoever
-    loads or resumes it, at the price of compiling once per stage; weights traced through the program would keep the reductions of all
-    delays in every step.
+    The delay grows in equal stages, each with a program of its own. So every step runs one layout of the table, the
+    same for whoever loads or resumes it, at the price of compiling once per stage; weights traced through the program
+    would keep the reductions of all delays in every step.
     """
     distill = config.distill
     if step >= distill.anneal_steps:
@@ -72,7 +85,9 @@ def final_delay(model: ModelConfig) -> float:
 
 
 class Distillation:
-    """The teacher of a run, and the weights that it begins with. Raises CheckpointError or ConfigError for what does not fit."""
+    """The teacher of a run, and the weights that it begins with. Raises CheckpointError or ConfigError for what does
+    not fit.
+    """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, precision: Precision):
         self.config, self.mesh, self.teacher = config, mesh, None
@@ -86,7 +101,9 @@ class Distillation:
             self.teacher = Laneformer(opened.config, weights, precision)
 
     def first_weights(self) -> dict[str, jax.Array] | None:
-        """The student's weights in float32, on the devices that hold them; None where the run begins with fresh ones."""
+        """The student's weights in float32, on the devices that hold them; None where the run begins with fresh
+        ones.
+        """
         if self.config.distill.student is None:
             return None
         table = parameter_table(self.config.model)
@@ -102,7 +119,9 @@ class Distillation:
         return batch | {TEACHER: _logits(self.teacher, ids, segments, self.mesh)}
 
     def record(self, run: Path, new: bool) -> None:
-        """Notes whose distribution a new run learns. Raises CheckpointError where a run would go on with another teacher."""
+        """Notes whose distribution a new run learns. Raises CheckpointError where a run would go on with another
+        teacher.
+        """
         if self.teacher is None:
             return
         file, now = run / RECORD, {"teacher": fingerprint(self.teacher.weights())}
@@ -116,11 +135,13 @@ class Distillation:
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run") from None
+            raise CheckpointError(
+                f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run"
+            ) from None
         if before != now:
             raise CheckpointError(
-                f"distill.teacher = {self.config.distill.teacher}: not the weights that {run} began with; give those (one step of a run is "
-                "RUN/checkpoints/STEP), or another folder with --run"
+                f"distill.teacher = {self.config.distill.teacher}: not the weights that {run} began with; give those"
+                " (one step of a run is RUN/checkpoints/STEP), or another folder with --run"
             )
 
 
@@ -132,30 +153,41 @@ def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | Non
     def local(teacher, ids_bs, segments_bs):
         return teacher(ids_bs, segments_bs=segments_bs)
 
-    logits = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)(teacher, ids_bs, segments_bs)
+    logits = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)(
+        teacher, ids_bs, segments_bs
+    )
     return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P(DATA)))
 
 
 def _put(weight, where: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(weight.shape, where, lambda index: weight[index].copy())  # the reader uses its memory again
+    return jax.make_array_from_callback(
+        weight.shape, where, lambda index: weight[index].copy()
+    )  # the reader uses its memory again
 
 
 def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
     names = [field.name for field in fields(ModelConfig) if field.name not in _FREE] + ["head_size"]
-    wrong = [f"{name} {getattr(found, name)!r} (model.{name} = {getattr(model, name)!r})" for name in names
-             if getattr(found, name) != getattr(model, name)]  # fmt: skip
+    wrong = [
+        f"{name} {getattr(found, name)!r} (model.{name} = {getattr(model, name)!r})"
+        for name in names
+        if getattr(found, name) != getattr(model, name)
+    ]
     if wrong:
-        raise ConfigError(f"distill.student = {path} is another model than the recipe's: it has {', '.join(wrong)}; set those options so")
+        raise ConfigError(
+            f"distill.student = {path} is another model than the recipe's: it has {', '.join(wrong)}; set those"
+            " options so"
+        )
 
 
 def _check_teacher(path: Path, found: ModelConfig, config: TrainConfig) -> None:
     if found.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, the model one of {config.model.vocab_size}: their logits "
-            "must be of the same tokens"
+            f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, the model one of"
+            f" {config.model.vocab_size}: their logits must be of the same tokens"
         )
     longest = max(phase.data.sequence_length for phase in config.phases)
     if longest > found.max_position_embeddings:
         raise ConfigError(
-            f"data.sequence_length = {longest} is longer than the context of distill.teacher = {path} ({found.max_position_embeddings})"
+            f"data.sequence_length = {longest} is longer than the context of distill.teacher = {path}"
+            f" ({found.max_position_embeddings})"
         )

@@ -20,9 +20,9 @@ class DivergedError(LaneformerError):
 class Divergence:
     """Sees the step records of a run in order and raises DivergedError when going on makes no sense.
 
-    Two verdicts: `max_skipped` steps in a row were not finite; or the median of the last 20 losses lies more than `max_rise` nats above the
-    lowest such median of the phase. Both depend on nothing but the records: fed with those of metrics.jsonl, a resumed run goes on
-    watching as if it had never stopped.
+    Two verdicts: `max_skipped` steps in a row were not finite; or the median of the last 20 losses lies more than
+    `max_rise` nats above the lowest such median of the phase. Both depend on nothing but the records: fed with those of
+    metrics.jsonl, a resumed run goes on watching as if it had never stopped.
     """
 
     def __init__(self, run: Path, *, max_skipped: int, max_rise: float):
@@ -35,7 +35,9 @@ class Divergence:
         self._start_phase(None)
 
     def see(self, record: dict) -> None:
-        """Takes one record; other than step records are ignored. A step is skipped if it says so or its loss is not finite."""
+        """Takes one record; other than step records are ignored. A step is skipped if it says so or its loss is not
+        finite.
+        """
         if "loss" not in record:
             return
         if record.get("phase") != self._phase:
@@ -45,7 +47,9 @@ class Divergence:
             self.skipped += 1
             self._in_a_row += 1
             if self._in_a_row >= self.max_skipped:
-                raise self._diverged(f"the loss or its gradient was not finite in {self._in_a_row} steps in a row", "max_skipped")
+                raise self._diverged(
+                    f"the loss or its gradient was not finite in {self._in_a_row} steps in a row", "max_skipped"
+                )
             return
         self._in_a_row = 0
         self._losses.append(record["loss"])
@@ -73,14 +77,17 @@ class Divergence:
     def _diverged(self, what: str, limit: str) -> DivergedError:
         step, last = self._recent[-1]["step"], list(self._recent)[-SHOWN:]
         saved = [n for n in complete_steps(self.run) if n <= self._good]
-        good = f"the last good checkpoint is {self.run / STEPS / str(saved[-1])}" if saved else "no checkpoint from before it is left"
+        good = (
+            f"the last good checkpoint is {self.run / STEPS / str(saved[-1])}"
+            if saved
+            else "no checkpoint from before it is left"
+        )
         return DivergedError(
-            f"diverged at step {step}: {what}.\n"
-            f"Steps {last[0]['step']} to {step}: loss {_numbers(last, 'loss')}; gradient norm {_numbers(last, 'grad_norm')}; "
-            f"learning rate {_numbers(last[-1:], 'learning_rate')}.\n"
-            f"All was well until step {self._good}; {good}.\n"
-            "Try a lower optimizer.learning_rate or clip_norm, or a longer optimizer.warmup_steps, in another folder (--run); "
-            f"look at the text of steps {self._good + 1} to {step}; if this was to be expected, raise watch.{limit} and go on."
+            f"diverged at step {step}: {what}.\nSteps {last[0]['step']} to {step}: loss {_numbers(last, 'loss')};"
+            f" gradient norm {_numbers(last, 'grad_norm')}; learning rate {_numbers(last[-1:], 'learning_rate')}.\nAll"
+            f" was well until step {self._good}; {good}.\nTry a lower optimizer.learning_rate or clip_norm, or a longer"
+            f" optimizer.warmup_steps, in another folder (--run); look at the text of steps {self._good + 1} to {step};"
+            f" if this was to be expected, raise watch.{limit} and go on."
         )
 
 

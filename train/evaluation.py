@@ -1,4 +1,6 @@
-"""What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming problems."""
+"""What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming
+problems.
+"""
 
 import json
 import math
@@ -60,7 +62,9 @@ class Evaluation:
         return step == self.phase.last_step or step % every == 0
 
     def _validate(self, params: Params, tag: str, step: int, log: RunLog) -> dict[str, float]:
-        """Mean loss over the held-out batches in nats per token, and bits per byte where every token of the text counts."""
+        """Mean loss over the held-out batches in nats per token, and bits per byte where every token of the text
+        counts.
+        """
         held_out = self.sets[tag]
         sums = [jax.device_get(self.trainer.evaluate(params, self._put(rows))) for rows in held_out.batches]
         found = {"loss": float(sum(s["nll"] for s in sums) / sum(s["weight"] for s in sums))}
@@ -86,10 +90,13 @@ class Problems:
     """Programming problems solved with weights that are being trained, greedily: see infer/humaneval.py."""
 
     def __init__(self, live: LiveEngine, watch: WatchConfig, folder: Path):
-        """folder: gets STEP.json with every verdict. Raises ConfigError or InputError where this cannot work, and without a sandbox."""
+        """folder: gets STEP.json with every verdict. Raises ConfigError or InputError where this cannot work, and
+        without a sandbox.
+        """
         if jax.process_count() > 1:
             raise ConfigError(
-                "watch.humaneval_every works in one process: leave it out, and evaluate checkpoints with python -m infer humaneval"
+                "watch.humaneval_every works in one process: leave it out, and evaluate checkpoints with python -m"
+                " infer humaneval"
             )
         if live.tokenizer is None:
             raise InputError("watch.humaneval_every needs text: the data has no tokenizer.json that can be read")
@@ -100,7 +107,9 @@ class Problems:
 
     def solve(self, params: Params, step: int) -> dict[str, float]:
         """passed, total, and pass@1 of the model as it is."""
-        report = evaluate(self.live.holding(params), self.problems, max_new_tokens=self.tokens, judge=self.judge).as_json()
+        report = evaluate(
+            self.live.holding(params), self.problems, max_new_tokens=self.tokens, judge=self.judge
+        ).as_json()
         self.folder.mkdir(exist_ok=True)
         (self.folder / f"{step}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return {name: report[name] for name in ("passed", "total", "pass@1")}

@@ -1,4 +1,6 @@
-"""How much a model computes per token, counted from its config, and the share of the hardware's peak that a run reaches (MFU)."""
+"""How much a model computes per token, counted from its config, and the share of the hardware's peak that a run reaches
+(MFU).
+"""
 
 import math
 
@@ -7,13 +9,17 @@ from laneformer.parameters import parameter_table
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that every token is multiplied by: all matrices and the head, also a tied one; the embedding table is only read."""
+    """Weights that every token is multiplied by: all matrices and the head, also a tied one; the embedding table is
+    only read.
+    """
     matrices = sum(math.prod(p.shape) for p in parameter_table(config).values() if p.initial in ("normal", "output"))
     return matrices + (config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0)
 
 
 def keys_seen(length: int, window: int | None = None) -> float:
-    """Keys that a query of a causal sequence sees on average, its own included: the mean over i = 1..length of min(i, window)."""
+    """Keys that a query of a causal sequence sees on average, its own included: the mean over i = 1..length of min(i,
+    window).
+    """
     w = length if window is None else min(window, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
@@ -21,8 +27,8 @@ def keys_seen(length: int, window: int | None = None) -> float:
 def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
 
-    H query heads of size e each take 2 e per key for either product; keys are the `keys_seen` in that layer. Document boundaries are
-    not known here.
+    H query heads of size e each take 2 e per key for either product; keys are the `keys_seen` in that layer. Document
+    boundaries are not known here.
     """
     keys = sum(keys_seen(sequence_length, window) for window in config.layer_windows)
     return 4 * config.num_attention_heads * config.head_size * keys
@@ -31,19 +37,23 @@ def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> floa
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """FLOPs of a forward pass per token of a sequence, 2 per multiplication and addition: 2 M + attention.
 
-    M are the `matmul_parameters`. The convention of PaLM (arXiv 2204.02311, appendix B), except that attention counts the keys that
-    are seen, about half of them, not all. Norms, rotations, softmax and the sums over lanes are left out.
+    M are the `matmul_parameters`. The convention of PaLM (arXiv 2204.02311, appendix B), except that attention counts
+    the keys that are seen, about half of them, not all. Norms, rotations, softmax and the sums over lanes are left out.
     """
     return 2 * matmul_parameters(config) + attention_flops_per_token(config, sequence_length)
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward, which takes two products for each: 3 x forward = 6 M + 12 H e keys. Recomputation is not counted."""
+    """Forward and backward, which takes two products for each: 3 x forward = 6 M + 12 H e keys. Recomputation is not
+    counted.
+    """
     return 3 * forward_flops_per_token(config, sequence_length)
 
 
 def model_flops_utilization(
     config: ModelConfig, sequence_length: int, tokens_per_second: float, devices: int, peak_flops: float
 ) -> float:
-    """MFU: training FLOPs per second over the peak of all devices (FLOP/s of one device in the compute dtype, without sparsity)."""
+    """MFU: training FLOPs per second over the peak of all devices (FLOP/s of one device in the compute dtype, without
+    sparsity).
+    """
     return train_flops_per_token(config, sequence_length) * tokens_per_second / (devices * peak_flops)

@@ -1,4 +1,6 @@
-"""Reads the text of a compiled XLA program: the kernels and exchanges that one device runs, loops counted as often as they turn."""
+"""Reads the text of a compiled XLA program: the kernels and exchanges that one device runs, loops counted as often as
+they turn.
+"""
 
 import math
 import re
@@ -9,11 +11,29 @@ import numpy as np
 from jax.sharding import Mesh
 
 COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _ENTERED = ("while", "conditional", "call", "async-start")  # what these call is launched by itself
-_NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier")
-_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_NO_WORK = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+)
+_CALLED = re.compile(
+    r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)"
+)
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -49,7 +69,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: FLOPs of its matrix products, bytes that it reads and writes, and how often it runs per call of the program."""
+    """One launch: FLOPs of its matrix products, bytes that it reads and writes, and how often it runs per call of the
+    program.
+    """
 
     op: str
     flops: int
@@ -63,19 +85,25 @@ class Collective:
 
     kind: str
     axis: str
-    """Mesh axes along which a group's devices differ, as data or lane; "?" where the text names the groups in an unknown way."""
+    """Mesh axes along which a group's devices differ, as data or lane; "?" where the text names the groups in an
+    unknown way.
+    """
     group: int
     """Devices that take part in one exchange."""
     count: int
     bytes: int
     """Of the whole arrays: what is summed, or what has been gathered."""
     sent: int
-    """Bytes that the device sends, and receives, when a ring carries it: (g - 1)/g of `bytes`, twice that for an all-reduce."""
+    """Bytes that the device sends, and receives, when a ring carries it: (g - 1)/g of `bytes`, twice that for an
+    all-reduce.
+    """
 
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program's text. Loops whose number of turns XLA does not know count once and are listed in `unknown_loops`."""
+    """A compiled program's text. Loops whose number of turns XLA does not know count once and are listed in
+    `unknown_loops`.
+    """
 
     text: str
 
@@ -124,7 +152,9 @@ class Module:
 
     @cached_property
     def kernels(self) -> list[Kernel]:
-        """All but exchanges. Products inside calls of libraries other than cuBLAS, as in cuDNN's attention, do not show in the text."""
+        """All but exchanges. Products inside calls of libraries other than cuBLAS, as in cuDNN's attention, do not show
+        in the text.
+        """
         return [
             Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
             for computation, i, times in self.launched
@@ -144,7 +174,10 @@ class Module:
             row = rows.setdefault((kind, axis, size), [0, 0, 0])
             for n, value in enumerate((times, full * times, sent * times)):
                 row[n] += value
-        return sorted((Collective(*key, int(n), int(full), int(sent)) for key, (n, full, sent) in rows.items()), key=lambda c: -c.sent)
+        return sorted(
+            (Collective(*key, int(n), int(full), int(sent)) for key, (n, full, sent) in rows.items()),
+            key=lambda c: -c.sent,
+        )
 
     def _flops(self, computation: str, i: Instruction) -> int:
         """2 x elements of the result x contracted elements, of a product or of those in a fusion."""
@@ -164,7 +197,9 @@ class Module:
             return _written(i, inside) + sum(_read(name, inside[name].bytes, (i,), inside) for name in set(i.operands))
         fused = self.computations[i.called[0]]
         root = list(fused.values())[-1]
-        total = sum(_written(fused[name], fused) for name in root.operands) if root.op == "tuple" else _written(root, fused)
+        total = (
+            sum(_written(fused[name], fused) for name in root.operands) if root.op == "tuple" else _written(root, fused)
+        )
         for parameter in (p for p in fused.values() if p.op == "parameter"):
             users = [user for user in fused.values() if parameter.name in user.operands]
             total += _read(parameter.name, parameter.bytes, users, fused)
@@ -210,7 +245,9 @@ def _closing(text: str, start: int) -> int:
 
 
 def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:
-    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others. A start's type is (operands, results)."""
+    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others. A start's type is
+    (operands, results).
+    """
     total, started = instruction.bytes, instruction.op.endswith("-start")
     if kind in ("all-gather", "reduce-scatter"):
         if started:
@@ -230,7 +267,9 @@ def _axis(attributes: str, mesh: Mesh) -> tuple[str, int]:
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray | None:
-    """Device numbers [group, member] of replica_groups in any of its forms, or of the pairs of a permutation; None for an unknown form."""
+    """Device numbers [group, member] of replica_groups in any of its forms, or of the pairs of a permutation; None for
+    an unknown form.
+    """
     if pairs := re.search(r"source_target_pairs=(\{\{.*?\}\})", attributes):
         return np.array([list(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", pairs[1])])
     if listed := re.search(r"replica_groups=(\{\{.*?\}\})", attributes):

@@ -17,7 +17,8 @@ def all_processes(true: bool) -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Leaves when every process of the job has come to the end of it; where one has met a user's mistake, all raise an error.
+    """Leaves when every process of the job has come to the end of it; where one has met a user's mistake, all raise an
+    error.
 
     That one its own, which names the mistake; the others a ConfigError that names the process.
     """
@@ -35,4 +36,6 @@ def together() -> Iterator[None]:
 
 def _of_each(true: bool) -> np.ndarray:
     """What each process has asked with, bool [processes]."""
-    return np.array([true]) if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(np.bool_(true)))
+    return (
+        np.array([true]) if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(np.bool_(true)))
+    )

@@ -1,4 +1,6 @@
-"""The training loop: phase after phase, resumes exactly, measures, validates, saves, and stops cleanly when asked to."""
+"""The training loop: phase after phase, resumes exactly, measures, validates, saves, and stops cleanly when
+asked to.
+"""
 
 import math
 import os
@@ -41,9 +43,9 @@ class Interrupted(Exception):
 def train(config: TrainConfig) -> None:
     """Runs `config` to the end of its last phase, from the newest checkpoint of its folder if there is one.
 
-    Leaves RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. The same config gives bitwise the same losses and
-    weights however often it is stopped, on the same number of devices; on others to rounding. Raises LaneformerError for a user's
-    mistake and Interrupted after SIGINT or SIGTERM.
+    Leaves RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. The same config gives bitwise the
+    same losses and weights however often it is stopped, on the same number of devices; on others to rounding. Raises
+    LaneformerError for a user's mistake and Interrupted after SIGINT or SIGTERM.
     """
     if config.mesh.host_devices:
         lf.use_host_devices(config.mesh.host_devices)
@@ -80,7 +82,10 @@ def train(config: TrainConfig) -> None:
             if first < phase.last_step:
                 state = loop.run(phase, state, max(first, phase.first_step))
         if speaks:
-            print(f"{run}: {config.total_steps} steps done, last checkpoint in {run / 'checkpoints' / str(config.total_steps)}")
+            print(
+                f"{run}: {config.total_steps} steps done, last checkpoint in"
+                f" {run / 'checkpoints' / str(config.total_steps)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class PhaseData:
     def open(cls, phase: Phase, stores: Stores) -> Self:
         """Raises InputError or ConfigError for stores that do not give what the phase asks for."""
         train, extra = ([stores[path] for path in paths] for paths in (phase.data.path, phase.data.validation_path))
-        seed = phase.data.seed + 1_000_003 * phase.index  # a later phase that reads the same folder reads it in another order
+        seed = (
+            phase.data.seed + 1_000_003 * phase.index
+        )  # a later phase that reads the same folder reads it in another order
         return cls(Batches(phase.data, train, seed), validation_sets(phase.data, train, extra))
 
 
@@ -102,10 +109,23 @@ class _Loop:
     """One step after another; the metrics of a step are fetched while the next one runs."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, data: dict[str, PhaseData], distillation: Distillation, checkpoints: Checkpoints,
-        log: RunLog, stop: list[int],
-    ):  # fmt: skip
-        self.config, self.mesh, self.data, self.checkpoints, self.log, self.stop = config, mesh, data, checkpoints, log, stop
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        data: dict[str, PhaseData],
+        distillation: Distillation,
+        checkpoints: Checkpoints,
+        log: RunLog,
+        stop: list[int],
+    ):
+        self.config, self.mesh, self.data, self.checkpoints, self.log, self.stop = (
+            config,
+            mesh,
+            data,
+            checkpoints,
+            log,
+            stop,
+        )
         self.distillation = distillation
         self.asked_by_any = False  # a process wants to stop, and all know it
 
@@ -208,14 +228,16 @@ class _Loop:
 
 
 def _mesh(config: TrainConfig) -> Mesh:
-    """The mesh of the run. Raises ConfigError for one that cannot be, or that leaves devices of a job unused: a process might have none."""
+    """The mesh of the run. Raises ConfigError for one that cannot be, or that leaves devices of a job unused: a process
+    might have none.
+    """
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     if jax.process_count() > 1 and mesh.size < jax.device_count():
         lane = math.gcd(mesh.shape[LANE], jax.device_count())
         also = "" if config.mesh.lane in (None, lane) else f" --mesh.lane {lane}"
         raise ConfigError(
-            f"mesh {mesh.shape[DATA]} x {mesh.shape[LANE]} uses {mesh.size} of the job's {jax.device_count()} devices: set --mesh.data "
-            f"{jax.device_count() // lane}{also}, or start fewer processes"
+            f"mesh {mesh.shape[DATA]} x {mesh.shape[LANE]} uses {mesh.size} of the job's {jax.device_count()} devices:"
+            f" set --mesh.data {jax.device_count() // lane}{also}, or start fewer processes"
         )
     return mesh
 
@@ -241,7 +263,9 @@ def _stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _answer_to_ctrl_c() -> Iterator[None]:
-    """Says at the first Ctrl-C what it does. In a thread: Python's own handlers wait until XLA has compiled, for seconds or minutes."""
+    """Says at the first Ctrl-C what it does. In a thread: Python's own handlers wait until XLA has compiled, for
+    seconds or minutes.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -264,18 +288,30 @@ def _answer_to_ctrl_c() -> Iterator[None]:
 def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> str:
     devices, schedule = mesh.devices, config.model.schedule
     lines = [
-        f"{config.name}: {lf.parameter_count(config.model):,} parameters, {config.model.num_lanes} lanes, layout {config.model.layout} "
-        f"({schedule.num_reductions} reductions per pass for {schedule.num_modules} modules)",
-        f"on {devices.size} x {devices.flat[0].device_kind} (data {devices.shape[0]} x lane {devices.shape[1]}), "
-        f"products in {precision_of(config, mesh).compute}",
+        (
+            f"{config.name}: {lf.parameter_count(config.model):,} parameters, {config.model.num_lanes} lanes, layout"
+            f" {config.model.layout} ({schedule.num_reductions} reductions per pass for {schedule.num_modules} modules)"
+        ),
+        (
+            f"on {devices.size} x {devices.flat[0].device_kind} (data {devices.shape[0]} x lane {devices.shape[1]}), "
+            f"products in {precision_of(config, mesh).compute}"
+        ),
     ]
     if unused := jax.device_count() - mesh.size:
-        lines.append(f"{unused} of {jax.device_count()} devices stay unused: --mesh.data and --mesh.lane say which share of them works")
-    for phase in config.phases:
-        tokens, there = phase.steps * phase.tokens_per_step, sum(stores[path].tokens("train") for path in phase.data.path)
         lines.append(
-            f"{f'phase {phase.name}: ' if config.then else ''}{tokens:,} tokens = {tokens / there:.2f} epochs of "
-            f"{', '.join(map(str, phase.data.path))} ({there:,} tokens), {phase.steps} steps of {phase.data.batch_size} x "
-            f"{phase.data.sequence_length}"
+            f"{unused} of {jax.device_count()} devices stay unused: --mesh.data and --mesh.lane say which share of them"
+            " works"
         )
-    return "\n".join([*lines, f"going on after step {first} of {config.run_folder}" if first else f"new run in {config.run_folder}"])
+    for phase in config.phases:
+        tokens, there = (
+            phase.steps * phase.tokens_per_step,
+            sum(stores[path].tokens("train") for path in phase.data.path),
+        )
+        lines.append(
+            f"{f'phase {phase.name}: ' if config.then else ''}{tokens:,} tokens = {tokens / there:.2f} epochs of"
+            f" {', '.join(map(str, phase.data.path))} ({there:,} tokens), {phase.steps} steps of"
+            f" {phase.data.batch_size} x {phase.data.sequence_length}"
+        )
+    return "\n".join(
+        [*lines, f"going on after step {first} of {config.run_folder}" if first else f"new run in {config.run_folder}"]
+    )

@@ -1,4 +1,6 @@
-"""metrics.jsonl: one line per step and per validation, never a step twice however often a run is resumed; and copies of it elsewhere."""
+"""metrics.jsonl: one line per step and per validation, never a step twice however often a run is resumed; and copies of
+it elsewhere.
+"""
 
 import json
 import math
@@ -29,7 +31,9 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Appends records {"step": n, ...} to a JSONL file; opened at a step it drops what an interrupted run wrote after it."""
+    """Appends records {"step": n, ...} to a JSONL file; opened at a step it drops what an interrupted run wrote after
+    it.
+    """
 
     def __init__(self, path: Path, resumed_at: int, sinks: Sequence[Sink] = ()):
         """sinks: get every record too. Open those that ask for `last_step(path)` before this."""
@@ -42,7 +46,8 @@ class MetricsLog:
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line is out as soon as it is whole
 
     def write(self, step: int, **values) -> None:
-        """One record. Floats keep all their digits: equal lines mean bitwise equal losses. What is not a finite number becomes null.
+        """One record. Floats keep all their digits: equal lines mean bitwise equal losses. What is not a finite number
+        becomes null.
 
         Raises LaneformerError, as `sync` does, where the file cannot be written.
         """
@@ -91,8 +96,8 @@ def last_step(path: Path) -> int:
 def scalars(values: dict) -> dict[str, float]:
     """The numbers of a record under the names that dashboards group by; texts and nulls are left out.
 
-    loss -> train/loss; step_seconds, tokens_per_second, mfu -> time/...; what is nested keeps its own name: validation/TAG/loss,
-    epoch/TAG, time/compile, lanes/similarity/07 (module 7).
+    loss -> train/loss; step_seconds, tokens_per_second, mfu -> time/...; what is nested keeps its own name:
+    validation/TAG/loss, epoch/TAG, time/compile, lanes/similarity/07 (module 7).
     """
 
     def flatten(name: str, value) -> Iterator[tuple[str, float]]:

@@ -12,7 +12,9 @@ BLOCK = 1 << 14  # rows: shares are met to 1 in 16384
 
 
 def apportion(weights: Sequence[float], seats: int) -> np.ndarray:
-    """`seats` divided by positive `weights[n]` -> int64[n] with that sum: the whole parts, and one more for the largest remainders."""
+    """`seats` divided by positive `weights[n]` -> int64[n] with that sum: the whole parts, and one more for the largest
+    remainders.
+    """
     total = sum(map(Fraction, weights))
     shares = [Fraction(weight) * seats / total for weight in weights]
     out = np.array([int(share) for share in shares], np.int64)
@@ -22,7 +24,9 @@ def apportion(weights: Sequence[float], seats: int) -> np.ndarray:
 
 
 class Mixture:
-    """The endless row of sources: in rows [b BLOCK, (b + 1) BLOCK) source i comes counts[i] times, in an order permuted by seed and b."""
+    """The endless row of sources: in rows [b BLOCK, (b + 1) BLOCK) source i comes counts[i] times, in an order permuted
+    by seed and b.
+    """
 
     def __init__(self, weights: Sequence[float], seed: int):
         self.counts, self.seed = apportion(weights, BLOCK), seed

@@ -18,7 +18,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     warmup = min(config.warmup_steps, steps - decay)
     rise = optax.linear_schedule(top / max(warmup, 1), top, max(warmup - 1, 1))
     if config.schedule == "cosine":
-        return optax.join_schedules([rise, optax.cosine_decay_schedule(top, max(steps - warmup, 1), config.final_fraction)], [warmup])
+        return optax.join_schedules(
+            [rise, optax.cosine_decay_schedule(top, max(steps - warmup, 1), config.final_fraction)], [warmup]
+        )
     fall = optax.linear_schedule(top, end, max(decay, 1))
     return optax.join_schedules([rise, optax.constant_schedule(top), fall], [warmup, steps - decay])
 
@@ -26,9 +28,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
     """Clipping by the norm over all weights, AdamW or Muon, and decay of matrices and embeddings; at learning rate 1.
 
-    muon orthogonalises each lane's share of a matrix on its own, as it is a matrix of its own to the lane, and scales the result to
-    the size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head, norms and
-    biases stay AdamW's.
+    muon orthogonalises each lane's share of a matrix on its own, as it is a matrix of its own to the lane, and scales
+    the result to the size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982).
+    Embeddings, head, norms and biases stay AdamW's.
     """
     table = parameter_table(model)
     matrices = {path: path.startswith("layers.") and len(p.shape) == 3 for path, p in table.items()}
@@ -38,7 +40,10 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
         labels = {path: "muon" if matrix else "adam" for path, matrix in matrices.items()}
         rule = optax.partition({"muon": _muon(config), "adam": rule}, labels)
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), rule, optax.add_decayed_weights(config.weight_decay, decays), optax.scale(-1.0)
+        optax.clip_by_global_norm(config.clip_norm),
+        rule,
+        optax.add_decayed_weights(config.weight_decay, decays),
+        optax.scale(-1.0),
     )
 
 

@@ -1,14 +1,14 @@
 """Rows of sequence_length targets from a split of documents: end to end, or whole documents fitted together.
 
-A row is s + 1 tokens, s = sequence_length, for the targets are the inputs shifted by one. A packing has `rows` of them per epoch;
-`row(index)` reads one, and `row_keys` says what it holds:
+A row is s + 1 tokens, s = sequence_length, for the targets are the inputs shifted by one. A packing has `rows` of them
+per epoch; `row(index)` reads one, and `row_keys` says what it holds:
 
     "ids"       int32 [s + 1]
     "weights"   float32 [s]       1 where the target ids[1:] counts, else 0
     "segments"  int32 [s + 1]     number of the document within the row; attention must not cross it
 
-The first token of a document has nothing before it. It counts as a target only where documents are packed end to end and see each other:
-there it is predicted from the end mark of the one before.
+The first token of a document has nothing before it. It counts as a target only where documents are packed end to end
+and see each other: there it is predicted from the end mark of the one before.
 """
 
 import heapq
@@ -25,23 +25,32 @@ BLOCK_DOCUMENTS = 1 << 18  # packed at a time, which bounds the memory of packin
 
 
 def row_keys(data: DataConfig, stores: Sequence[TokenStore], split: str) -> tuple[str, ...]:
-    """What the rows of these stores hold: weights only where some target does not count, segments only where attention has borders."""
-    weights = data.packing == "best_fit" or not data.attend_across_documents or any(store.has_loss_mask(split) for store in stores)
+    """What the rows of these stores hold: weights only where some target does not count, segments only where attention
+    has borders.
+    """
+    weights = (
+        data.packing == "best_fit"
+        or not data.attend_across_documents
+        or any(store.has_loss_mask(split) for store in stores)
+    )
     return ("ids", *(("weights",) if weights else ()), *(() if data.attend_across_documents else ("segments",)))
 
 
 class Concat:
     """Documents end to end, cut into rows: row i is tokens [i s, (i + 1) s] of the split.
 
-    Each token is a target once per epoch, but the first and a tail shorter than a row. InputError where the split has not one row.
+    Each token is a target once per epoch, but the first and a tail shorter than a row. InputError where the split has
+    not one row.
     """
 
     def __init__(self, store: TokenStore, split: str, data: DataConfig, keys: tuple[str, ...]):
         self.store, self.split, self.length, self.keys = store, split, data.sequence_length, keys
         self.rows = (store.tokens(split) - 1) // self.length
         if self.rows < 1:
-            raise InputError(f"split {split!r} of {store.path} has {store.tokens(split)} tokens, a row of sequence_length {self.length} "
-                             f"needs {self.length + 1}: give more text or a shorter data.sequence_length")
+            raise InputError(
+                f"split {split!r} of {store.path} has {store.tokens(split)} tokens, a row of sequence_length"
+                f" {self.length} needs {self.length + 1}: give more text or a shorter data.sequence_length"
+            )
 
     def row(self, index: int) -> Rows:
         start = index * self.length
@@ -50,7 +59,9 @@ class Concat:
         if self.store.has_loss_mask(self.split):
             counts = self.store.read_loss(self.split, start + 1, self.length)
         if "segments" in self.keys:
-            begins = self.store.document_ends(self.split, start, start + self.length) - start  # of every document but the row's first
+            begins = (
+                self.store.document_ends(self.split, start, start + self.length) - start
+            )  # of every document but the row's first
             counts[begins - 1] = False
             border = np.zeros(self.length + 1, np.int32)
             border[begins] = 1
@@ -61,12 +72,13 @@ class Concat:
 
 
 class BestFit:
-    """Rows of whole documents, fitted together and padded with the end mark (Ding et al., Fewer Truncations, arXiv 2404.10830).
+    """Rows of whole documents, fitted together and padded with the end mark (Ding et al., Fewer Truncations, arXiv
+    2404.10830).
 
-    A document longer than a row is cut into pieces that overlap by one token, [i s, (i + 1) s] of it, all but the last full rows: no target
-    is lost, and every token of a document but its first is a target exactly once per epoch. Best-fit-decreasing runs over the pieces of
-    BLOCK_DOCUMENTS consecutive documents at a time, when this is made; 12 bytes per piece and 8 per row stay. InputError where the split
-    has nothing to predict.
+    A document longer than a row is cut into pieces that overlap by one token, [i s, (i + 1) s] of it, all but the last
+    full rows: no target is lost, and every token of a document but its first is a target exactly once per epoch.
+    Best-fit-decreasing runs over the pieces of BLOCK_DOCUMENTS consecutive documents at a time, when this is made; 12
+    bytes per piece and 8 per row stay. InputError where the split has nothing to predict.
     """
 
     def __init__(self, store: TokenStore, split: str, data: DataConfig, keys: tuple[str, ...]):
@@ -80,13 +92,20 @@ class BestFit:
             raise InputError(f"split {split!r} of {store.path} has no document with a token to predict: give more text")
 
     def row(self, index: int) -> Rows:
-        row = {"ids": np.full(self.length + 1, self.store.manifest.eos_id, np.int32), "weights": np.zeros(self.length, np.float32)}
+        row = {
+            "ids": np.full(self.length + 1, self.store.manifest.eos_id, np.int32),
+            "weights": np.zeros(self.length, np.float32),
+        }
         segments = np.empty(self.length + 1, np.int32)
         masked, at = self.store.has_loss_mask(self.split), 0
         pieces = slice(self.first[index], self.first[index + 1])
-        for number, (start, length) in enumerate(zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True)):
+        for number, (start, length) in enumerate(
+            zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True)
+        ):
             row["ids"][at : at + length] = self.store.read(self.split, start, length)
-            row["weights"][at : at + length - 1] = self.store.read_loss(self.split, start + 1, length - 1) if masked else 1
+            row["weights"][at : at + length - 1] = (
+                self.store.read_loss(self.split, start + 1, length - 1) if masked else 1
+            )
             segments[at : at + length] = number
             at += length
         segments[at:] = number + 1  # padding
@@ -108,13 +127,15 @@ class BestFit:
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Rows of `capacity` for pieces of `lengths[n]`, each in 1..capacity -> int64[n], the row of each piece.
 
-    From the longest to the shortest, each piece goes to the row with the least room that still takes it, or to a new row. Pieces of one
-    length are placed together, and rows with the same history are kept as a run, so that the work goes with the number of different
-    lengths and runs, not of pieces.
+    From the longest to the shortest, each piece goes to the row with the least room that still takes it, or to a new
+    row. Pieces of one length are placed together, and rows with the same history are kept as a run, so that the work
+    goes with the number of different lengths and runs, not of pieces.
     """
     sizes, counts = np.unique(-lengths, return_counts=True)
     rows, runs = 0, []  # (first row, rows, pieces in each), in the order of the pieces
-    open_runs: list[tuple[int, int, int]] = []  # (room, first row, rows) with room for this length and more, the least room last
+    open_runs: list[
+        tuple[int, int, int]
+    ] = []  # (room, first row, rows) with room for this length and more, the least room last
     narrow: list[tuple[int, int, int]] = []  # the others: a heap of (-room, first row, rows)
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         while narrow and -narrow[0][0] >= size:

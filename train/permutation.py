@@ -9,7 +9,8 @@ MASK = (1 << 64) - 1
 
 
 def mix(x):
-    """The splitmix64 finalizer (Steele, Lea & Flood 2014): a bijection of 64-bit words in which each input bit moves half the output bits.
+    """The splitmix64 finalizer (Steele, Lea & Flood 2014): a bijection of 64-bit words in which each input bit moves
+    half the output bits.
 
     `x` is a uint64 array (multiplication wraps) or a Python int below 2^64.
     """
@@ -22,14 +23,16 @@ def mix(x):
 def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Where a keyed pseudo-random permutation of range(size) sends each `index[...]` -> int64[...].
 
-    A Feistel network over a grid (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): with a = ceil(sqrt(size)) and
-    b = ceil(size / a), an index is x = l * b + r, and each round adds to one half a hash of the other,
+    A Feistel network over a grid (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): with a =
+    ceil(sqrt(size)) and b = ceil(size / a), an index is x = l * b + r, and each round adds to one half a hash of the
+    other,
 
         even rounds: l = (l + F(r)) mod a        odd rounds: r = (r + F(l)) mod b        F(y) = mix(y ^ key[round])
 
-    which can be undone, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through again until they land
-    inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] = mix(mix(mix(seed) ^ epoch) + i + 1).
-    Written out here, on 64-bit integers alone, so that no library's version can change the order of a run.
+    which can be undone, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through
+    again until they land inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] =
+    mix(mix(mix(seed) ^ epoch) + i + 1). Written out here, on 64-bit integers alone, so that no library's version can
+    change the order of a run.
     """
     a = math.isqrt(size - 1) + 1 if size > 1 else 1
     b = -(-size // a)

@@ -1,4 +1,6 @@
-"""What a recipe will need and how long it will take on a cluster that need not exist: `python -m train RECIPE --dry-run`."""
+"""What a recipe will need and how long it will take on a cluster that need not exist: `python -m train RECIPE
+--dry-run`.
+"""
 
 import dataclasses
 import json
@@ -39,21 +41,26 @@ class ClusterConfig:
     efficiency: float = 0.6
     """Share of the peak that matrix products reach; an assumption."""
     compiler: Compiler = "auto"
-    """cuda: XLA's compiler for NVIDIA GPUs, without a GPU (pip install 'jax[cuda12]'); cpu: XLA:CPU, whose memory and traffic are too
-    large for a GPU; auto: cuda where it is installed and knows the device."""
+    """cuda: XLA's compiler for NVIDIA GPUs, without a GPU (pip install 'jax[cuda12]'); cpu: XLA:CPU, whose memory and
+    traffic are too large for a GPU; auto: cuda where it is installed and knows the device.
+    """
 
     def __post_init__(self):
         if self.nodes is not None and self.nodes < 1:
             raise ConfigError(f"cluster.nodes = {self.nodes}: it must be at least 1")
         if not 0 < self.efficiency <= 1:
-            raise ConfigError(f"cluster.efficiency = {self.efficiency}: it is a share of the peak, above 0 and at most 1")
+            raise ConfigError(
+                f"cluster.efficiency = {self.efficiency}: it is a share of the peak, above 0 and at most 1"
+            )
         if self.network is not None and not 0 < self.network < math.inf:
             raise ConfigError(f"cluster.network = {self.network}: it must be a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds per step, projected. A roofline: each resource by itself at full speed, its share of the peak stated in the cluster."""
+    """Seconds per step, projected. A roofline: each resource by itself at full speed, its share of the peak stated in
+    the cluster.
+    """
 
     device: float
     """Sum over kernels of the longer of products at efficiency x peak and bytes at the memory's bandwidth."""
@@ -125,9 +132,11 @@ class Plan:
         for phase in self.phases:
             program = dataclasses.replace(phase.program, kernels=())
             derived = {
-                "memory_total": phase.program.memory.total, "matmul_flops": phase.program.matmul_flops,
-                "memory_traffic": phase.program.memory_traffic, **speeds(self, phase),
-            }  # fmt: skip
+                "memory_total": phase.program.memory.total,
+                "matmul_flops": phase.program.matmul_flops,
+                "memory_traffic": phase.program.memory_traffic,
+                **speeds(self, phase),
+            }
             phases.append({**dataclasses.asdict(dataclasses.replace(phase, program=program)), **derived})
         return {"projected": True, **dataclasses.asdict(dataclasses.replace(self, phases=())), "phases": phases}
 
@@ -149,13 +158,26 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     devices, compiler = compile_only_devices(cluster.device, device, nodes, cluster.compiler)
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane, devices=devices)
     result = Plan(
-        recipe=config.name, parameters=lf.parameter_count(config.model), cluster=cluster, device=device, devices=count,
-        mesh=dict(mesh.shape), compiler=compiler, compute_dtype=Trainer(config, config.phases[0], mesh).precision.compute,
-    )  # fmt: skip
+        recipe=config.name,
+        parameters=lf.parameter_count(config.model),
+        cluster=cluster,
+        device=device,
+        devices=count,
+        mesh=dict(mesh.shape),
+        compiler=compiler,
+        compute_dtype=Trainer(config, config.phases[0], mesh).precision.compute,
+    )
     compiled: dict[tuple, tuple[Trainer, Program]] = {}
     for phase in config.phases:
         keys = row_keys(phase.data, (), "train")  # a store with loss masks would add weights
-        what = (phase.model, phase.data.batch_size, phase.data.sequence_length, keys, phase.accumulate, phase.optimizer.kind)
+        what = (
+            phase.model,
+            phase.data.batch_size,
+            phase.data.sequence_length,
+            keys,
+            phase.accumulate,
+            phase.optimizer.kind,
+        )
         if what not in compiled:
             trainer = Trainer(config, phase, mesh, keys)
             lowered = trainer.lower_step()
@@ -175,7 +197,10 @@ def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int
         lane = mesh.lane or math.gcd(config.model.num_lanes, per_node)
         nodes = cluster.nodes or math.ceil(mesh.data * lane / per_node)
         if cluster.nodes and nodes * per_node % lane:
-            raise ConfigError(f"{nodes} nodes of {per_node} devices cannot be filled by lanes on {lane} devices: choose another mesh.lane")
+            raise ConfigError(
+                f"{nodes} nodes of {per_node} devices cannot be filled by lanes on {lane} devices: choose another"
+                " mesh.lane"
+            )
         mesh = dataclasses.replace(mesh, data=nodes * per_node // lane if cluster.nodes else mesh.data)
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, lane=lane)), nodes
 
@@ -190,10 +215,18 @@ def _phase(plan: Plan, config: TrainConfig, phase: Phase, trainer: Trainer, prog
     flops = train_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
     fits = program.memory.total <= USABLE * plan.device.memory
     return PhasePlan(
-        name=phase.name, steps=phase.steps, tokens_per_step=phase.tokens_per_step, model_flops=flops, parameters=parameters,
-        moments=held(state.optimizer), gradients=parameters, program=program, fits=fits,
-        advice=() if fits else _advice(config, phase, parameters, program), times=_times(plan, phase, flops, program),
-    )  # fmt: skip
+        name=phase.name,
+        steps=phase.steps,
+        tokens_per_step=phase.tokens_per_step,
+        model_flops=flops,
+        parameters=parameters,
+        moments=held(state.optimizer),
+        gradients=parameters,
+        program=program,
+        fits=fits,
+        advice=() if fits else _advice(config, phase, parameters, program),
+        times=_times(plan, phase, flops, program),
+    )
 
 
 def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Times | None:
@@ -203,7 +236,9 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
     speed = device.peak_flops * plan.cluster.efficiency
     products = model_flops / plan.devices / speed
     kernels = sum(k.times * max(k.flops / speed, k.bytes / device.memory_bandwidth) for k in program.kernels)
-    if program.unknown_loops or any("fmha" in name for name in program.libraries):  # attention's products do not show in the program
+    if program.unknown_loops or any(
+        "fmha" in name for name in program.libraries
+    ):  # attention's products do not show in the program
         attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
         kernels += attention / plan.devices / speed
     spread = {DATA: plan.mesh[LANE] * (plan.mesh[DATA] - 1), LANE: plan.mesh[LANE] - 1}  # devices lie lane by lane
@@ -222,9 +257,13 @@ def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program
     option = f"--then.{phase.name}." if phase.index else "--"
     rows = phase.data.batch_size // (phase.accumulate * config.mesh.data)
     if rows > 1:
-        said.append(f"{option}accumulate {phase.accumulate * 2} halves the activations ({rows} sequences per device at a time)")
+        said.append(
+            f"{option}accumulate {phase.accumulate * 2} halves the activations ({rows} sequences per device at a time)"
+        )
     if config.remat != "block":
-        said.append(f"--remat {'dots' if config.remat == 'none' else 'block'} keeps fewer activations and computes them again")
+        said.append(
+            f"--remat {'dots' if config.remat == 'none' else 'block'} keeps fewer activations and computes them again"
+        )
     if memory.arguments + parameters > memory.total / 3:
         said.append(f"more devices on the data axis (--mesh.data {2 * config.mesh.data}) halve state and gradients")
     if config.mesh.lane < config.model.num_lanes:
@@ -233,7 +272,9 @@ def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program
 
 
 def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
-    """[if nothing overlaps, if everything does]: step_seconds, tokens_per_second, mfu, days. Empty where the cluster has no speeds."""
+    """[if nothing overlaps, if everything does]: step_seconds, tokens_per_second, mfu, days. Empty where the cluster
+    has no speeds.
+    """
     if phase.times is None:
         return {}
     steps = [phase.times.in_turn, phase.times.overlapped]
@@ -250,10 +291,20 @@ def describe(plan: Plan) -> str:
     axes = sorted({axis for phase in plan.phases for axis in phase.program.axes})
     timed = plan.phases[0].times is not None
     names = [
-        "projected", "steps", "tokens", "state per device", "  weights, moments", "temporary per device", "  of it gradients at least",
-        "memory per device", "  of the device's", "model FLOPs per device", "  products in the program", "memory read and written",
+        "projected",
+        "steps",
+        "tokens",
+        "state per device",
+        "  weights, moments",
+        "temporary per device",
+        "  of it gradients at least",
+        "memory per device",
+        "  of the device's",
+        "model FLOPs per device",
+        "  products in the program",
+        "memory read and written",
         *(f"sent along {axis}" for axis in axes),
-    ]  # fmt: skip
+    ]
     if timed:
         names += ["seconds: device", "  model's products alone", "seconds: links", "seconds: network", "bound by"]
         names += ["seconds per step", "tokens/s", "MFU", "days"]
@@ -261,12 +312,20 @@ def describe(plan: Plan) -> str:
     for phase in plan.phases:
         m, share = phase.program.memory, phase.program.memory.total / plan.device.memory
         column = [
-            phase.name, f"{phase.steps:,}", f"{phase.steps * phase.tokens_per_step:.4g}", gigabytes(phase.parameters + phase.moments),
-            f"{gigabytes(phase.parameters)}, {gigabytes(phase.moments)}", gigabytes(m.temporary), gigabytes(phase.gradients),
-            gigabytes(m.total), f"{share:.0%}{'' if phase.fits else ', TOO MUCH'}", f"{phase.model_flops / plan.devices / 1e12:.4g} TFLOP",
-            f"{phase.program.matmul_flops / 1e12:.4g} TFLOP", gigabytes(phase.program.memory_traffic),
+            phase.name,
+            f"{phase.steps:,}",
+            f"{phase.steps * phase.tokens_per_step:.4g}",
+            gigabytes(phase.parameters + phase.moments),
+            f"{gigabytes(phase.parameters)}, {gigabytes(phase.moments)}",
+            gigabytes(m.temporary),
+            gigabytes(phase.gradients),
+            gigabytes(m.total),
+            f"{share:.0%}{'' if phase.fits else ', TOO MUCH'}",
+            f"{phase.model_flops / plan.devices / 1e12:.4g} TFLOP",
+            f"{phase.program.matmul_flops / 1e12:.4g} TFLOP",
+            gigabytes(phase.program.memory_traffic),
             *(gigabytes(phase.program.sent(axis)) for axis in axes),
-        ]  # fmt: skip
+        ]
         if timed:
             t, s = phase.times, speeds(plan, phase)
             column += [f"{t.device:.3g}", f"{t.products:.3g}", f"{t.links:.3g}", f"{t.network:.3g}", t.bound]
@@ -283,8 +342,10 @@ def _heading(plan: Plan) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     peak = f"{plan.device.peak_flops / 1e12:,.0f} TFLOP/s, " if plan.device.peak_flops else ""
     return [
-        f"{plan.recipe}: {plan.parameters:,} parameters on {plan.devices} x {plan.device.kind} ({peak}{gigabytes(plan.device.memory)}), "
-        f"mesh {mesh}, products in {plan.compute_dtype}",
+        (
+            f"{plan.recipe}: {plan.parameters:,} parameters on {plan.devices} x {plan.device.kind}"
+            f" ({peak}{gigabytes(plan.device.memory)}), mesh {mesh}, products in {plan.compute_dtype}"
+        ),
         f"compiled with XLA:{'GPU' if plan.compiler == 'cuda' else 'CPU'}; nothing was run: every figure is projected",
     ]
 
@@ -293,21 +354,31 @@ def _notes(plan: Plan) -> list[str]:
     lines = []
     for phase in plan.phases:
         if not phase.fits:
-            lines.append(f"{phase.name} does not fit in {USABLE:.0%} of {gigabytes(plan.device.memory)}; try: {'; '.join(phase.advice)}")
+            lines.append(
+                f"{phase.name} does not fit in {USABLE:.0%} of {gigabytes(plan.device.memory)}; try:"
+                f" {'; '.join(phase.advice)}"
+            )
     largest = max(phase.program.memory.total for phase in plan.phases) / plan.device.memory
     if 0.75 < largest <= USABLE and plan.cluster.device != "cpu":
         lines.append(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}: JAX takes 0.75 of a GPU's memory otherwise")
     if plan.compiler == "cpu" and plan.cluster.device != "cpu":
-        lines.append("XLA:CPU stood in for the device: temporary memory and traffic are upper estimates (bfloat16 computed in float32)")
+        lines.append(
+            "XLA:CPU stood in for the device: temporary memory and traffic are upper estimates (bfloat16 computed in"
+            " float32)"
+        )
     if any(phase.program.unknown_loops for phase in plan.phases):
-        lines.append("loops of unknown length (attention's tiles) count once in the program's figures; times have attention by formula")
+        lines.append(
+            "loops of unknown length (attention's tiles) count once in the program's figures; times have attention by"
+            " formula"
+        )
     if plan.phases[0].times:
         days = [sum(speeds(plan, phase)["days"][n] for phase in plan.phases) for n in (0, 1)]
         lines.append(f"the whole run: {_range(days, ',.3g')} days")
         lines.append(
-            f"ranges: computing and exchanges overlap wholly, or never; products at {plan.cluster.efficiency:.0%} of the peak; memory "
-            f"({plan.device.memory_bandwidth / 1e12:.3g} TB/s), links ({plan.device.link / 1e9:,.0f} GB/s) and network "
-            f"({(plan.device.network or 0) / 1e9:,.0f} GB/s) at full speed; saving and validating are not in it"
+            f"ranges: computing and exchanges overlap wholly, or never; products at {plan.cluster.efficiency:.0%} of"
+            f" the peak; memory ({plan.device.memory_bandwidth / 1e12:.3g} TB/s), links ({plan.device.link / 1e9:,.0f}"
+            f" GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at full speed; saving and validating"
+            " are not in it"
         )
     return lines
 

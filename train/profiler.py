@@ -7,7 +7,8 @@ import jax
 
 
 class Profile:
-    """Traces steps `first` to `first + steps - 1` (counted from 1) into `folder`: TensorBoard's profile plugin and Perfetto read it.
+    """Traces steps `first` to `first + steps - 1` (counted from 1) into `folder`: TensorBoard's profile plugin and
+    Perfetto read it.
 
         with Profile(run / "profile", 100, 5) as profile:
             for step in ...:
@@ -22,7 +23,9 @@ class Profile:
         self._tracing = False
 
     def on_step(self, step: int, state: Any) -> None:
-        """Call before `step` is started. state: what the steps before make, waited for at both ends: the trace has whole steps."""
+        """Call before `step` is started. state: what the steps before make, waited for at both ends: the trace has
+        whole steps.
+        """
         if (step in self.window) == self._tracing:
             return
         jax.block_until_ready(state)

@@ -1,4 +1,6 @@
-"""What a compiled step does: exchanges, matrix products and memory of one device; kept beside each run as PHASE.{hlo.txt.gz, json, md}."""
+"""What a compiled step does: exchanges, matrix products and memory of one device; kept beside each run as
+PHASE.{hlo.txt.gz, json, md}.
+"""
 
 import dataclasses
 import gzip
@@ -42,7 +44,9 @@ class Program:
     collectives: tuple[Collective, ...]
     """What was compiled. XLA merges small exchanges, and delayed ones of the lane axis, into fewer and larger ones."""
     issued: dict[str, int]
-    """Exchanges that the program asks for before the compiler adds those of the data axis and merges them; in a loop each counts once."""
+    """Exchanges that the program asks for before the compiler adds those of the data axis and merges them; in a loop
+    each counts once.
+    """
     libraries: dict[str, int]
     """Launches of kernels that are not XLA's own."""
     unknown_loops: tuple[str, ...]
@@ -71,11 +75,17 @@ class Program:
 def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh) -> Program:
     """Summarises a program lowered and compiled for `mesh`."""
     module, memory = Module(compiled.as_text()), compiled.memory_analysis()
-    issued = Counter(re.findall(r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)\b", lowered.as_text()))
+    issued = Counter(
+        re.findall(
+            r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)\b", lowered.as_text()
+        )
+    )
     return Program(
         mesh=dict(mesh.shape),
         memory=Memory(
-            arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes, aliased=memory.alias_size_in_bytes,
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
             temporary=memory.temp_size_in_bytes,
         ),
         kernels=tuple(module.kernels),
@@ -83,11 +93,15 @@ def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mes
         issued=dict(issued),
         libraries=module.libraries,
         unknown_loops=module.unknown_loops,
-    )  # fmt: skip
+    )
 
 
-def save_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: Path, name: str, mesh: Mesh) -> Program:
-    """Writes folder/NAME.hlo.txt.gz (what was compiled), NAME.json (its summary) and NAME.md (the same to read); returns the summary."""
+def save_program(
+    lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: Path, name: str, mesh: Mesh
+) -> Program:
+    """Writes folder/NAME.hlo.txt.gz (what was compiled), NAME.json (its summary) and NAME.md (the same to read);
+    returns the summary.
+    """
     program = read_program(lowered, compiled, mesh)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(compiled.as_text().encode(), mtime=0))
@@ -95,7 +109,9 @@ def save_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, fol
     summary |= {"kernels": sum(kernel.times for kernel in program.kernels), "matmul_flops": program.matmul_flops}
     summary |= {"memory_traffic": program.memory_traffic, "memory_total": program.memory.total}
     (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(f"# {name}: the compiled step, per device\n\n{describe(program)}\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(
+        f"# {name}: the compiled step, per device\n\n{describe(program)}\n", encoding="utf-8"
+    )
     return program
 
 
@@ -103,18 +119,28 @@ def describe(program: Program) -> str:
     """The summary as Markdown."""
     m = program.memory
     lines = [
-        f"Mesh {' x '.join(f'{axis} {size}' for axis, size in program.mesh.items())}; "
-        f"matrix products {program.matmul_flops / 1e12:.3g} TFLOP, memory read and written {gigabytes(program.memory_traffic)}, "
-        f"{sum(kernel.times for kernel in program.kernels):,} kernels.",
+        (
+            f"Mesh {' x '.join(f'{axis} {size}' for axis, size in program.mesh.items())}; matrix products"
+            f" {program.matmul_flops / 1e12:.3g} TFLOP, memory read and written {gigabytes(program.memory_traffic)},"
+            f" {sum(kernel.times for kernel in program.kernels):,} kernels."
+        ),
         "",
-        f"Memory {gigabytes(m.total)}: arguments {gigabytes(m.arguments)}, outputs that take no argument's place "
-        f"{gigabytes(m.outputs - m.aliased)}, temporary {gigabytes(m.temporary)}.",
+        (
+            f"Memory {gigabytes(m.total)}: arguments {gigabytes(m.arguments)}, outputs that take no argument's place "
+            f"{gigabytes(m.outputs - m.aliased)}, temporary {gigabytes(m.temporary)}."
+        ),
         "",
         "| exchange | axis | devices | count | arrays | sent by a device |",
         "|---|---|---|---|---|---|",
-        *(f"| {c.kind} | {c.axis} | {c.group} | {c.count} | {gigabytes(c.bytes)} | {gigabytes(c.sent)} |" for c in program.collectives),
+        *(
+            f"| {c.kind} | {c.axis} | {c.group} | {c.count} | {gigabytes(c.bytes)} | {gigabytes(c.sent)} |"
+            for c in program.collectives
+        ),
         "",
-        f"Asked for before compilation, once per loop: {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}.",
+        (
+            "Asked for before compilation, once per loop:"
+            f" {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}."
+        ),
     ]
     if program.libraries:
         lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]

@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T:
-    """What a recipe returns: NAME of the package `house`, MODULE:FUNCTION, or FILE.py:FUNCTION of your own. ConfigError unless a `kind`."""
+    """What a recipe returns: NAME of the package `house`, MODULE:FUNCTION, or FILE.py:FUNCTION of your own. ConfigError
+    unless a `kind`.
+    """
     if ":" in name:
         place, function = name.rsplit(":", 1)
         try:
@@ -42,11 +44,16 @@ def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T
             raise ConfigError(f"recipe {name!r}: {error}; a recipe is a function without arguments") from None
         config = recipe() if callable(recipe) else recipe
         if not isinstance(config, kind):
-            raise ConfigError(f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a {kind.__name__}")
+            raise ConfigError(
+                f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a"
+                f" {kind.__name__}"
+            )
         return config
     recipes = importlib.import_module(house).RECIPES
     if name not in recipes:
-        raise ConfigError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION")
+        raise ConfigError(
+            f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION"
+        )
     return recipes[name]()
 
 
@@ -71,21 +78,32 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
     Raises ConfigError for an unknown recipe or option and for values that cannot work.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n       {program} RECIPE --dry-run "
-              f"[--cluster.device h200 --cluster.nodes 32 ...] [--json FILE]\n\nrecipes:\n{list_recipes()}")
+        print(
+            f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n       {program}"
+            " RECIPE --dry-run [--cluster.device h200 --cluster.nodes 32 ...] [--json"
+            f" FILE]\n\nrecipes:\n{list_recipes()}"
+        )
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")
-    return read_options(find_recipe(arguments[0]), f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff)
+    return read_options(
+        find_recipe(arguments[0]), f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff
+    )
 
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
-    """`default` with the fields that the arguments change; markers: of tyro.conf. Raises ConfigError for what cannot be read."""
+    """`default` with the fields that the arguments change; markers: of tyro.conf. Raises ConfigError for what cannot be
+    read.
+    """
     said, width = io.StringIO(), contextlib.nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
     try:
         with contextlib.redirect_stderr(said), width, _SPELLINGS:
             return tyro.cli(
-                type(default), prog=program, args=list(arguments), default=default, config=(*markers, tyro.conf.AvoidSubcommands)
+                type(default),
+                prog=program,
+                args=list(arguments),
+                default=default,
+                config=(*markers, tyro.conf.AvoidSubcommands),
             )
     except SystemExit as stop:
         if not stop.code:
@@ -95,7 +113,9 @@ def read_options(default: T, program: str, arguments: Sequence[str], *markers) -
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Lets tyro write a message in one line: it breaks long ones anywhere, and what stood at the break could not be copied."""
+    """Lets tyro write a message in one line: it breaks long ones anywhere, and what stood at the break could not be
+    copied.
+    """
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -116,7 +136,9 @@ _ROPE_FORMS = {
 
 @_SPELLINGS.primitive_rule
 def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """`--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, so that it can be given where the recipe has none."""
+    """`--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, so that it can be given where the
+    recipe has none.
+    """
     if info.type not in (RopeScaling, RopeScaling | None):
         return None
 
@@ -125,7 +147,9 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
             return None
         kind, _, rest = words[0].partition(":")
         try:
-            values = {name: json.loads(value) for name, value in (field.split("=") for field in rest.split(",") if field)}
+            values = {
+                name: json.loads(value) for name, value in (field.split("=") for field in rest.split(",") if field)
+            }
             return RopeScaling(type=kind, **values)
         except (ValueError, TypeError) as error:
             raise ValueError(f"write it as {_ROPE_FORMS.get(kind, _ROPE_FORMS['linear'])} ({error})") from None
@@ -133,17 +157,26 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     def write(value: RopeScaling | None) -> list[str]:
         if value is None:
             return ["None"]
-        changed = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "type" and getattr(value, f.name) != f.default}
+        changed = {
+            f.name: getattr(value, f.name)
+            for f in fields(value)
+            if f.name != "type" and getattr(value, f.name) != f.default
+        }
         return [f"{value.type}:{','.join(f'{name}={json.dumps(field)}' for name, field in changed.items())}"]
 
     return PrimitiveConstructorSpec(
-        nargs=1, metavar="TYPE:FIELD=VALUE,...", instance_from_str=read, str_from_instance=write,
+        nargs=1,
+        metavar="TYPE:FIELD=VALUE,...",
+        instance_from_str=read,
+        str_from_instance=write,
         is_instance=lambda value: value is None or isinstance(value, RopeScaling),
-    )  # fmt: skip
+    )
 
 
 def _unboxed(text: str) -> str:
-    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line; and what it suggests."""
+    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line; and what
+    it suggests.
+    """
     lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
     said = parts[1] if len(parts) > 1 else " ".join(parts)

@@ -21,7 +21,9 @@ Stores = dict[Path, TokenStore]
 
 
 def open_stores(config: TrainConfig) -> Stores:
-    """Every token folder of the run. Raises InputError or ConfigError unless one tokenizer made them all and the model has room for it."""
+    """Every token folder of the run. Raises InputError or ConfigError unless one tokenizer made them all and the model
+    has room for it.
+    """
     paths = [path for phase in config.phases for path in (*phase.data.path, *phase.data.validation_path)]
     stores = {path: TokenStore.open(path) for path in dict.fromkeys(paths)}
     wanted, whose = any_of(stores).manifest.tokenizer_sha256, str(any_of(stores).path)
@@ -31,8 +33,8 @@ def open_stores(config: TrainConfig) -> Stores:
         store.require_tokenizer(wanted, whose)
         if config.model.vocab_size < store.manifest.vocab_size:
             raise ConfigError(
-                f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.manifest.vocab_size} tokens of {store.path}: "
-                f"set --model.vocab-size {store.manifest.vocab_size}"
+                f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.manifest.vocab_size} tokens"
+                f" of {store.path}: set --model.vocab-size {store.manifest.vocab_size}"
             )
     return stores
 
@@ -44,7 +46,8 @@ def any_of(stores: Stores) -> TokenStore:
 
 @contextmanager
 def only_one(run: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has it.
+    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has
+    it.
 
     And LaneformerError where there can be no such folder.
     """
@@ -59,7 +62,9 @@ def only_one(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process trains in {run}: wait for it, or give another folder with --run") from None
+            raise ConfigError(
+                f"another process trains in {run}: wait for it, or give another folder with --run"
+            ) from None
         yield
 
 
@@ -79,14 +84,16 @@ def _read_record(run: Path) -> dict:
             raise ValueError(f"it does not say {', '.join(wanted)}")
         return record
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run") from None
+        raise CheckpointError(
+            f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run"
+        ) from None
 
 
 def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
     """Raises CheckpointError where the run has saved steps that are gone: it would begin anew, and drop its metrics.
 
-    The run makes the folder before its first step, and does not begin its second save before the first is complete. save_every: that
-    it began with.
+    The run makes the folder before its first step, and does not begin its second save before the first is complete.
+    save_every: that it began with.
     """
     run = config.run_folder
     folder, last = run / STEPS, last_step(run / METRICS)
@@ -94,8 +101,8 @@ def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
     second = sorted({save_every, 2 * save_every, *ends, ends[-1] + 1})[1]
     if last > (second if folder.exists() else 0) and not saved_steps(run):
         raise CheckpointError(
-            f"{folder} holds no checkpoint, but {run / METRICS} goes to step {last}: put the checkpoints back, or choose another "
-            "folder with --run"
+            f"{folder} holds no checkpoint, but {run / METRICS} goes to step {last}: put the checkpoints back, or"
+            " choose another folder with --run"
         )
 
 
@@ -104,7 +111,9 @@ def record_run(config: TrainConfig, stores: Stores) -> None:
     run = config.run_folder
     record, saved = run / "run.json", run / STEPS
     if saved.is_symlink() and not saved.exists():
-        raise CheckpointError(f"{saved} is a link to {saved.readlink()}, which is not there: put it back, or remove the link")
+        raise CheckpointError(
+            f"{saved} is a link to {saved.readlink()}, which is not there: put it back, or remove the link"
+        )
     digests = {phase.name: [stores[path].digest("train") for path in phase.data.path] for phase in config.phases}
     if begun(run):
         before = _read_record(run)
@@ -112,8 +121,8 @@ def record_run(config: TrainConfig, stores: Stores) -> None:
         for phase in config.phases:
             if before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
                 raise InputError(
-                    f"{', '.join(map(str, phase.data.path))}: not the tokens that {run} began with; tokenize the same text, or choose "
-                    "another folder with --run"
+                    f"{', '.join(map(str, phase.data.path))}: not the tokens that {run} began with; tokenize the same"
+                    " text, or choose another folder with --run"
                 )
         _check_checkpoints(config, before["config"].get("save_every", config.save_every))
     if saved_steps(run):

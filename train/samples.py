@@ -20,7 +20,9 @@ SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 class LiveEngine:
-    """An engine over weights that are being trained, where they lie on the training mesh. Compiled once, with its first request."""
+    """An engine over weights that are being trained, where they lie on the training mesh. Compiled once, with its first
+    request.
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, precision: Precision, tokenizer: Path):
         """tokenizer: a tokenizer.json; where it is none, the engine takes and gives token ids alone."""
@@ -48,23 +50,35 @@ class Samples:
     def __init__(self, live: LiveEngine, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling = SAMPLING):
         """prompts: without a tokenizer token ids, as in "3,1,4"; samples then have no text.
 
-        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the one before. Raises
-        InputError for a prompt that the model cannot take.
+        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the
+        one before. Raises InputError for a prompt that the model cannot take.
         """
         self.live, self.config, self.tokenizer = live, live.config, live.tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.prompts = {prompt: self._encode(prompt) for prompt in prompts}
 
     def draw(self, params: dict[str, jax.Array]) -> list[dict]:
-        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path -> weight, on the mesh."""
+        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path ->
+        weight, on the mesh.
+        """
         engine, records = self.live.holding(params), []
         for i, (prompt, ids) in enumerate(self.prompts.items()):
             result = engine.generate(
-                ids, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
+                ids,
+                max_new_tokens=self.max_new_tokens,
+                sampling=self.sampling,
                 tokens_per_dispatch=self.max_new_tokens,  # not by the clock: all hosts must run the same programs
-            ).result  # fmt: skip
+            ).result
             text = {} if self.tokenizer is None else {"text": result.text}
-            records.append({"sample": i, "prompt": prompt, **text, "tokens": list(result.tokens), "finish_reason": result.finish_reason})
+            records.append(
+                {
+                    "sample": i,
+                    "prompt": prompt,
+                    **text,
+                    "tokens": list(result.tokens),
+                    "finish_reason": result.finish_reason,
+                }
+            )
         return records
 
     def _encode(self, prompt: str) -> np.ndarray:
@@ -77,12 +91,15 @@ class Samples:
                 ids = [int(word) for word in prompt.split(",")]
             except ValueError:
                 raise InputError(
-                    f"watch.prompts: {prompt!r} is no list of token ids, as in 3,1,4, and the data has no tokenizer.json for text"
+                    f"watch.prompts: {prompt!r} is no list of token ids, as in 3,1,4, and the data has no"
+                    " tokenizer.json for text"
                 ) from None
         else:
             ids = starts[:1]
         if not ids:
-            raise InputError("watch.prompts: the empty prompt needs a model with bos_token_id or eos_token_id; give another prompt")
+            raise InputError(
+                "watch.prompts: the empty prompt needs a model with bos_token_id or eos_token_id; give another prompt"
+            )
         context = self.config.max_position_embeddings
         if len(ids) >= context:
             raise InputError(f"watch.prompts: {prompt!r} has {len(ids)} tokens and the context {context}: shorten it")
@@ -92,4 +109,7 @@ class Samples:
 
 def texts(records: Sequence[dict]) -> dict[str, str]:
     """Each sample by name, for a `Sink`: prompt and answer, or the ids where there is no text."""
-    return {f"samples/{r['sample']}": f"{r['prompt']}{r.get('text', ' -> ' + ','.join(map(str, r['tokens'])))}" for r in records}
+    return {
+        f"samples/{r['sample']}": f"{r['prompt']}{r.get('text', ' -> ' + ','.join(map(str, r['tokens'])))}"
+        for r in records
+    }

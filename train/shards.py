@@ -7,10 +7,10 @@
     train-00000.loss     one byte per token, 1 where predicting it counts; only where the writer was given loss masks
     validation-00000.bin ...
 
-`StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a manifest is a
-finished one. A run that dies leaves what was there before, and its own work up to the last checkpoint, from which the same run goes on.
-`TokenStore` reads. Every file carries a CRC-32 per 256 KiB block, checked when a block is first read: a flipped bit is found before it is
-trained on, and opening a store of any size costs no reading.
+`StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a
+manifest is a finished one. A run that dies leaves what was there before, and its own work up to the last checkpoint,
+from which the same run goes on. `TokenStore` reads. Every file carries a CRC-32 per 256 KiB block, checked when a block
+is first read: a flipped bit is found before it is trained on, and opening a store of any size costs no reading.
 """
 
 import contextlib
@@ -59,7 +59,9 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Whole documents: `tokens` counts the bos/eos marks, `bytes` the UTF-8 text alone; the checksums are those of the shard's files."""
+    """Whole documents: `tokens` counts the bos/eos marks, `bytes` the UTF-8 text alone; the checksums are those of the
+    shard's files.
+    """
 
     name: str
     tokens: int
@@ -115,8 +117,10 @@ class Manifest:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise InputError(f"{path} has no {MANIFEST}: not a token folder, or its tokenizing did not finish; "
-                             "make it with python -m scripts.tokenize") from None
+            raise InputError(
+                f"{path} has no {MANIFEST}: not a token folder, or its tokenizing did not finish; "
+                "make it with python -m scripts.tokenize"
+            ) from None
         except OSError as error:
             raise InputError(f"cannot read {file}: {error.strerror}") from None
         except ValueError as error:
@@ -124,9 +128,13 @@ class Manifest:
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise InputError(f"{file} is not a {FORMAT} manifest: give a folder that python -m scripts.tokenize wrote")
         if (version := values.pop("version", None)) != VERSION:
-            raise InputError(f"{file} has format version {version}, this program reads {VERSION}: tokenize again with --overwrite")
+            raise InputError(
+                f"{file} has format version {version}, this program reads {VERSION}: tokenize again with --overwrite"
+            )
         try:
-            splits = {split: tuple(Shard(**shard) for shard in shards) for split, shards in values.pop("splits").items()}
+            splits = {
+                split: tuple(Shard(**shard) for shard in shards) for split, shards in values.pop("splits").items()
+            }
             manifest = cls(**values, splits=splits)
             for shards in splits.values():
                 if len({shard.masked for shard in shards}) != 1:
@@ -141,7 +149,9 @@ class Manifest:
 
 
 def block_checksums(data: np.ndarray) -> np.ndarray:
-    """CRC-32 of each BLOCK_BYTES piece of `data[n]` (uint8; the last piece may be shorter) -> uint32[ceil(n / BLOCK_BYTES)]."""
+    """CRC-32 of each BLOCK_BYTES piece of `data[n]` (uint8; the last piece may be shorter) -> uint32[ceil(n /
+    BLOCK_BYTES)].
+    """
     return np.array([zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
 
@@ -159,8 +169,8 @@ class TokenStore:
     def open(cls, path: str | Path) -> Self:
         """Open `path`: reads the manifest, the tokenizer's hash and the size of every file, no tokens.
 
-        Raises InputError for a missing or truncated file, a tokenizer.json that is not the one the ids were made with, and the
-        manifest's own faults.
+        Raises InputError for a missing or truncated file, a tokenizer.json that is not the one the ids were made with,
+        and the manifest's own faults.
         """
         path = Path(path)
         store = cls(path, Manifest.read(path))
@@ -169,8 +179,10 @@ class TokenStore:
         except FileNotFoundError:
             raise InputError(f"{path / TOKENIZER} is missing: {REMEDY}") from None
         if digest != store.manifest.tokenizer_sha256:
-            raise InputError(f"{path / TOKENIZER} is not the tokenizer that made these tokens (sha256 {digest[:12]}, "
-                             f"the manifest says {store.manifest.tokenizer_sha256[:12]}): {REMEDY}")
+            raise InputError(
+                f"{path / TOKENIZER} is not the tokenizer that made these tokens (sha256 {digest[:12]}, "
+                f"the manifest says {store.manifest.tokenizer_sha256[:12]}): {REMEDY}"
+            )
         for part in store.manifest.files():
             store._check_size(part)
         return store
@@ -185,14 +197,18 @@ class TokenStore:
         return int(self._ends[split][-1])
 
     def text_bytes(self, split: str) -> int:
-        """UTF-8 bytes of the text of `split`: bits per byte = loss in nats / ln 2 * tokens / text_bytes, unless it has a loss mask."""
+        """UTF-8 bytes of the text of `split`: bits per byte = loss in nats / ln 2 * tokens / text_bytes, unless it has
+        a loss mask.
+        """
         return sum(shard.bytes for shard in self._shards(split))
 
     def documents(self, split: str) -> int:
         return sum(shard.documents for shard in self._shards(split))
 
     def read(self, split: str, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) of `split`, over shard borders -> int32[length]. InputError on a damaged block."""
+        """Tokens [start, start + length) of `split`, over shard borders -> int32[length]. InputError on a damaged
+        block.
+        """
         out = np.empty(length, np.int32)
         for shard, local, count, done in self._spans(split, start, start + length):
             out[done : done + count] = self._checked(shard.ids(self.dtype), local, local + count)
@@ -203,14 +219,18 @@ class TokenStore:
         return self._shards(split)[0].masked
 
     def read_loss(self, split: str, start: int, length: int) -> np.ndarray:
-        """Whether predicting the tokens [start, start + length) of `split` counts -> bool[length]. For a split with a loss mask."""
+        """Whether predicting the tokens [start, start + length) of `split` counts -> bool[length]. For a split with a
+        loss mask.
+        """
         out = np.empty(length, bool)
         for shard, local, count, done in self._spans(split, start, start + length):
             out[done : done + count] = self._checked(shard.loss, local, local + count)
         return out
 
     def document_ends(self, split: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Positions in `split` after the last token of each document -> int64[documents], ascending; only those in (start, stop]."""
+        """Positions in `split` after the last token of each document -> int64[documents], ascending; only those in
+        (start, stop].
+        """
         stop = self.tokens(split) if stop is None else stop
         found = [np.empty(0, np.int64)]
         for shard, local, count, done in self._spans(split, start, stop):
@@ -225,24 +245,34 @@ class TokenStore:
             self._checked(part, 0, part.length)
 
     def digest(self, split: str) -> str:
-        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal shards."""
+        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal
+        shards.
+        """
         return hashlib.sha256(repr(self._shards(split)).encode()).hexdigest()
 
     def require_tokenizer(self, sha256: str, whose: str) -> None:
-        """InputError unless the tokens were made by the tokenizer.json with this hash. whose it is: a folder, a run or a checkpoint."""
+        """InputError unless the tokens were made by the tokenizer.json with this hash. whose it is: a folder, a run or
+        a checkpoint.
+        """
         if sha256 != self.manifest.tokenizer_sha256:
-            raise InputError(f"{self.path} was tokenized with another tokenizer (sha256 {self.manifest.tokenizer_sha256[:12]}) than "
-                             f"{whose} ({sha256[:12]}): tokenize one again with --tokenizer and the tokenizer.json of the other")
+            raise InputError(
+                f"{self.path} was tokenized with another tokenizer (sha256 {self.manifest.tokenizer_sha256[:12]}) than "
+                f"{whose} ({sha256[:12]}): tokenize one again with --tokenizer and the tokenizer.json of the other"
+            )
 
     def _shards(self, split: str) -> tuple[Shard, ...]:
         try:
             return self.manifest.splits[split]
         except KeyError:
-            raise InputError(f"{self.path} has no split {split!r}, only {', '.join(self.splits) or 'none'}"
-                             + (": tokenize with --validation-fraction above 0" if split == "validation" else "")) from None
+            raise InputError(
+                f"{self.path} has no split {split!r}, only {', '.join(self.splits) or 'none'}"
+                + (": tokenize with --validation-fraction above 0" if split == "validation" else "")
+            ) from None
 
     def _spans(self, split: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
-        """The shards that hold tokens [start, stop): each with the first of them in the shard, their count, and the count before them."""
+        """The shards that hold tokens [start, stop): each with the first of them in the shard, their count, and the
+        count before them.
+        """
         shards, ends = self._shards(split), self._ends[split]
         if not 0 <= start <= stop <= ends[-1]:
             raise IndexError(f"tokens [{start}, {stop}) of split {split!r}, which has {ends[-1]}")
@@ -261,8 +291,10 @@ class TokenStore:
         except FileNotFoundError:
             raise InputError(f"{path} is missing: {REMEDY}") from None
         if size != part.bytes:
-            raise InputError(f"{path} is {'truncated' if size < part.bytes else 'too long'}: {size} bytes, the manifest says {part.bytes}; "
-                             f"{REMEDY}")
+            raise InputError(
+                f"{path} is {'truncated' if size < part.bytes else 'too long'}: {size} bytes, the manifest says"
+                f" {part.bytes}; {REMEDY}"
+            )
 
     def _map(self, part: File) -> tuple[np.ndarray, np.ndarray]:
         """The values of a file and the checksums of its blocks."""
@@ -285,19 +317,30 @@ class TokenStore:
 class StoreWriter:
     """Writes a token folder. Use as a context manager; without `finish` nothing of `path` changes but its `.partial/`.
 
-        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0, settings={"text": fingerprint}) as writer:
+        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0, settings={"text": fingerprint}) as
+        writer:
             for number, document in enumerate(documents[writer.done :], start=writer.done):
                 writer.add("train", ids, text_bytes)
                 writer.checkpoint(number + 1)         # now and then
             writer.finish(source)
 
-    `settings` (JSON values) is all that the result depends on beside the other arguments. Where a run with the same ones was stopped,
-    `done` is the number that its last checkpoint was given, and the work goes on from there: the result is the same, byte for byte. Work
-    of other settings is thrown away, and without `settings` any. ConfigError while another process writes to `path`.
+    `settings` (JSON values) is all that the result depends on beside the other arguments. Where a run with the same
+    ones was stopped, `done` is the number that its last checkpoint was given, and the work goes on from there: the
+    result is the same, byte for byte. Work of other settings is thrown away, and without `settings` any. ConfigError
+    while another process writes to `path`.
     """
 
-    def __init__(self, path: str | Path, *, tokenizer: bytes, vocab_size: int, eos_id: int, bos_id: int | None = None,
-                 shard_tokens: int = 1 << 27, settings: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tokenizer: bytes,
+        vocab_size: int,
+        eos_id: int,
+        bos_id: int | None = None,
+        shard_tokens: int = 1 << 27,
+        settings: dict[str, Any] | None = None,
+    ):
         if shard_tokens < 1:
             raise ConfigError(f"shard_tokens is {shard_tokens}: give at least 1")
         if not 0 < vocab_size <= 1 << 31:
@@ -307,8 +350,13 @@ class StoreWriter:
             if not 0 <= token < vocab_size:
                 raise ConfigError(f"end or begin token {token} is outside the vocabulary of {vocab_size}")
         self.path, self.partial, self.shard_tokens = Path(path), Path(path) / PARTIAL, shard_tokens
-        self.manifest = Manifest(dtype="uint16" if vocab_size <= 1 << 16 else "uint32", vocab_size=vocab_size,
-                                 tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(), eos_id=eos_id, bos_id=bos_id)
+        self.manifest = Manifest(
+            dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
+            vocab_size=vocab_size,
+            tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(),
+            eos_id=eos_id,
+            bos_id=bos_id,
+        )
         self._identity = json.dumps([settings, shard_tokens, self.manifest.to_json()], sort_keys=True)
         self.dtype = DTYPES[self.manifest.dtype]
         self.done = 0
@@ -321,7 +369,9 @@ class StoreWriter:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
         except BlockingIOError:
             os.close(self._folder)
-            raise ConfigError(f"another process is writing to {self.path}: wait for it, or give another folder") from None
+            raise ConfigError(
+                f"another process is writing to {self.path}: wait for it, or give another folder"
+            ) from None
         except OSError:
             pass  # some network file systems have no locks
         if settings is None or not self._resume():
@@ -338,27 +388,44 @@ class StoreWriter:
             shutil.rmtree(self.partial, ignore_errors=True)
         os.close(self._folder)
 
-    def add(self, split: str, ids: Sequence[int] | np.ndarray, text_bytes: int, loss: Sequence[bool] | np.ndarray | None = None) -> None:
-        """Append one document of `ids[n]`, which stand for `text_bytes` bytes of UTF-8; the marks around it are added here.
+    def add(
+        self,
+        split: str,
+        ids: Sequence[int] | np.ndarray,
+        text_bytes: int,
+        loss: Sequence[bool] | np.ndarray | None = None,
+    ) -> None:
+        """Append one document of `ids[n]`, which stand for `text_bytes` bytes of UTF-8; the marks around it are added
+        here.
 
-        `loss[n]` says of each token whether predicting it counts; the mark at the end counts as the last token does, the one at the
-        beginning does not. Without it every token counts; a split has masks for all of its documents or for none.
+        `loss[n]` says of each token whether predicting it counts; the mark at the end counts as the last token does,
+        the one at the beginning does not. Without it every token counts; a split has masks for all of its documents or
+        for none.
         """
         ids = np.asarray(ids)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.manifest.vocab_size):
-            raise InputError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of "
-                             f"{self.manifest.vocab_size}")
+            raise InputError(
+                f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of "
+                f"{self.manifest.vocab_size}"
+            )
         masked, begin = loss is not None, self.begin
         if masked and len(loss) != len(ids):
-            raise InputError(f"a loss mask of {len(loss)} for a document of {len(ids)} tokens: give one value per token")
+            raise InputError(
+                f"a loss mask of {len(loss)} for a document of {len(ids)} tokens: give one value per token"
+            )
         if self._masked.get(split, masked) != masked:
-            raise InputError(f"split {split!r} of {self.path} would have some documents with a loss mask and some without: give it for all")
+            raise InputError(
+                f"split {split!r} of {self.path} would have some documents with a loss mask and some without: give it"
+                " for all"
+            )
         if split not in self._open:
             name = f"{split}-{len(self._shards.get(split, ())):05d}"
             if not SHARD_NAME.fullmatch(name):
                 raise ConfigError(f"split name {split!r}: use lower-case letters, digits and _")
             self._masked[split] = masked
-            self._open[split] = _ShardFiles(self.partial, Shard(name, 0, 0, 0, "", "", "" if masked else None), self.dtype)
+            self._open[split] = _ShardFiles(
+                self.partial, Shard(name, 0, 0, 0, "", "", "" if masked else None), self.dtype
+            )
         document = np.empty(len(begin) + len(ids) + 1, self.dtype)
         document[: len(begin)], document[len(begin) : -1], document[-1] = begin, ids, self.manifest.eos_id
         mask = ()
@@ -380,8 +447,12 @@ class StoreWriter:
         for shard in self._open.values():
             shard.sync()
         os.fsync(self._folder)
-        state = {"identity": self._identity, "done": done, "closed": {split: len(shards) for split, shards in self._shards.items()},
-                 "open": {split: asdict(files.shard()) for split, files in self._open.items()}}
+        state = {
+            "identity": self._identity,
+            "done": done,
+            "closed": {split: len(shards) for split, shards in self._shards.items()},
+            "open": {split: asdict(files.shard()) for split, files in self._open.items()},
+        }
         _write_durably(self.partial / PROGRESS, json.dumps(state))
         os.fsync(self._folder)
         self.done = done
@@ -421,7 +492,9 @@ class StoreWriter:
         self._shards.setdefault(split, []).append(shard)
 
     def _resume(self) -> bool:
-        """Take over what `.partial/` holds up to its last checkpoint; False where that is not whole or of other settings."""
+        """Take over what `.partial/` holds up to its last checkpoint; False where that is not whole or of other
+        settings.
+        """
         try:
             state = json.loads((self.partial / PROGRESS).read_text(encoding="utf-8"))
             if state["identity"] != self._identity:
@@ -430,15 +503,26 @@ class StoreWriter:
                 for part in Manifest.read(self.partial).files():
                     if not (self.partial / part.name).exists():
                         os.replace(self.path / part.name, self.partial / part.name)
-            records = {split: [self.partial / f"{split}-{i:05d}.json" for i in range(closed)] for split, closed in state["closed"].items()}
-            closed = {split: [Shard(**json.loads(path.read_text())) for path in paths] for split, paths in records.items()}
+            records = {
+                split: [self.partial / f"{split}-{i:05d}.json" for i in range(closed)]
+                for split, closed in state["closed"].items()
+            }
+            closed = {
+                split: [Shard(**json.loads(path.read_text())) for path in paths] for split, paths in records.items()
+            }
             begun = {split: Shard(**values) for split, values in state["open"].items()}
-            files = [part for shard in (*itertools.chain(*closed.values()), *begun.values()) for part in shard.files(self.dtype)]
+            files = [
+                part
+                for shard in (*itertools.chain(*closed.values()), *begun.values())
+                for part in shard.files(self.dtype)
+            ]
             if any((self.partial / part.name).stat().st_size < part.bytes for part in files):
                 return False
         except (FileNotFoundError, ValueError, KeyError):
             return False
-        self._clear({PROGRESS, *(path.name for path in itertools.chain(*records.values())), *(part.name for part in files)})
+        self._clear(
+            {PROGRESS, *(path.name for path in itertools.chain(*records.values())), *(part.name for part in files)}
+        )
         self._open = {split: _ShardFiles(self.partial, shard, self.dtype) for split, shard in begun.items()}
         self._shards, self.done = closed, state["done"]
         self._masked = {split: self._begun(split)[0].masked for split in {**closed, **begun}}
@@ -463,13 +547,22 @@ class _ShardFiles:
             file.truncate(part.bytes)  # what came after the checkpoint
 
     def append(self, ids: np.ndarray, text_bytes: int, mask: np.ndarray | tuple[()]) -> None:
-        self.tokens, self.bytes, self.documents = self.tokens + len(ids), self.bytes + int(text_bytes), self.documents + 1
+        self.tokens, self.bytes, self.documents = (
+            self.tokens + len(ids),
+            self.bytes + int(text_bytes),
+            self.documents + 1,
+        )
         for file, values in zip(self.files, (ids, np.array(self.tokens, ENDS), mask), strict=False):
             file.write(values.tobytes())
 
     def shard(self, *checksums: str) -> Shard:
-        return replace(self.begun, tokens=self.tokens, bytes=self.bytes, documents=self.documents,
-                       **dict(zip(("tokens_crc32", "ends_crc32", "loss_crc32"), checksums, strict=False)))
+        return replace(
+            self.begun,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            documents=self.documents,
+            **dict(zip(("tokens_crc32", "ends_crc32", "loss_crc32"), checksums, strict=False)),
+        )
 
     def sync(self) -> None:
         for file in self.files:
@@ -479,7 +572,9 @@ class _ShardFiles:
     def close(self) -> Shard:
         self.sync()
         self.abandon()
-        return self.shard(*(block_checksums(np.memmap(path, np.uint8, mode="r")).astype(">u4").tobytes().hex() for path in self.paths))
+        return self.shard(
+            *(block_checksums(np.memmap(path, np.uint8, mode="r")).astype(">u4").tobytes().hex() for path in self.paths)
+        )
 
     def abandon(self) -> None:
         for file in self.files:

@@ -10,7 +10,9 @@ from laneformer.errors import InputError
 
 
 class TensorBoard:
-    """Event files in `folder`, for `tensorboard --logdir`. A resumed run hides what was written after the step that it resumed at."""
+    """Event files in `folder`, for `tensorboard --logdir`. A resumed run hides what was written after the step that it
+    resumed at.
+    """
 
     def __init__(self, folder: Path, resumed_at: int):
         """Raises InputError where tensorboard is not installed."""
@@ -23,7 +25,9 @@ class TensorBoard:
         self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto
         self._shape, self._string = tensor_shape_pb2.TensorShapeProto, types_pb2.DT_STRING
         self._writer = EventFileWriter(str(folder), flush_secs=10)
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # TensorBoard drops events of this step and later ones
+        start = event_pb2.SessionLog(
+            status=event_pb2.SessionLog.START
+        )  # TensorBoard drops events of this step and later ones
         self._writer.add_event(self._event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -45,38 +49,52 @@ class TensorBoard:
         self._writer.close()
 
     def _add(self, step: int, values: list) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=values)))
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=values))
+        )
 
 
 class WeightsAndBiases:
     """One Weights & Biases run for all processes of a training run, on line or with WANDB_MODE=offline.
 
-    W&B has no way back: a step that it has, it keeps. A resumed run gives the same values again, so those are left out. On line W&B knows
-    how far it got; off line every process leaves a part of its own in RUN/wandb, whose steps do not overlap, for `wandb sync`, and one that
-    is killed takes up to 15 s of rows with it, which metrics.jsonl has.
+    W&B has no way back: a step that it has, it keeps. A resumed run gives the same values again, so those are left out.
+    On line W&B knows how far it got; off line every process leaves a part of its own in RUN/wandb, whose steps do not
+    overlap, for `wandb sync`, and one that is killed takes up to 15 s of rows with it, which metrics.jsonl has.
     """
 
     def __init__(self, run: Path, *, project: str, name: str, config: dict, last_step: int):
-        """run: its folder, in which wandb.json keeps the W&B id. last_step: of the records that a resumed run found, also of those that
-        it will drop (metrics.last_step). Raises InputError where wandb is not installed or cannot start.
+        """run: its folder, in which wandb.json keeps the W&B id. last_step: of the records that a resumed run found,
+        also of those that it will drop (metrics.last_step). Raises InputError where wandb is not installed or cannot
+        start.
         """
         try:
             import wandb
         except ImportError:
             raise InputError("watch.wandb needs Weights & Biases: pip install -e '.[wandb]'") from None
         file = run / "wandb.json"
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"id": secrets.token_hex(4), "last_step": 0}
+        known = (
+            json.loads(file.read_text(encoding="utf-8"))
+            if file.exists()
+            else {"id": secrets.token_hex(4), "last_step": 0}
+        )
         known["last_step"] = max(known["last_step"], last_step)
         part = run / "wandb.json.part"
         part.write_text(json.dumps(known) + "\n", encoding="utf-8")
         os.replace(part, file)
         try:
             self._run = wandb.init(
-                project=project, name=name, id=known["id"], resume="allow", dir=run, config=config,
+                project=project,
+                name=name,
+                id=known["id"],
+                resume="allow",
+                dir=run,
+                config=config,
                 settings=wandb.Settings(silent=True, console="off"),
-            )  # fmt: skip
+            )
         except wandb.errors.Error as error:
-            raise InputError(f"Weights & Biases cannot start ({error}): log in with `wandb login`, or set WANDB_MODE=offline") from None
+            raise InputError(
+                f"Weights & Biases cannot start ({error}): log in with `wandb login`, or set WANDB_MODE=offline"
+            ) from None
         self._table = wandb.Table
         self._sent = known["last_step"] if self._run.offline else self._run.starting_step - 1
         self.where = self._run.dir if self._run.offline else self._run.url

@@ -1,4 +1,6 @@
-"""The training state and one optimizer step: loss, gradients, update, all in one compiled program over the (data, lane) mesh."""
+"""The training state and one optimizer step: loss, gradients, update, all in one compiled program over the (data, lane)
+mesh.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,11 @@ DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # wh
 def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
     """Dtypes of the computation on these devices."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return Precision(compute="float32" if config.compute_dtype == "auto" and on_cpu else config.compute_dtype.replace("auto", "bfloat16"))
+    return Precision(
+        compute="float32"
+        if config.compute_dtype == "auto" and on_cpu
+        else config.compute_dtype.replace("auto", "bfloat16")
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -39,10 +45,11 @@ class State:
 
 
 class Trainer:
-    """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`, `lanes(params, batch)`.
+    """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`,
+    `lanes(params, batch)`.
 
-    keys: what a batch holds, see train/data.py. A batch is ids int32 [b, s + 1], position t of which predicts token t + 1, and where
-    the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
+    keys: what a batch holds, see train/data.py. A batch is ids int32 [b, s + 1], position t of which predicts token t +
+    1, and where the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
     """
 
     def __init__(self, config: TrainConfig, phase: Phase, mesh: Mesh, keys: Sequence[str] = ("ids",)):
@@ -60,7 +67,9 @@ class Trainer:
             in_shardings=(self.state_shardings, rows, self.asked_sharding),
             out_shardings=(self.state_shardings, everywhere),
         )
-        self.evaluate = jax.jit(lambda params, batch: self._sums(params, batch)[1], in_shardings=(params, rows), out_shardings=everywhere)
+        self.evaluate = jax.jit(
+            lambda params, batch: self._sums(params, batch)[1], in_shardings=(params, rows), out_shardings=everywhere
+        )
         self.lanes = jax.jit(self._lanes, in_shardings=(params, rows), out_shardings=everywhere)
 
     def init(self) -> State:
@@ -77,18 +86,24 @@ class Trainer:
     def abstract_state(self) -> State:
         """Shapes, dtypes and places of the state, for restoring it."""
         shapes = jax.eval_shape(self._init)
-        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.state_shardings)
+        return jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.state_shardings
+        )
 
     def lower_step(self) -> jax.stages.Lowered:
         """The step's program before it is compiled; nothing of the model's size is made."""
         batch = {key: jax.ShapeDtypeStruct(self._shape(key), DTYPES[key]) for key in self.keys}
         if self.config.distill.teacher is not None:
             data = self.phase.data
-            batch[TEACHER] = jax.ShapeDtypeStruct((data.batch_size, data.sequence_length, self.phase.model.vocab_size), jnp.float32)
+            batch[TEACHER] = jax.ShapeDtypeStruct(
+                (data.batch_size, data.sequence_length, self.phase.model.vocab_size), jnp.float32
+            )
         return self.step.lower(self.abstract_state(), batch, jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32))
 
     def put_batch(self, rows_of: Callable[[slice], dict[str, np.ndarray]], keys: Iterable[str] | None = None) -> Batch:
-        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}; keys: by default the trainer's."""
+        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}; keys: by
+        default the trainer's.
+        """
         read: dict[tuple, dict[str, np.ndarray]] = {}  # devices that share rows share one read
 
         def rows(index) -> dict[str, np.ndarray]:
@@ -98,11 +113,16 @@ class Trainer:
             return read[span]
 
         where = NamedSharding(self.mesh, P(DATA))
-        return {key: jax.make_array_from_callback(self._shape(key), where, lambda i, key=key: rows(i)[key]) for key in keys or self.keys}
+        return {
+            key: jax.make_array_from_callback(self._shape(key), where, lambda i, key=key: rows(i)[key])
+            for key in keys or self.keys
+        }
 
     def put_asked(self, asked: bool) -> jax.Array:
         """Whether this process wants the run to stop, int32 [devices]: `step` tells all processes of it."""
-        return jax.make_array_from_callback((self.mesh.size,), self.asked_sharding, lambda i: np.full(1, asked, np.int32))
+        return jax.make_array_from_callback(
+            (self.mesh.size,), self.asked_sharding, lambda i: np.full(1, asked, np.int32)
+        )
 
     def model(self, params: dict[str, jax.Array]) -> Laneformer:
         """The model of this phase with these weights."""
@@ -132,17 +152,26 @@ class Trainer:
         """The objective and its parts, summed over the batch's tokens: see Laneformer.loss."""
         if TEACHER in batch:
             distill, also = self.config.distill, {"z_loss": self.config.z_loss, "remat": self.config.remat}
-            return distilled_sums(self.model(params), batch, weight=distill.kl_weight, temperature=distill.temperature, **also)
+            return distilled_sums(
+                self.model(params), batch, weight=distill.kl_weight, temperature=distill.temperature, **also
+            )
         ids, segments = batch["ids"], batch.get("segments")
         rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # of a part, per device
         return self.model(params).loss(
-            ids[:, :-1], ids[:, 1:], batch.get("weights"), segments_bs=None if segments is None else segments[:, :-1],
-            remat=self.config.remat, z_loss=self.config.z_loss, chunk=max(1, self.config.loss_chunk // rows),
-        )  # fmt: skip
+            ids[:, :-1],
+            ids[:, 1:],
+            batch.get("weights"),
+            segments_bs=None if segments is None else segments[:, :-1],
+            remat=self.config.remat,
+            z_loss=self.config.z_loss,
+            chunk=max(1, self.config.loss_chunk // rows),
+        )
 
     def _lanes(self, params: dict[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
         segments = batch.get("segments")
-        return self.model(params).lane_statistics(batch["ids"][:, :-1], segments_bs=None if segments is None else segments[:, :-1])
+        return self.model(params).lane_statistics(
+            batch["ids"][:, :-1], segments_bs=None if segments is None else segments[:, :-1]
+        )
 
     def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         """Gradients of the mean objective over the batch, and the update by them unless they are not finite."""
@@ -161,7 +190,9 @@ class Trainer:
                 (_, sums), grads = differentiate(state.params, part)
                 return jax.tree.map(jnp.add, total, (sums, grads)), None
 
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self._sums, state.params, batch)[1])
+            zeros = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self._sums, state.params, batch)[1]
+            )
             (sums, grads), _ = jax.lax.scan(add, (zeros, jax.tree.map(jnp.zeros_like, state.params)), parts)
         with jax.named_scope("optimizer"):
             tokens = jnp.maximum(sums["weight"], 1e-6)  # a batch of padding alone has no gradient

@@ -16,7 +16,9 @@ class Clock:
     """
 
     def __init__(self, before: Iterable[dict] = (), *, now: Callable[[], int] = time.perf_counter_ns):
-        """before: records of earlier processes of the run, whose "time" (what `interval` returned) counts in `total`."""
+        """before: records of earlier processes of the run, whose "time" (what `interval` returned) counts in
+        `total`.
+        """
         self._now, self._last, self._open = now, now(), ["other"]
         self._total, self._interval = dict.fromkeys(BUCKETS, 0), dict.fromkeys(BUCKETS, 0)
         for record in before:

@@ -8,5 +8,9 @@ from configs.ablations.tiny import tiny
 from train.ablate_grid import Grid
 
 RECIPES: dict[str, Callable[[], Grid]] = {
-    "tiny": tiny, "30m": web_30m, "120m": web_120m, "350m": ladder_350m, "1p2b": ladder_1p2b,
-}  # fmt: skip
+    "tiny": tiny,
+    "30m": web_30m,
+    "120m": web_120m,
+    "350m": ladder_350m,
+    "1p2b": ladder_1p2b,
+}

@@ -1,4 +1,6 @@
-"""Grids for one GPU or a few, on web text. None has been run yet; their times are projected from FLOPs at 30 % of an H100's peak."""
+"""Grids for one GPU or a few, on web text. None has been run yet; their times are projected from FLOPs at 30 % of an
+H100's peak.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -14,10 +16,11 @@ CONTEXT = 1024
 
 
 def web_30m() -> Grid:
-    """27.5M parameters, 12 layers in 8 lanes, 0.6B tokens, 20 variants x 3 seeds: one GPU, about 6 minutes a cell, 6 hours (projected).
+    """27.5M parameters, 12 layers in 8 lanes, 0.6B tokens, 20 variants x 3 seeds: one GPU, about 6 minutes a cell, 6
+    hours (projected).
 
-    Needs data/fineweb_edu_8k: python -m scripts.tokenize --out data/fineweb_edu_8k --dataset HuggingFaceFW/fineweb-edu --config sample-10BT
-    --streaming --train-bpe 8192. Twenty tokens per parameter, and everything else, are our choice.
+    Needs data/fineweb_edu_8k: python -m scripts.tokenize --out data/fineweb_edu_8k --dataset HuggingFaceFW/fineweb-edu
+    --config sample-10BT --streaming --train-bpe 8192. Twenty tokens per parameter, and everything else, are our choice.
     """
     return Grid(
         name="30m",
@@ -25,10 +28,20 @@ def web_30m() -> Grid:
             name="30m",
             steps=600_000_000 // (128 * CONTEXT),
             model=ModelConfig(
-                vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
-                num_key_value_heads=8, max_position_embeddings=CONTEXT, num_lanes=8, layout="tp", broadcast_delay=2,
+                vocab_size=8192,
+                hidden_size=384,
+                intermediate_size=1024,
+                num_hidden_layers=12,
+                num_attention_heads=8,
+                num_key_value_heads=8,
+                max_position_embeddings=CONTEXT,
+                num_lanes=8,
+                layout="tp",
+                broadcast_delay=2,
             ),
-            data=DataConfig(path=(Path("data/fineweb_edu_8k"),), sequence_length=CONTEXT, batch_size=128, validation_batches=16),
+            data=DataConfig(
+                path=(Path("data/fineweb_edu_8k"),), sequence_length=CONTEXT, batch_size=128, validation_batches=16
+            ),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=200),
             accumulate=2,
             validate_every=500,
@@ -38,13 +51,14 @@ def web_30m() -> Grid:
         variants=(*layouts("desync(4)"), *knobs("dtp(4)"), *cross(("dtp(4)",), num_lanes=(2, 4))),
         projected=laneformer_2b().model,
         probe={"tp": (1, 2, 4, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
-    )  # fmt: skip
+    )
 
 
 def web_120m() -> Grid:
     """The model and the 2.5B tokens of `laneformer_120m`, 13 variants x 2 seeds: one GPU, 2 hours a cell (projected).
 
-    With several GPUs as many cells side by side: --devices 0 1 2 3. The data are those of the recipe (configs/small.py).
+    With several GPUs as many cells side by side: --devices 0 1 2 3. The data are those of the recipe
+    (configs/small.py).
     """
     base = laneformer_120m()
     return Grid(

@@ -12,8 +12,8 @@ from train.config import DataConfig, OptimizerConfig, TrainConfig
 def tiny() -> Grid:
     """8 layers in 4 lanes, 0.23M tokens, 16 variants x 3 seeds: a CPU, about a minute a cell and core.
 
-    Muon, because AdamW gets nowhere in so few steps; its learning rate is the better of two for tp. Needs data/stdlib_1k: the text of
-    `make run` with a vocabulary of 1,024 (docs/ablations.md has the command).
+    Muon, because AdamW gets nowhere in so few steps; its learning rate is the better of two for tp. Needs
+    data/stdlib_1k: the text of `make run` with a vocabulary of 1,024 (docs/ablations.md has the command).
     """
     return Grid(
         name="tiny",
@@ -21,8 +21,18 @@ def tiny() -> Grid:
             name="tiny",
             steps=450,
             model=ModelConfig(
-                vocab_size=1024, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
-                max_position_embeddings=128, num_lanes=4, layout="tp", broadcast_delay=2, bos_token_id=0, eos_token_id=(0,),
+                vocab_size=1024,
+                hidden_size=64,
+                intermediate_size=192,
+                num_hidden_layers=8,
+                num_attention_heads=8,
+                num_key_value_heads=8,
+                max_position_embeddings=128,
+                num_lanes=4,
+                layout="tp",
+                broadcast_delay=2,
+                bos_token_id=0,
+                eos_token_id=(0,),
             ),
             data=DataConfig(path=(Path("data/stdlib_1k"),), sequence_length=128, batch_size=4, validation_batches=64),
             optimizer=OptimizerConfig(kind="muon", learning_rate=8e-3, warmup_steps=30, decay_fraction=0.4),
@@ -32,10 +42,12 @@ def tiny() -> Grid:
         ),
         variants=(
             *layouts(),
-            *cross(("tp", "dtp(4)"), num_lanes=(2, 8)),  # tp too: Muon works on each lane's matrices, so lanes alone change something
+            *cross(
+                ("tp", "dtp(4)"), num_lanes=(2, 8)
+            ),  # tp too: Muon works on each lane's matrices, so lanes alone change something
         ),
         seeds=(0, 1, 2),
         projected=laneformer_2b().model,
         probe={"tp": (2, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
         minutes=1.2,
-    )  # fmt: skip
+    )

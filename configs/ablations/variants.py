@@ -15,7 +15,9 @@ def layouts(*more: str) -> tuple[Variant, ...]:
 
 
 def knobs(layout: str) -> tuple[Variant, ...]:
-    """One layout with the model's other choices about lanes, one at a time; and the corrected form of the Laneformer's early layers."""
+    """One layout with the model's other choices about lanes, one at a time; and the corrected form of the Laneformer's
+    early layers.
+    """
     return (
         variant("laneformer", "laneformer(2), early once", use_early_comm=True, early_lands_twice=False),
         variant(layout, f"{layout}, norm scales per lane", replicated_rmsn_scale=False),

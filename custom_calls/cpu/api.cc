@@ -1,4 +1,5 @@
-// The library's C interface: sessions for ctypes (custom_calls/session.py), and the handler that XLA calls (custom_calls/decode.py).
+// The library's C interface: sessions for ctypes (custom_calls/session.py), and the handler that XLA calls
+// (custom_calls/decode.py).
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -30,7 +31,8 @@ struct Operands {
   int64_t room;  // tokens that fit
 };
 
-// The devices of one launch. The last one to come runs all lanes; the others sleep. Once it has failed nobody touches their buffers.
+// The devices of one launch. The last one to come runs all lanes; the others sleep. Once it has failed nobody touches
+// their buffers.
 struct Group {
   std::mutex lock;
   std::condition_variable changed;
@@ -59,12 +61,13 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
-                                       std::to_string(call.start) + " and " + std::to_string(call.limit) + " more do not fit a cache of " +
-                                       std::to_string(first.capacity) + " positions and room for " + std::to_string(first.room) +
-                                       " tokens");
+                                       std::to_string(call.start) + " and " + std::to_string(call.limit) +
+                                       " more do not fit a cache of " + std::to_string(first.capacity) +
+                                       " positions and room for " + std::to_string(first.room) + " tokens");
   for (const int32_t token : call.prompt)
     if (token < 0 || token >= model.vocab)
-      return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(model.vocab));
+      return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                         std::to_string(model.vocab));
   const int local = model.lanes / (int)devices.size();
   const int64_t lane_bytes = first.capacity * model.kv_heads * model.head_dim * bytes_of((Dtype)model.cache_dtype);
   for (int layer = 0; layer < model.layers; layer++)
@@ -100,7 +103,8 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
 }
 
 // Waits for the other devices of the launch and lets the last one run them all.
-ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, int devices, int64_t timeout_ms, Operands operands) {
+ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, int devices, int64_t timeout_ms,
+                Operands operands) {
   std::shared_ptr<Group> group;
   {
     const std::lock_guard<std::mutex> lock(groups_lock);
@@ -128,11 +132,13 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
     return error;
   }
   const auto settled = [&] { return group->running || group->failed; };
-  if (!group->changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return settled() || group->ended; }) && !settled()) {
+  if (!group->changed.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                               [&] { return settled() || group->ended; }) &&
+      !settled()) {
     group->failed = true;
-    group->error =
-        ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
-                                                          " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
+    group->error = ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
+                              "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
+                                  " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
     leave();
     group->changed.notify_all();
     return group->error;
@@ -143,11 +149,13 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
-ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices, ffi::Span<const int32_t> position_of_device,
-                  ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
-                  ffi::BufferR1<ffi::U32> key, ffi::BufferR1<ffi::S32> stops, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
-                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
-                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
+ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices,
+                  ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
+                  ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
+                  ffi::BufferR1<ffi::S32> stops, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
+                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs,
+                  ffi::ResultBufferR2<ffi::S32> top_tokens, ffi::ResultBufferR2<ffi::F32> top_logprobs,
+                  ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
                   ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
   const std::shared_ptr<Decoder> decoder = sessions.find(session);
   if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
@@ -158,14 +166,19 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   const LaneformerModel& model = decoder->model();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
   if (position < 0 || position >= devices || model.lanes % devices != 0)
-    return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) + " devices of the decode call");
-  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 || state->element_count() != 3)
+    return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) +
+                 " devices of the decode call");
+  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
+      state->element_count() != 3)
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
-  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers || caches_after.size() != caches.size())
-    return wrong("seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
-  if (seen.untyped_data() != seen_after->untyped_data()) return wrong("the decode call's `seen` was not donated: it is updated in place");
+  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers ||
+      caches_after.size() != caches.size())
+    return wrong(
+        "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
+  if (seen.untyped_data() != seen_after->untyped_data())
+    return wrong("the decode call's `seen` was not donated: it is updated in place");
   Operands operands{};
   for (size_t i = 0; i < caches.size(); i++) {
     const auto before = caches.get<ffi::AnyBuffer>(i);
@@ -178,7 +191,8 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
       return wrong("cache " + std::to_string(i) +
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
-      return wrong("the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
+      return wrong(
+          "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
     operands.capacity = shape[2];
     operands.caches.push_back((char*)before->untyped_data());
   }
@@ -199,7 +213,8 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
   operands.state = state->typed_data();
   if (devices == 1) return generate(*decoder, {operands});
-  return join(*decoder, session, run.run_id, position, (int)devices, decoder->options().timeout_ms, std::move(operands));
+  return join(*decoder, session, run.run_id, position, (int)devices, decoder->options().timeout_ms,
+              std::move(operands));
 }
 
 }  // namespace
@@ -232,15 +247,13 @@ extern "C" {
 int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
 int64_t laneformer_open(const LaneformerModel* model, const LaneformerOptions* options, char* error, int64_t size) {
-  return guarded(error, size, [&] {
-    return sessions.add(std::make_shared<Decoder>(*model, *options));
-  });
+  return guarded(error, size, [&] { return sessions.add(std::make_shared<Decoder>(*model, *options)); });
 }
 
 void laneformer_close(int64_t id) { sessions.close(id); }
 
-int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype, char* error,
-                        int64_t size) {
+int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype,
+                        char* error, int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->pack(name, layer, data, count, (Dtype)dtype);
     return 0;
@@ -248,13 +261,15 @@ int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void*
 }
 
 void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }
-int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) { return sessions.find(id)->wait(have, timeout_ms); }
+int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) {
+  return sessions.find(id)->wait(have, timeout_ms);
+}
 int32_t laneformer_finished(int64_t id) { return sessions.find(id)->finished(); }
 void laneformer_cancel(int64_t id) { sessions.find(id)->cancel(); }
 
 // Tokens first .. first + count - 1 of the running or last call, which have been drawn; null pointers are left out.
-void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
-                      int32_t* top_tokens, float* top_logprobs) {
+void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
+                      int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
   const auto decoder = sessions.find(id);
   const auto copy = [&](const auto& from, auto* to, int64_t each) {
     if (to && each) std::memcpy(to, from.data() + first * each, count * each * sizeof *to);

@@ -1,4 +1,5 @@
-// Attention over a lane's keys and values, for one position or a block of a prompt. Included by kernels.cc alone, as simd.h is.
+// Attention over a lane's keys and values, for one position or a block of a prompt. Included by kernels.cc alone, as
+// simd.h is.
 #pragma once
 
 #include <cmath>
@@ -33,12 +34,13 @@ LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
   }
 }
 
-constexpr int kKeys = 32;  // positions whose scores are made together: their keys and values stay in the first-level cache
+constexpr int kKeys =
+    32;  // positions whose scores are made together: their keys and values stay in the first-level cache
 constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, that share what is loaded of it
 constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
 
-// Lines of keys and of values that will be wanted soon, fetched in so many steps while others are used: memory is never idle, nor is one
-// burst more than it takes.
+// Lines of keys and of values that will be wanted soon, fetched in so many steps while others are used: memory is never
+// idle, nor is one burst more than it takes.
 struct Ahead {
   const char *keys, *values;
   int64_t lines;  // of each
@@ -85,7 +87,8 @@ LF_INLINE vf sum_by_rest(vf v) {
 template <Dtype dtype, int G>
 void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
   constexpr int kAtOnce = kWidth / G;  // keys, whose sums make a vector
-  const int whole = e / kWidth * kWidth, rest = e - whole, steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
+  const int whole = e / kWidth * kWidth, rest = e - whole,
+            steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
   for (int j = 0; j < count; j += kAtOnce) {
     int64_t row[kAtOnce];
     for (int c = 0; c < kAtOnce; c++) row[c] = keys.offset + (j + c < count ? j + c : count - 1) * keys.stride;
@@ -110,11 +113,11 @@ void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahe
   for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
 }
 
-// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels, the last one with `rest` of them if
-// that is not 0.
+// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels, the last one with
+// `rest` of them if that is not 0.
 template <Dtype dtype, int G, int N>
-void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo, Ahead& ahead,
-                  int steps) {
+void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo,
+                  Ahead& ahead, int steps) {
   constexpr int last = (N - 1) * kWidth;
   vf acc[G][N];
   for (int g = 0; g < G; g++)
@@ -125,7 +128,8 @@ void mix_channels(const float* weights, Rows values, int count, int rest, const 
   const auto add = [&](int j, auto ragged) {
     for (int n = 0; n < N; n++) {
       const int64_t at = values.offset + j * values.stride + n * kWidth;
-      const vf value = n == N - 1 && ragged() ? first_elements(dtype, values.data, at, rest) : element(dtype, values.data, at);
+      const vf value =
+          n == N - 1 && ragged() ? first_elements(dtype, values.data, at, rest) : element(dtype, values.data, at);
       for (int g = 0; g < G; g++) acc[g][n] += splat(weights[j * G + g]) * value;
     }
   };
@@ -144,11 +148,13 @@ void mix_channels(const float* weights, Rows values, int count, int rest, const 
 }
 
 template <Dtype dtype, int G, int N = kMixed / G>
-void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo, Ahead& ahead, int steps) {
+void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo,
+         Ahead& ahead, int steps) {
   // As many channels at a time as registers hold, then what is left.
   for (; e >= N * kWidth; e -= N * kWidth, values.offset += N * kWidth, out += N * kWidth)
     mix_channels<dtype, G, N>(weights, values, count, 0, shrink, out, ldo, ahead, steps);
-  if (e > (N - 1) * kWidth) return mix_channels<dtype, G, N>(weights, values, count, e % kWidth, shrink, out, ldo, ahead, steps);
+  if (e > (N - 1) * kWidth)
+    return mix_channels<dtype, G, N>(weights, values, count, e % kWidth, shrink, out, ldo, ahead, steps);
   if constexpr (N > 1) {
     if (e > 0) mix<dtype, G, N - 1>(weights, values, count, e, shrink, out, ldo, ahead, steps);
   }
@@ -156,7 +162,8 @@ void mix(const float* weights, Rows values, int count, int e, const float* shrin
 
 // G queries of one key/value head and position over a block of keys.
 template <Dtype dtype, int G>
-void attend_block(const float* q, Rows keys, Rows values, int count, int e, float* out, Ahead first_half, Ahead second_half) {
+void attend_block(const float* q, Rows keys, Rows values, int count, int e, float* out, Ahead first_half,
+                  Ahead second_half) {
   const int64_t ldo = e + 2;
   const int end = (count * G + kWidth - 1) / kWidth * kWidth;
   float scores[kKeys * G], shrink[G], before[kWidth], most[kWidth];
@@ -213,13 +220,14 @@ void attend_in(const Attend& a) {
         const int64_t offset = low * stride + (int64_t)n * a.e;
         for (int g = 0; g < a.group;) {
           const auto share = [&](int part) {  // for the first to read this block
-            const int64_t begin = next.lines * part / (2 * a.kv_heads), stop = next.lines * (part + 1) / (2 * a.kv_heads);
+            const int64_t begin = next.lines * part / (2 * a.kv_heads),
+                          stop = next.lines * (part + 1) / (2 * a.kv_heads);
             return Ahead{next.keys + 64 * begin, next.values + 64 * begin, p == 0 && g == 0 ? stop - begin : 0};
           };
           const int64_t head = (int64_t)p * heads + n * a.group + g;
           const auto some = [&](auto queries) {
-            attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride}, count, a.e,
-                                           a.out + head * (a.e + 2), share(2 * n), share(2 * n + 1));
+            attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride},
+                                           count, a.e, a.out + head * (a.e + 2), share(2 * n), share(2 * n + 1));
             g += queries();
           };
           const int left = a.group - g;
@@ -237,8 +245,8 @@ void attend_in(const Attend& a) {
   }
 }
 
-// A prompt's queries are enough for vectors that run over them: a panel of two vectors shares every key and value, and nothing is summed
-// across a vector.
+// A prompt's queries are enough for vectors that run over them: a panel of two vectors shares every key and value, and
+// nothing is summed across a vector.
 constexpr int kPanel = 2 * kWidth;
 constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums stay in registers
 constexpr int kLongestHead = 256;
@@ -277,7 +285,8 @@ void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
   for (int j = 0; j < count; j += kTogether) {
     const float* key[kTogether];
     vf acc[kTogether][2];
-    for (int c = 0; c < kTogether; c++) key[c] = rows + (j + c < count ? j + c : count - 1) * stride, acc[c][0] = acc[c][1] = vf{};
+    for (int c = 0; c < kTogether; c++)
+      key[c] = rows + (j + c < count ? j + c : count - 1) * stride, acc[c][0] = acc[c][1] = vf{};
     for (int i = 0; i < e; i++) {
       const vf low = loadf(panel.q[i]), high = loadf(panel.q[i] + kWidth);
       for (int c = 0; c < kTogether; c++) {
@@ -289,13 +298,16 @@ void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
     for (int c = 0; c < kTogether && j + c < count; c++)
       for (int v = 0; v < 2; v++) {
         const vi number = vi{} + (j + c);
-        const vf seen = all ? acc[c][v] : select((number >= panel.first[v]) & (number <= panel.last[v]), acc[c][v], splat(-INFINITY));
+        const vf seen =
+            all ? acc[c][v]
+                : select((number >= panel.first[v]) & (number <= panel.last[v]), acc[c][v], splat(-INFINITY));
         storef(panel.scores[j + c] + v * kWidth, seen);
       }
   }
 }
 
-// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not see does not reach it, were it not even a number.
+// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not see does not reach it, were it not
+// even a number.
 template <Dtype dtype, bool all>
 void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2]) {
   int64_t stride;
@@ -338,7 +350,8 @@ void attend_panels(const Attend& a) {
       }
       std::memset(panel.mixed, 0, a.e * sizeof panel.mixed[0]);
       for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
-      const int64_t oldest = a.start + position[0], newest = a.start + position[kPanel - 1];  // of the panel's positions
+      const int64_t oldest = a.start + position[0],
+                    newest = a.start + position[kPanel - 1];  // of the panel's positions
       for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
         int64_t low = t0, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
         if (low < oldest - a.window + 1) low = oldest - a.window + 1;

@@ -15,7 +15,8 @@ namespace laneformer {
 
 Region::Region(int64_t size) : bytes(std::max<int64_t>(size, 1)) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) throw std::runtime_error("out of memory: " + std::to_string(bytes) + " bytes for the model's weights");
+  if (p == MAP_FAILED)
+    throw std::runtime_error("out of memory: " + std::to_string(bytes) + " bytes for the model's weights");
 #if defined(MADV_HUGEPAGE)
   madvise(p, bytes, MADV_HUGEPAGE);  // fewer page faults and table walks; a hint that may be refused
 #endif
@@ -36,8 +37,9 @@ const Kernels* choose_kernels(const char* name) {
   std::vector<const Kernels*> able;  // best first
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512cd");
   if (v4 && __builtin_cpu_supports("avx512bf16")) able.push_back(&laneformer_kernels_avx512_bf16);
   if (v4) able.push_back(&laneformer_kernels_avx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) able.push_back(&laneformer_kernels_avx2);
@@ -52,7 +54,8 @@ const Kernels* choose_kernels(const char* name) {
 
 Decoder::Decoder(const LaneformerModel& model, const LaneformerOptions& options)
     : model_(model), options_(options), kernels_(choose_kernels(options.instructions)) {
-  if (kernels_ == nullptr) throw std::runtime_error(std::string("this machine cannot run the instructions ") + options.instructions);
+  if (kernels_ == nullptr)
+    throw std::runtime_error(std::string("this machine cannot run the instructions ") + options.instructions);
   frequencies_.assign(model.rope_frequencies, model.rope_frequencies + model.head_dim / 2);
   windows_.assign(model.windows, model.windows + model.layers);
   events_words_.assign(model.events, model.events + model.num_events);
@@ -195,7 +198,9 @@ int64_t Decoder::unit_bytes(Op op) const { return tile_bytes(weights_, columns(o
 namespace {
 
 // Element k of row r of a tile.
-inline int64_t place(Dtype dtype, int64_t r, int64_t k) { return dtype == Dtype::bf16 ? k / 2 * 2 * kTile + 2 * r + k % 2 : k * kTile + r; }
+inline int64_t place(Dtype dtype, int64_t r, int64_t k) {
+  return dtype == Dtype::bf16 ? k / 2 * 2 * kTile + 2 * r + k % 2 : k * kTile + r;
+}
 
 template <class T>
 void place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T* tile) {
@@ -210,7 +215,8 @@ void place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T
 // Rows first .. first + count of the op, of each lane; second: of the two matrices of kGateUp.
 void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool second, const void* data, Dtype dtype) {
   const int64_t k = columns(op), per_lane = op == kHead && model_.head_type == 1 ? model_.hidden : k;
-  const int sources = op == kHead && model_.head_type == 1 ? model_.lanes : 1;  // stretches of columns, one after the other
+  const int sources =
+      op == kHead && model_.head_type == 1 ? model_.lanes : 1;  // stretches of columns, one after the other
   on_all([&](int w) {
     std::vector<float> wide(per_lane);
     std::vector<char> row(per_lane * 4);
@@ -241,12 +247,14 @@ void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool sec
 }
 
 void Decoder::pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype) {
-  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e, lanes = model_.lanes,
-                ff = model_.ff;
-  if (layer < 0 || layer >= model_.layers) throw std::runtime_error("there is no layer " + std::to_string(layer) + " for " + name);
+  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e,
+                lanes = model_.lanes, ff = model_.ff;
+  if (layer < 0 || layer >= model_.layers)
+    throw std::runtime_error("there is no layer " + std::to_string(layer) + " for " + name);
   const auto expect = [&](int64_t wanted) {
     if (count != wanted)
-      throw std::runtime_error(name + " has " + std::to_string(count) + " elements, the model's has " + std::to_string(wanted));
+      throw std::runtime_error(name + " has " + std::to_string(count) + " elements, the model's has " +
+                               std::to_string(wanted));
   };
   const auto floats = [&](std::vector<float>& all, int64_t each) {
     expect(each);
@@ -294,7 +302,8 @@ void Decoder::pack(const std::string& name, int layer, const void* data, int64_t
     matrix(kDown, 0, d);
   } else if (name == "lm_head" && !model_.tied_head) {
     matrix(kHead, 0, rows(kHead));
-  } else if (model_.qkv_bias && (name == "attention.wq_bias" || name == "attention.wk_bias" || name == "attention.wv_bias")) {
+  } else if (model_.qkv_bias &&
+             (name == "attention.wq_bias" || name == "attention.wk_bias" || name == "attention.wv_bias")) {
     const int64_t first = name[11] == 'q' ? 0 : name[11] == 'k' ? q : q + kv, each = name[11] == 'q' ? q : kv;
     expect(lanes * each);
     for (int l = 0; l < lanes; l++)
@@ -322,8 +331,10 @@ void Decoder::embed(int32_t token, float* row) const {
   const char* data = nullptr;
   for (const auto& worker : workers_)
     for (const Share& share : worker->shares(kHead))
-      if (share.first <= tile && tile < share.last) data = worker->weights(kHead, 0) + (tile - share.first) * unit_bytes(kHead);
-  for (int64_t k = 0; k < d; k++) kernels_->widen(weights_, data + place(weights_, r, k) * bytes_of(weights_), 1, row + k);
+      if (share.first <= tile && tile < share.last)
+        data = worker->weights(kHead, 0) + (tile - share.first) * unit_bytes(kHead);
+  for (int64_t k = 0; k < d; k++)
+    kernels_->widen(weights_, data + place(weights_, r, k) * bytes_of(weights_), 1, row + k);
 }
 
 // ------------------------------------------------------------------------------------------------------------ running

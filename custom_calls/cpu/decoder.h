@@ -1,4 +1,5 @@
-// The persistent decode kernel: a model packed for this machine's worker threads, and one call that generates a whole answer.
+// The persistent decode kernel: a model packed for this machine's worker threads, and one call that generates a whole
+// answer.
 #pragma once
 
 #include <atomic>
@@ -18,12 +19,12 @@ namespace laneformer {
 
 extern "C" {
 
-// Shapes, dtypes and the schedule table, as Python writes them (custom_calls/session.py mirrors this struct). Heads, kv_heads and ff
-// are those of one lane.
+// Shapes, dtypes and the schedule table, as Python writes them (custom_calls/session.py mirrors this struct). Heads,
+// kv_heads and ff are those of one lane.
 struct LaneformerModel {
   int32_t layers, lanes, hidden, heads, kv_heads, head_dim, ff, vocab, context;
-  int32_t head_type;  // 0: one head over the lanes' mean (or norm of their sum), 1: over all lanes end to end, 2: each lane a slice of the
-                      // vocabulary
+  int32_t head_type;  // 0: one head over the lanes' mean (or norm of their sum), 1: over all lanes end to end, 2: each
+                      // lane a slice of the vocabulary
   int32_t norm_of_sum, tied_head, lane_norms, lane_final_norm, qkv_bias, qk_norm;
   int32_t weight_dtype, cache_dtype, rounded_activations;
   float norm_eps, rope_factor;
@@ -117,16 +118,18 @@ class Decoder {
   Decoder(const LaneformerModel&, const LaneformerOptions&);
   ~Decoder();
 
-  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements. Throws
-  // std::runtime_error for one that the model does not have.
+  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements.
+  // Throws std::runtime_error for one that the model does not have.
   void pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype);
-  double read_pass();    // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
+  double
+  read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
 
   // Streaming: what the running call has drawn so far, and telling it to end.
   void begin();
-  void settle();                               // after a call that was refused
-  int32_t wait(int32_t have, int timeout_ms);  // tokens drawn; returns early when there are more than `have` or the call has ended
+  void settle();  // after a call that was refused
+  int32_t wait(int32_t have,
+               int timeout_ms);  // tokens drawn; returns early when there are more than `have` or the call has ended
   bool finished() const { return done_.load(std::memory_order_acquire); }
   int32_t drawn() const { return (int32_t)count_.value.load(std::memory_order_acquire); }
   void cancel() { cancel_.store(1, std::memory_order_relaxed); }
@@ -190,9 +193,10 @@ class Decoder {
     Best best;
   };
   std::vector<Packet> packets_;
-  float least_ = 0;        // of the filters
-  int cancelled_[3] = {};  // as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens
-  int64_t absorbed_ = 0;   // tokens of the prompt that are in the cache
+  float least_ = 0;  // of the filters
+  int cancelled_[3] =
+      {};  // as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens
+  int64_t absorbed_ = 0;  // tokens of the prompt that are in the cache
   std::unique_ptr<Mailboxes> mail_;
 
   std::vector<std::unique_ptr<Worker>> workers_;

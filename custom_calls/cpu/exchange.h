@@ -1,9 +1,11 @@
-// The lane exchange as GPUs do it, between threads: one-shot pushes into the receivers' memory, no acknowledgements, no locks.
+// The lane exchange as GPUs do it, between threads: one-shot pushes into the receivers' memory, no acknowledgements, no
+// locks.
 //
-// Every 8 bytes carry one float32 and a tag, and are written and read whole: data that has arrived is recognised by its tag alone, in any
-// order, with relaxed accesses. Tags are sequence numbers that never repeat within 2^32 exchanges, so that a slot needs no clearing, and
-// what an ended call left behind is never taken for data. A slot may be written again when every lane has read it, which the schedule
-// itself guarantees for a ring of `ring_slots` slots: whoever has received exchange q knows that its sender has issued q.
+// Every 8 bytes carry one float32 and a tag, and are written and read whole: data that has arrived is recognised by its
+// tag alone, in any order, with relaxed accesses. Tags are sequence numbers that never repeat within 2^32 exchanges, so
+// that a slot needs no clearing, and what an ended call left behind is never taken for data. A slot may be written
+// again when every lane has read it, which the schedule itself guarantees for a ring of `ring_slots` slots: whoever has
+// received exchange q knows that its sender has issued q.
 #pragma once
 
 #include <atomic>
@@ -17,7 +19,10 @@ namespace laneformer {
 class Mailboxes {
  public:
   Mailboxes(int lanes, int slots, int64_t floats)
-      : lanes_(lanes), slots_(slots), floats_(floats), words_(new std::atomic<uint64_t>[(size_t)lanes * lanes * slots * floats]()) {}
+      : lanes_(lanes),
+        slots_(slots),
+        floats_(floats),
+        words_(new std::atomic<uint64_t>[(size_t)lanes * lanes * slots * floats]()) {}
 
   int slots() const { return slots_; }
 
@@ -34,7 +39,8 @@ class Mailboxes {
     }
   }
 
-  // What lane `from` sent to lane `to` under `tag`. `idle(spins)` is called while it has not come yet and says whether to go on waiting.
+  // What lane `from` sent to lane `to` under `tag`. `idle(spins)` is called while it has not come yet and says whether
+  // to go on waiting.
   template <class Idle>
   bool pull(int to, int from, uint32_t tag, float* data, int64_t n, Idle idle) {
     const std::atomic<uint64_t>* slot = at(to, from, tag);
@@ -63,8 +69,9 @@ struct Exchange {
   int issued, last_read;
 };
 
-// The smallest ring that is safe without acknowledgements. A lane that issues exchange s has read all that were due before; the youngest of
-// those, q, proves that every other lane had come to the time when it issued q, and so had read whatever was last due before that.
+// The smallest ring that is safe without acknowledgements. A lane that issues exchange s has read all that were due
+// before; the youngest of those, q, proves that every other lane had come to the time when it issued q, and so had read
+// whatever was last due before that.
 inline int ring_slots(const std::vector<Exchange>& exchanges) {
   int slots = 1;
   for (size_t s = 0; s < exchanges.size(); s++) {

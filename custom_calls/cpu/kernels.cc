@@ -1,5 +1,5 @@
-// The arithmetic of the decode kernel, compiled once per instruction set (LF_ISA names it). No library templates in here: the linker
-// keeps one copy of each, which might be the one for another machine.
+// The arithmetic of the decode kernel, compiled once per instruction set (LF_ISA names it). No library templates in
+// here: the linker keeps one copy of each, which might be the one for another machine.
 #include "kernels.h"
 
 #include <cmath>
@@ -20,13 +20,16 @@ using laneformer::kTile;
 
 constexpr int kVectors = kTile / kWidth;                         // of one line of a tile
 constexpr int kBatch = kWidth == 16 ? 16 : kWidth == 8 ? 4 : 2;  // accumulators: kVectors x kBatch registers
-#if defined(__AVX512BF16__) || defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
+#if defined(__AVX512BF16__) || \
+    defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
 constexpr bool kHasDot = true;
 #else
 constexpr bool kHasDot = false;
 #endif
 
-bool uses_dot(Dtype dtype, Activations activations) { return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded; }
+bool uses_dot(Dtype dtype, Activations activations) {
+  return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
+}
 
 int group_of(int positions) {  // positions served together: 1, 2, 4, ... kBatch
   int group = 1;
@@ -85,17 +88,21 @@ struct F32Line {
   }
 };
 
-constexpr int kAhead = 1024;  // bytes; measured: 0.98 of a pure read of the same bytes with it, 0.91 without (Xeon, 2 threads, bf16)
+constexpr int kAhead =
+    1024;  // bytes; measured: 0.98 of a pure read of the same bytes with it, 0.91 without (Xeon, 2 threads, bf16)
 
-// T tiles side by side times N vectors. Several chains of sums hide the latency of a multiply-add, and several tiles are as many streams
-// from memory, for prefetchers that stop at the end of a page. A row's sums are the same for every T.
+// T tiles side by side times N vectors. Several chains of sums hide the latency of a multiply-add, and several tiles
+// are as many streams from memory, for prefetchers that stop at the end of a page. A row's sums are the same for every
+// T.
 template <class Line, int N, int T, int kChains>
 void some_tiles(const char* w, const float* x, int64_t lines, int positions, float* y, int64_t ldy) {
   vf acc[T][kChains][kVectors][N] = {};
   const int64_t tile = lines * Line::bytes;
   int64_t i = 0;
   for (; i + kChains <= lines; i += kChains) {
-    const int64_t ahead = kAhead + (i * Line::bytes + kAhead < tile ? 0 : (T - 1) * tile);  // behind a tile comes that of the next T tiles
+    const int64_t ahead =
+        kAhead +
+        (i * Line::bytes + kAhead < tile ? 0 : (T - 1) * tile);  // behind a tile comes that of the next T tiles
     for (int c = 0; c < kChains; c++)
       for (int t = 0; t < T; t++) {
         const char* line = w + t * tile + (i + c) * Line::bytes;
@@ -122,7 +129,8 @@ void tiles_times(const char* w, const float* x, int64_t columns, int64_t tiles, 
   int64_t t = 0;
   const auto several = [&](auto count) {
     for (int p = 0; p < positions; p += N)
-      some_tiles<Line, N, count(), kChains>(w + t * tile, x + p / N * block, lines, positions - p, y + p * ldy + t * kTile, ldy);
+      some_tiles<Line, N, count(), kChains>(w + t * tile, x + p / N * block, lines, positions - p,
+                                            y + p * ldy + t * kTile, ldy);
     t += count();
   };
   while (t + kTiles <= tiles) several(Count<kTiles>{});
@@ -146,8 +154,8 @@ void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, i
   }
 }
 
-void product(Dtype dtype, Activations activations, const void* w, const void* x, int64_t columns, int64_t tiles, int positions, float* y,
-             int64_t ldy) {
+void product(Dtype dtype, Activations activations, const void* w, const void* x, int64_t columns, int64_t tiles,
+             int positions, float* y, int64_t ldy) {
   const char* bytes = (const char*)w;
   const float* xs = (const float*)x;
   if (uses_dot(dtype, activations)) return product_of<Bf16DotLine>(bytes, xs, columns, tiles, positions, y, ldy);
@@ -170,7 +178,8 @@ float rounded(Dtype dtype, float x) {
   return x;
 }
 
-void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, int64_t columns, int positions, void* out) {
+void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, int64_t columns, int positions,
+             void* out) {
   const int group = group_of(positions);
   const int64_t stored = laneformer::stored_columns(dtype, columns);
   const bool round = activations == Activations::rounded && dtype != Dtype::f32;
@@ -239,7 +248,8 @@ void narrow(Dtype dtype, const float* from, int64_t n, void* to) {
     std::memcpy(to, from, n * sizeof(float));
     return;
   }
-  for (int64_t i = 0; i < n; i++) ((uint16_t*)to)[i] = dtype == Dtype::bf16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
+  for (int64_t i = 0; i < n; i++)
+    ((uint16_t*)to)[i] = dtype == Dtype::bf16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
 }
 
 uint64_t read(const void* data, int64_t bytes) {
@@ -248,7 +258,8 @@ uint64_t read(const void* data, int64_t bytes) {
   vu total[kStreams] = {};
   for (int64_t i = 0; i < lines; i++)
     for (int s = 0; s < kStreams; s++)
-      for (int v = 0; v < 16 / kWidth; v++) total[s] ^= load<vu>((const char*)data + ((int64_t)s * lines + i) * 64 + v * sizeof(vu));
+      for (int v = 0; v < 16 / kWidth; v++)
+        total[s] ^= load<vu>((const char*)data + ((int64_t)s * lines + i) * 64 + v * sizeof(vu));
   uint64_t sum = 0;
   for (int s = 0; s < kStreams; s++)
     for (int c = 0; c < kWidth; c++) sum += total[s][c];
@@ -328,7 +339,8 @@ LF_INLINE vf gumbel(const uint32_t key[2], uint32_t position, vu token) {
   return -log(-log(uniform));
 }
 
-Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32_t position, int64_t first, int64_t last) {
+Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32_t position, int64_t first,
+          int64_t last) {
   vf best = splat(-INFINITY);
   vi tokens = vi{} - 1;
   vi index;
@@ -351,7 +363,8 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
   }
   Best found = {-INFINITY, -1};
   for (int c = 0; c < kWidth; c++)
-    if (tokens[c] >= 0 && (best[c] > found.value || found.token < 0 || (best[c] == found.value && tokens[c] < found.token)))
+    if (tokens[c] >= 0 &&
+        (best[c] > found.value || found.token < 0 || (best[c] == found.value && tokens[c] < found.token)))
       found = {best[c], tokens[c]};
   return found;
 }

@@ -6,19 +6,24 @@
 
 namespace laneformer {
 
-constexpr int kTile = 16;  // rows of a weight tile: a line of 64 bytes holds 16 rows of one (float32) or two (bf16) columns
+constexpr int kTile =
+    16;  // rows of a weight tile: a line of 64 bytes holds 16 rows of one (float32) or two (bf16) columns
 
 enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // Columns as stored: bf16 weights lie in pairs.
-inline int64_t stored_columns(Dtype dtype, int64_t columns) { return dtype == Dtype::bf16 ? (columns + 1) / 2 * 2 : columns; }
+inline int64_t stored_columns(Dtype dtype, int64_t columns) {
+  return dtype == Dtype::bf16 ? (columns + 1) / 2 * 2 : columns;
+}
 
-inline int64_t tile_bytes(Dtype dtype, int64_t columns) { return stored_columns(dtype, columns) * kTile * bytes_of(dtype); }
+inline int64_t tile_bytes(Dtype dtype, int64_t columns) {
+  return stored_columns(dtype, columns) * kTile * bytes_of(dtype);
+}
 
-// How a product reads its vector: as float32 (exact), rounded to the weights' 16-bit dtype, or as packed bf16 pairs for the dot
-// instruction.
+// How a product reads its vector: as float32 (exact), rounded to the weights' 16-bit dtype, or as packed bf16 pairs for
+// the dot instruction.
 enum class Activations : int32_t { exact = 0, rounded = 1 };
 
 struct Attend {
@@ -46,13 +51,15 @@ struct Kernels {
   int batch;  // positions that one pass over a weight tile serves
 
   // Rows 16 t .. 16 t + 15 of `tiles` tiles times a prepared vector per position: y[p ldy + 16 t + r].
-  void (*product)(Dtype, Activations, const void* w, const void* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy);
+  void (*product)(Dtype, Activations, const void* w, const void* x, int64_t columns, int64_t tiles, int positions,
+                  float* y, int64_t ldy);
   // The vectors x[p ldx + k] as `product` reads them; out has room for prepared_floats().
   void (*prepare)(Dtype, Activations, const float* x, int64_t ldx, int64_t columns, int positions, void* out);
 
   void (*rms_norm)(const float* x, const float* scale, float eps, int64_t n, float* y);
   void (*add_scaled)(float* total, const float* part, float weight, int64_t n);  // total += weight * part
-  void (*swiglu)(const float* gate_up, int64_t pairs, float* out);               // [pairs][gate 16 | up 16] -> silu(gate) * up [16 pairs]
+  void (*swiglu)(const float* gate_up, int64_t pairs,
+                 float* out);  // [pairs][gate 16 | up 16] -> silu(gate) * up [16 pairs]
   void (*attend)(const Attend&);
   void (*widen)(Dtype, const void* from, int64_t n, float* to);
   void (*narrow)(Dtype, const float* from, int64_t n, void* to);
@@ -62,9 +69,11 @@ struct Kernels {
   // Sampling over a range of the vocabulary (infer/sampling.py has the definition).
   float (*largest)(const float* z, int64_t n);
   void (*temper)(const float* logits, const uint8_t* seen, float penalty, float temperature, int64_t n, float* z);
-  uint64_t (*sum_exp)(const float* z, float largest, int64_t n);  // sum of exp(z - largest) in units of 2^-40, the same in any order
+  uint64_t (*sum_exp)(const float* z, float largest,
+                      int64_t n);  // sum of exp(z - largest) in units of 2^-40, the same in any order
   void (*exp_from)(const float* z, float largest, int64_t n, float* out);  // exp(z - largest)
-  Best (*draw)(const float* z, float least, bool noise, const uint32_t key[2], uint32_t position, int64_t first, int64_t last);
+  Best (*draw)(const float* z, float least, bool noise, const uint32_t key[2], uint32_t position, int64_t first,
+               int64_t last);
 };
 
 // Floats (4 bytes) that `prepare` may write for a block of positions.

@@ -1,4 +1,5 @@
-// The next token from the logits, as infer/sampling.py defines it. Each worker takes the part of the vocabulary whose logits it made.
+// The next token from the logits, as infer/sampling.py defines it. Each worker takes the part of the vocabulary whose
+// logits it made.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -24,8 +25,9 @@ float float_of(uint32_t order) {
   return z;
 }
 
-// The largest z among `values` such that the amounts of those at least as large reach `wanted`; -inf if all do not. In three passes, by
-// histograms of the upper, middle and lower bits: no sorting, and whole amounts add up to the same in any order.
+// The largest z among `values` such that the amounts of those at least as large reach `wanted`; -inf if all do not. In
+// three passes, by histograms of the upper, middle and lower bits: no sorting, and whole amounts add up to the same in
+// any order.
 template <class Amount>
 float largest_reaching(const float* values, int64_t n, double wanted, Amount amount) {
   constexpr int bits[3] = {11, 11, 10};
@@ -80,14 +82,16 @@ bool Worker::sample(int64_t position) {
     meet();
   }
   own.sum = k_.sum_exp(logits + first, largest, count);
-  own.best = k_.draw(z, filtered ? d_.least_ : -INFINITY, s.temperature > 0, s.key, (uint32_t)position, first, vocab_last_);
+  own.best =
+      k_.draw(z, filtered ? d_.least_ : -INFINITY, s.temperature > 0, s.key, (uint32_t)position, first, vocab_last_);
   meet();
 
   uint64_t sum = 0;
   Best best = {-INFINITY, -1};
   for (const Decoder::Packet& packet : d_.packets_) {
     sum += packet.sum;
-    if (packet.best.token >= 0 && (best.token < 0 || packet.best.value > best.value)) best = packet.best;  // workers lie in order of ids
+    if (packet.best.token >= 0 && (best.token < 0 || packet.best.value > best.value))
+      best = packet.best;  // workers lie in order of ids
   }
   const int32_t token = std::max(best.token, 0);  // none where nothing is a number; the log-probability says so
   if (d_.cancelled_[2]) {

@@ -1,7 +1,8 @@
-// Vectors of float32 for every instruction set, written once with the compiler's vector types (GCC and Clang): AVX-512, AVX2, NEON, SSE.
+// Vectors of float32 for every instruction set, written once with the compiler's vector types (GCC and Clang): AVX-512,
+// AVX2, NEON, SSE.
 //
-// Included by kernels.cc alone, which is compiled once per instruction set; LF_ISA names the namespace, so that the linker never
-// mixes inline functions compiled for different machines.
+// Included by kernels.cc alone, which is compiled once per instruction set; LF_ISA names the namespace, so that the
+// linker never mixes inline functions compiled for different machines.
 #pragma once
 
 #include <cstdint>
@@ -122,8 +123,9 @@ LF_INLINE vf widen_f16(vh h) {
   return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
   const vu bits = __builtin_convertvector(h, vu), magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
-  const vu normal = magnitude + (112u << 23), infinite = normal + (112u << 23);            // rebias 15 -> 127; 31 -> 255
-  const vu small = as_bits(as_float(magnitude + (113u << 23)) - splat(6.103515625e-05f));  // subnormal: (1 + f) 2^-14 - 2^-14
+  const vu normal = magnitude + (112u << 23), infinite = normal + (112u << 23);  // rebias 15 -> 127; 31 -> 255
+  const vu small =
+      as_bits(as_float(magnitude + (113u << 23)) - splat(6.103515625e-05f));  // subnormal: (1 + f) 2^-14 - 2^-14
   vu value = (vu)select((vi)(exponent == 0), as_float(small), as_float(normal));
   value = (vu)select((vi)(exponent == 0x0f800000), as_float(infinite), as_float(value));
   return as_float(value | (bits & 0x8000) << 16);
@@ -172,7 +174,8 @@ LF_INLINE vf dot_bf16(vf acc, vu w, vu x) {
 LF_INLINE vf exp(vf x) {
   const vi lost = x < splat(-87.3f);
   x = max(x, splat(-87.3f));
-  const vf shifted = x * splat(1.44269504088896341f) + splat(12582912.0f);  // 1.5 2^23: the sum's low bits are round(x / ln 2)
+  const vf shifted =
+      x * splat(1.44269504088896341f) + splat(12582912.0f);  // 1.5 2^23: the sum's low bits are round(x / ln 2)
   const vf n = shifted - splat(12582912.0f);
   vf r = x - n * splat(0.693359375f);
   r = r + n * splat(2.12194440e-4f);

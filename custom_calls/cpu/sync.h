@@ -1,4 +1,5 @@
-// How worker threads wait for each other: one counter per worker on its own cache lines, spinning first and sleeping after a while.
+// How worker threads wait for each other: one counter per worker on its own cache lines, spinning first and sleeping
+// after a while.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,8 @@ inline void pause() {
 }
 
 inline int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Sleeps while the word is `seen`, for a tenth of a second at most.

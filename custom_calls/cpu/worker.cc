@@ -66,8 +66,10 @@ Worker::Worker(Decoder& decoder, int index, int count)
   const int64_t d = m_.hidden, heads = (int64_t)m_.heads * m_.head_dim;
   const int64_t widest = std::max({d_.columns(Decoder::kHead), heads, d, (int64_t)m_.ff});
   int64_t rows_of_y = 0;
-  for (const Share& share : shares_[Decoder::kGateUp]) rows_of_y = std::max(rows_of_y, 2 * kTile * (share.last - share.first) * kBlock);
-  for (const Share& share : shares_[Decoder::kHead]) rows_of_y = std::max(rows_of_y, kTile * (share.last - share.first));
+  for (const Share& share : shares_[Decoder::kGateUp])
+    rows_of_y = std::max(rows_of_y, 2 * kTile * (share.last - share.first) * kBlock);
+  for (const Share& share : shares_[Decoder::kHead])
+    rows_of_y = std::max(rows_of_y, kTile * (share.last - share.first));
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
   h_.resize(kBlock * d);
   a_.resize(kBlock * heads);
@@ -111,7 +113,8 @@ uint32_t Worker::arrive() {
 
 void Worker::wait_for(uint32_t point) {
   for (int w = 0; w < count_; w++)
-    if (w != index_ && !d_.workers_[w]->progress_.wait(point, d_.stopped_, d_.options_.timeout_ms * 1'000'000LL, d_.spins_)) {
+    if (w != index_ &&
+        !d_.workers_[w]->progress_.wait(point, d_.stopped_, d_.options_.timeout_ms * 1'000'000LL, d_.spins_)) {
       d_.fail("worker " + std::to_string(w) + " of " + std::to_string(count_) + " did not come within " +
               std::to_string(d_.options_.timeout_ms) + " ms");
       throw Stopped();
@@ -206,8 +209,8 @@ const float* Worker::normed(int lane, const std::vector<float>& scales, int laye
 
 void Worker::times(Op op, const Share& share, const char*& weights, const float* prepared, float* y, int64_t ldy) {
   const int64_t count = share.last - share.first;
-  k_.product(d_.weights_, d_.activations_, weights, prepared, d_.columns(op), op == Decoder::kGateUp ? 2 * count : count, positions_, y,
-             ldy);
+  k_.product(d_.weights_, d_.activations_, weights, prepared, d_.columns(op),
+             op == Decoder::kGateUp ? 2 * count : count, positions_, y, ldy);
   weights += count * d_.unit_bytes(op);
 }
 
@@ -216,11 +219,13 @@ void Worker::attention(int layer) {
   const char* weights = this->weights(Decoder::kQkv, layer);
   for (const Share& share : shares_[Decoder::kQkv]) {
     float* y = d_.qkv_.floats() + share.lane * kBlock * d_.qkv_padded_;
-    times(Decoder::kQkv, share, weights, normed(share.lane, d_.attention_norms_, layer), y + share.first * kTile, d_.qkv_padded_);
+    times(Decoder::kQkv, share, weights, normed(share.lane, d_.attention_norms_, layer), y + share.first * kTile,
+          d_.qkv_padded_);
     if (!m_.qkv_bias) continue;
     const int64_t rows = d_.rows(Decoder::kQkv), first = share.first * kTile, last = std::min(rows, share.last * kTile);
     const float* bias = d_.biases_.data() + (layer * m_.lanes + share.lane) * rows;
-    for (int p = 0; p < positions_; p++) k_.add_scaled(y + p * d_.qkv_padded_ + first, bias + first, 1.0f, last - first);
+    for (int p = 0; p < positions_; p++)
+      k_.add_scaled(y + p * d_.qkv_padded_ + first, bias + first, 1.0f, last - first);
   }
   mark(Decoder::kQkv, layer, began);
   meet_if_shared();
@@ -253,7 +258,8 @@ void Worker::attention(int layer) {
   for (const Share& share : shares_[Decoder::kOut]) {
     merge(share.lane, chunks);
     k_.prepare(d_.weights_, d_.activations_, a_.data(), heads, heads, positions_, prepared_.data());
-    times(Decoder::kOut, share, weights, prepared_.data(), output(2 * layer, share.lane, 0) + share.first * kTile, d_.hidden_padded_);
+    times(Decoder::kOut, share, weights, prepared_.data(), output(2 * layer, share.lane, 0) + share.first * kTile,
+          d_.hidden_padded_);
   }
   mark(Decoder::kOut, layer, began);
 }
@@ -305,8 +311,9 @@ void Worker::attend(int layer, Keys part, Keys next, int chunk, int64_t window) 
   }
   float* out = d_.parts_.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * m_.heads * (e + 2);
   const int64_t ahead = next.first * n * e * width;
-  k_.attend({q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, part.first, part.last, start_, window,
-             positions_, cache(d_.call_->keys, next.lane) + ahead, cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
+  k_.attend({q_.data(), keys, values, out, d_.cache_, m_.kv_heads, m_.heads / m_.kv_heads, (int)e, part.first,
+             part.last, start_, window, positions_, cache(d_.call_->keys, next.lane) + ahead,
+             cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
 }
 
 // a[p][heads][head_dim] from the chunks' parts, in their order.
@@ -346,7 +353,8 @@ void Worker::feed_forward(int layer) {
   for (const Share& share : shares_[Decoder::kDown]) {
     const float* hidden = d_.hiddens_.floats() + share.lane * kBlock * d_.ff_padded_;
     k_.prepare(d_.weights_, d_.activations_, hidden, d_.ff_padded_, m_.ff, positions_, prepared_.data());
-    times(Decoder::kDown, share, weights, prepared_.data(), output(2 * layer + 1, share.lane, 0) + share.first * kTile, d_.hidden_padded_);
+    times(Decoder::kDown, share, weights, prepared_.data(), output(2 * layer + 1, share.lane, 0) + share.first * kTile,
+          d_.hidden_padded_);
   }
   mark(Decoder::kDown, layer, began);
 }
@@ -360,15 +368,18 @@ float* Worker::kept_stream(int payload, int lane, int position) const {
 void Worker::keep_streams(int payload) {
   for (int lane = first_lane_; lane < last_lane_; lane++)
     if (owns(lane))
-      for (int p = 0; p < positions_; p++) std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden * sizeof(float));
+      for (int p = 0; p < positions_; p++)
+        std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden * sizeof(float));
 }
 
 // What a lane gives to a sum: its outputs, weighted, and perhaps its share of the streams' mean.
 const float* Worker::share_of(int payload, int lane, int position) {
   const Payload& sum = d_.payloads_[payload];
-  if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean) return output(sum.parts[0].module, lane, position);
+  if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
+    return output(sum.parts[0].module, lane, position);
   std::fill_n(share_.begin(), sum.width, 0.0f);
-  for (const Part& part : sum.parts) k_.add_scaled(share_.data(), output(part.module, lane, position), part.weight, sum.width);
+  for (const Part& part : sum.parts)
+    k_.add_scaled(share_.data(), output(part.module, lane, position), part.weight, sum.width);
   if (sum.stream_mean) {
     const float* kept = kept_stream(payload, lane, position);
     for (int i = 0; i < sum.width; i++) share_[i] += kept[i] / (float)m_.lanes;
@@ -380,7 +391,8 @@ const float* Worker::share_of(int payload, int lane, int position) {
 void Worker::send(int module) {
   for (size_t i = 0; i < d_.payloads_.size(); i++) {
     if (d_.payloads_[i].complete_at != module) continue;
-    for (int p = 0; p < positions_; p++) std::memcpy(message(p), share_of((int)i, index_, p), d_.payloads_[i].width * sizeof(float));
+    for (int p = 0; p < positions_; p++)
+      std::memcpy(message(p), share_of((int)i, index_, p), d_.payloads_[i].width * sizeof(float));
     post(token_tags_ + (uint32_t)i, positions_ * (int64_t)m_.hidden);
   }
 }
@@ -444,7 +456,8 @@ void Worker::apply(int time) {
     if (event.kind == Event::own) {
       if (d_.lanes_shared_) wait_for(module_points_[event.module]);
       for (int lane = first_lane_; lane < last_lane_; lane++)
-        for (int p = 0; p < positions_; p++) k_.add_scaled(stream(lane, p), output(event.module, lane, p), event.weight, d);
+        for (int p = 0; p < positions_; p++)
+          k_.add_scaled(stream(lane, p), output(event.module, lane, p), event.weight, d);
       continue;
     }
     const Payload& payload = d_.payloads_[event.payload];
@@ -458,7 +471,8 @@ void Worker::apply(int time) {
           k_.add_scaled(stream(lane, p), sum, 1.0f, payload.width);
         } else {
           std::memcpy(share_.data(), sum, payload.width * sizeof(float));
-          for (const Part& part : event.apart) k_.add_scaled(share_.data(), output(part.module, lane, p), -part.weight, payload.width);
+          for (const Part& part : event.apart)
+            k_.add_scaled(share_.data(), output(part.module, lane, p), -part.weight, payload.width);
           k_.add_scaled(stream(lane, p), share_.data(), 1.0f, payload.width);
         }
       }

@@ -1,4 +1,5 @@
-// One worker thread's part in the decode kernel: its lanes, its weights in streaming order, and the steps from token to token.
+// One worker thread's part in the decode kernel: its lanes, its weights in streaming order, and the steps from token to
+// token.
 #pragma once
 
 #include <vector>
@@ -75,7 +76,9 @@ class Worker {
   float* output(int module, int lane, int position) const {
     return d_.outputs_.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.hidden_padded_;
   }
-  float* stream(int lane, int position) { return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden; }
+  float* stream(int lane, int position) {
+    return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden;
+  }
   bool owns(int lane) const { return lane * count_ / m_.lanes == index_; }  // the first worker that has the lane
 
   Decoder& d_;

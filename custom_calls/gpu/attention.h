@@ -1,7 +1,7 @@
-// Attention over the cache, its keys split over the CTAs of a lane: each (key/value head, split) is a task of one CTA. A task's warps share
-// its keys, a few threads have each key; all keep their own softmax, and the sums meet in shared memory. What a task publishes for each
-// query head: the weighted sum of the values, the largest score, and the sum of the weights (Flash-Decoding's split; scores in units of
-// log 2). The consumers merge the splits.
+// Attention over the cache, its keys split over the CTAs of a lane: each (key/value head, split) is a task of one CTA.
+// A task's warps share its keys, a few threads have each key; all keep their own softmax, and the sums meet in shared
+// memory. What a task publishes for each query head: the weighted sum of the values, the largest score, and the sum of
+// the weights (Flash-Decoding's split; scores in units of log 2). The consumers merge the splits.
 //
 // Queries, keys and values come as the product made them: bias, norm and rotation are applied here.
 #pragma once
@@ -17,19 +17,22 @@ constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element
 constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
 constexpr int kKvPieces = kHeadDim / kPerKv;
 
-// Few threads for a key leave more keys for the others; more than 4 pieces of 16 bytes would not fit a thread's registers.
+// Few threads for a key leave more keys for the others; more than 4 pieces of 16 bytes would not fit a thread's
+// registers.
 constexpr int threads_for_key() {
   int threads = 1;
   while (threads < 16 && (kKvPieces + threads - 1) / threads > 4) threads *= 2;
   return threads;
 }
 constexpr int kKeyThreads = threads_for_key();
-constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads, kOwn = kOwnPieces * kPerKv;  // of a key, by one thread
+constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads,
+              kOwn = kOwnPieces * kPerKv;                                       // of a key, by one thread
 constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
 constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
 
 // Shared memory, in floats.
-constexpr int kAttentionFloats = (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
+constexpr int kAttentionFloats =
+    (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
 
 struct Splits {
   int first, size, count;  // keys; split s has those from first + s * size
@@ -84,7 +87,9 @@ struct Attention {
   }
 
   // Element of a head that the thread's out[i] is.
-  LF_DEVICE static int own_element(int i) { return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv; }
+  LF_DEVICE static int own_element(int i) {
+    return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv;
+  }
 
   // Bias, norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
   LF_DEVICE void norm_and_rotate(float* heads, int count, int kv_head) const {
@@ -134,7 +139,8 @@ struct Attention {
     float* new_value = heads + (kGroupHeads + 1) * kHeadDim;
     float* sums = new_value + kHeadDim;
 
-    // The first keys are on their way before the queries have come. Those that a thread has none of are read and not used.
+    // The first keys are on their way before the queries have come. Those that a thread has none of are read and not
+    // used.
     const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k, v;
@@ -142,7 +148,8 @@ struct Attention {
 
     gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
     if (newest) {
-      gather<kThreads>(qkv + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, heads + kGroupHeads * kHeadDim, watch, kAtAttention);
+      gather<kThreads>(qkv + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, heads + kGroupHeads * kHeadDim, watch,
+                       kAtAttention);
       gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
     }
     sync_cta();
@@ -151,7 +158,8 @@ struct Attention {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
       const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
-      const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
+      const float* bias =
+          p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
       for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
         float* new_key = heads + kGroupHeads * kHeadDim;
         new_key[i] = rounded(new_key[i]);
@@ -197,8 +205,7 @@ struct Attention {
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
         float* out = sums + (warp() * kHeadsAtOnce + h) * (kHeadDim + 2);
         if (warp_lane() < kKeyThreads) {
-          LF_UNROLL for (int i = 0; i < kOwn; i++)
-            if (own_element(i) < kHeadDim) out[own_element(i)] = sum[h][i];
+          LF_UNROLL for (int i = 0; i < kOwn; i++) if (own_element(i) < kHeadDim) out[own_element(i)] = sum[h][i];
         }
         if (warp_lane() == 0) out[kHeadDim] = largest[h], out[kHeadDim + 1] = weight[h];
       }
@@ -227,14 +234,15 @@ struct Attention {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float* q = heads + smaller(h0 + h, kGroupHeads - 1) * kHeadDim;
       score[h] = 0;
-      LF_UNROLL for (int i = 0; i < kOwn; i++)
-        if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim) score[h] += q[own_element(i)] * k[i];
+      LF_UNROLL for (int i = 0; i < kOwn; i++) if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim)
+          score[h] += q[own_element(i)] * k[i];
       LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score[h] += shuffle(score[h], mask);
     }
   }
 
-  LF_DEVICE static void add_value(const float (&score)[kHeadsAtOnce], const float (&v)[kOwn], float (&largest)[kHeadsAtOnce],
-                                  float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+  LF_DEVICE static void add_value(const float (&score)[kHeadsAtOnce], const float (&v)[kOwn],
+                                  float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce],
+                                  float (&sum)[kHeadsAtOnce][kOwn]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float top = larger(largest[h], score[h]), keep = exp2_of(largest[h] - top), own = exp2_of(score[h] - top);
       largest[h] = top;
@@ -244,7 +252,8 @@ struct Attention {
   }
 
   // Over the keys that the warp had at the same time.
-  LF_DEVICE static void merge_warp(float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce], float (&sum)[kHeadsAtOnce][kOwn]) {
+  LF_DEVICE static void merge_warp(float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce],
+                                   float (&sum)[kHeadsAtOnce][kOwn]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       float top = largest[h];
       LF_UNROLL for (int mask = kKeyThreads; mask < kWarpSize; mask *= 2) top = larger(top, shuffle(top, mask));
@@ -265,7 +274,8 @@ struct Attention {
     for (int at = opaque(thread()); at < count * kHeadDim; at += kThreads) {
       const int h = at / kHeadDim, element = at % kHeadDim;
       float top = kMinusInfinity, weight = 0, sum = 0;
-      LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
+      LF_UNROLL for (int w = 0; w < kWarps; w++) top =
+          larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
       LF_UNROLL for (int w = 0; w < kWarps; w++) {
         const float* part = sums + (w * kHeadsAtOnce + h) * (kHeadDim + 2);
         const float keep = exp2_of(part[kHeadDim] - top);

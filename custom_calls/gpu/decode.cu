@@ -1,4 +1,5 @@
-// The persistent decode kernel: one launch generates a whole answer. A lane has kCtas CTAs, all resident; they meet only through edges.h.
+// The persistent decode kernel: one launch generates a whole answer. A lane has kCtas CTAs, all resident; they meet
+// only through edges.h.
 #include "decoder.h"
 #include "peers.h"
 

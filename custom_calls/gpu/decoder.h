@@ -15,8 +15,9 @@ constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
 enum Ops { kOpEmbed, kOpQkv, kOpAttend, kOpMerge, kOpOut, kOpGateUp, kOpDown, kOpFinal, kOpHead, kOpSample };
 
-constexpr int kPartialFloats = kWarps * larger_of(larger_of(kPaddedRows<Qkv>, kPaddedRows<Out>),
-                                                  larger_of(larger_of(kPaddedRows<GateUp>, kPaddedRows<Down>), kPaddedRows<Head>));
+constexpr int kPartialFloats =
+    kWarps * larger_of(larger_of(kPaddedRows<Qkv>, kPaddedRows<Out>),
+                       larger_of(larger_of(kPaddedRows<GateUp>, kPaddedRows<Down>), kPaddedRows<Head>));
 constexpr int kScratchFloats = larger_of(kAttentionFloats, kSampleFloats);
 constexpr int even(int n) { return n + n % 2; }
 
@@ -27,8 +28,9 @@ struct Shared {
   float *partial[2], *squares[2], *scratch, *merged, *x, *history, *logits, *z;
   int* end;
 
-  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) + even(kHeads * kHeadDim) +
-                                 even(Out::kRows) + even(kHistory * Out::kRows) + 2 * even(Head::kRows) + 2;
+  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) +
+                                 even(kHeads * kHeadDim) + even(Out::kRows) + even(kHistory * Out::kRows) +
+                                 2 * even(Head::kRows) + 2;
 
   static_assert(kFloats == kSharedFloats, "gpu_layout.py counts otherwise");
 
@@ -59,9 +61,20 @@ struct Control {
 class Decoder {
  public:
   LF_DEVICE Decoder(const Params& p, Shared& shared, Stream& stream, Watch& watch, int lane_here, int c)
-      : residual{p, shared.x, shared.history, watch, p.first_lane + lane_here,
-                 c * Out::kRows, rows_of(c * Out::kRows, Out::kRows, kHidden)},
-        p_(p), shared_(shared), stream_(stream), watch_(watch), lane_here_(lane_here), lane_(p.first_lane + lane_here), c_(c),
+      : residual{p,
+                 shared.x,
+                 shared.history,
+                 watch,
+                 p.first_lane + lane_here,
+                 c * Out::kRows,
+                 rows_of(c * Out::kRows, Out::kRows, kHidden)},
+        p_(p),
+        shared_(shared),
+        stream_(stream),
+        watch_(watch),
+        lane_here_(lane_here),
+        lane_(p.first_lane + lane_here),
+        c_(c),
         boards_(p.boards + (i64)lane_here * kLaneWords) {}
 
   Residual residual;
@@ -88,7 +101,8 @@ class Decoder {
   }
 
   LF_DEVICE Attention attention(int layer, int position, u32 tag) const {
-    return {p_, boards_ + kQkvBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer, position, tag + layer};
+    return {p_,       boards_ + kQkvBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer,
+            position, tag + layer};
   }
 
   LF_DEVICE void attend(const Attention& attention, const Splits& splits) {
@@ -160,7 +174,8 @@ class Decoder {
     const FromBoard<Head> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
     float* squares = this->squares(turn_);
     if constexpr (normed) {
-      if constexpr (Head::kColumns == kHidden) product<Head>(stream_, partial, NormedFromBoard<Head>{board, final_gains(), squares});
+      if constexpr (Head::kColumns == kHidden)
+        product<Head>(stream_, partial, NormedFromBoard<Head>{board, final_gains(), squares});
     } else {
       product<Head>(stream_, partial, board);
     }
@@ -215,11 +230,16 @@ class Decoder {
   // Partial sums of one op are read while those of the next one are written.
   LF_DEVICE float* next_partial() {
     turn_ ^= 1;
-    return shared_.partial[0] + turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would lie in memory
+    return shared_.partial[0] +
+           turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would lie in memory
   }
-  LF_DEVICE float* squares(int turn) const { return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]); }
+  LF_DEVICE float* squares(int turn) const {
+    return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]);
+  }
 
-  LF_DEVICE const float* final_gains() const { return p_.final_norm + (kLaneFinalNorm ? (i64)lane_here_ * kHidden : 0); }
+  LF_DEVICE const float* final_gains() const {
+    return p_.final_norm + (kLaneFinalNorm ? (i64)lane_here_ * kHidden : 0);
+  }
 
   LF_DEVICE const float* norm(const float* gains, int layer) const {
     return gains + ((kLaneNorms ? (i64)lane_here_ * kLayers : 0) + layer) * kHidden;
@@ -234,8 +254,8 @@ class Decoder {
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[each][2];
       read_words<kHidden % (2 * kThreads) == 0>(
-          stream_board(2 * kLayers), 2 * thread(), kHidden, tag + 2 * kLayers, [](int v, int) { return 2 * v * kThreads; }, values, watch_,
-          kAtVector);
+          stream_board(2 * kLayers), 2 * thread(), kHidden, tag + 2 * kLayers,
+          [](int v, int) { return 2 * v * kThreads; }, values, watch_, kAtVector);
       LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
       sum = sum_over_warp(sum);
       if (warp_lane() == 0) squares[warp()] = sum;
@@ -245,7 +265,8 @@ class Decoder {
     watch_.delay();
     residual.each([&](int r) {
       const int row = residual.first + r;
-      LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, row, kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
+      LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, row,
+                         kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
     });
     residual.each([&](int r) {
       const int row = residual.first + r;
@@ -253,7 +274,7 @@ class Decoder {
       LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, row, values, watch_, kAtLanding);
       if (kHeadType == 1) {
         LF_UNROLL for (int l = 0; l < kLanes; l++)
-          store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
+            store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
       } else {
         float total = values[0];
         LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
@@ -328,7 +349,9 @@ LF_DEVICE void finish(const Params& p, const Control& control, const Progress& n
   if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }
 
-LF_DEVICE const char* weights_of_cta(const Params& p) { return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes; }
+LF_DEVICE const char* weights_of_cta(const Params& p) {
+  return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes;
+}
 
 // Reads the weights of p.room tokens and does nothing else: the bound of decoding.
 LF_KERNEL void laneformer_read(LF_PARAMS p) {
@@ -339,7 +362,8 @@ LF_KERNEL void laneformer_read(LF_PARAMS p) {
     for (int line = 0; line < kPassLines; line += 4) {
       Vec lines[4];
       stream.take(lines);
-      LF_UNROLL for (int i = 0; i < 4; i++) mixed ^= lines[i].word[0] ^ lines[i].word[1] ^ lines[i].word[2] ^ lines[i].word[3];
+      LF_UNROLL for (int i = 0; i < 4; i++) mixed ^=
+          lines[i].word[0] ^ lines[i].word[1] ^ lines[i].word[2] ^ lines[i].word[3];
     }
   stream.drain();
   if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that it is not left out

@@ -1,9 +1,11 @@
-// How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed accesses. A value has come
-// when its word has the tag that the reader waits for. A tag comes again after 2^32 others, so nothing is ever cleared.
+// How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed
+// accesses. A value has come when its word has the tag that the reader waits for. A tag comes again after 2^32 others,
+// so nothing is ever cleared.
 //
-// Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows from the order of
-// the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of which owns rows of it, had come there.
-// Two boards of that kind take turns, one is enough for every other. See docs/gpu.md.
+// Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows
+// from the order of the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of
+// which owns rows of it, had come there. Two boards of that kind take turns, one is enough for every other. See
+// docs/gpu.md.
 #pragma once
 
 #include "model.h"
@@ -17,8 +19,9 @@ LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_b
 LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
 LF_DEVICE bool has_come(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
-// What ends a call, as one word: its first pass tag with the layer + 1 in the bits that are 0 there, then 21 bits of what was waited for, 8
-// of the lane that waited, and 3 of Waits. The first word of every device's shared memory; also told to the host.
+// What ends a call, as one word: its first pass tag with the layer + 1 in the bits that are 0 there, then 21 bits of
+// what was waited for, 8 of the lane that waited, and 3 of Waits. The first word of every device's shared memory; also
+// told to the host.
 LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited_for) {
   return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 11 | (u32)(lane << 3 | where));
 }
@@ -34,11 +37,12 @@ LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_
   fence_system();  // before this CTA's packet, by which all others end
 }
 
-// The watchdog of every wait for another CTA: whoever waits too long says so to all, and from then on nobody waits; the kernel ends with the
-// pass, whose token is not told.
+// The watchdog of every wait for another CTA: whoever waits too long says so to all, and from then on nobody waits; the
+// kernel ends with the pass, whose token is not told.
 class Watch {
  public:
-  LF_DEVICE Watch(const Params& p, u64* abort, int lane) : p_(p), abort_(abort), lane_(lane), random_(cta() * 0x9e3779b9u + thread() + 1) {}
+  LF_DEVICE Watch(const Params& p, u64* abort, int lane)
+      : p_(p), abort_(abort), lane_(lane), random_(cta() * 0x9e3779b9u + thread() + 1) {}
 
   int layer = -1;
 
@@ -83,12 +87,12 @@ class Watch {
   u64 began_ = 0;
 };
 
-// What each thread reads of a board: n times `per` words in pairs, the pair of word i being distance(v, i) behind the thread's first (those
-// beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it has come, since many CTAs that look at everything
-// all the time take bandwidth from the weights.
+// What each thread reads of a board: n times `per` words in pairs, the pair of word i being distance(v, i) behind the
+// thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it has
+// come, since many CTAs that look at everything all the time take bandwidth from the weights.
 template <bool whole, bool patient = true, int n, int per, class Distance>
-LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per], Watch& watch,
-                          Waits where) {
+LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per],
+                          Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   const u64* own = board + first;
   u32 spins = 0;

@@ -1,9 +1,11 @@
-// The lane exchange: one-shot pushes into the receivers' memory, fire and forget. Every 8 bytes carry their own tag, so that data is
-// recognised by itself, in any order, and 8 bytes are written and read whole on every machine. CTA c of a lane talks to CTA c of the others.
+// The lane exchange: one-shot pushes into the receivers' memory, fire and forget. Every 8 bytes carry their own tag, so
+// that data is recognised by itself, in any order, and 8 bytes are written and read whole on every machine. CTA c of a
+// lane talks to CTA c of the others.
 //
-// A slot of the ring is written again without asking: who has received exchange q from a lane knows that it had issued q, and so had read
-// what was due before. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that (ring_slots). Sequence numbers
-// go on from call to call and come again after 2^32, so an ended call leaves nothing behind that could be taken for data.
+// A slot of the ring is written again without asking: who has received exchange q from a lane knows that it had issued
+// q, and so had read what was due before. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that
+// (ring_slots). Sequence numbers go on from call to call and come again after 2^32, so an ended call leaves nothing
+// behind that could be taken for data.
 #pragma once
 
 #include "edges.h"
@@ -17,7 +19,9 @@ struct Exchange {
   static_assert((slots & (slots - 1)) == 0, "sequence numbers wrap around");
   static constexpr i64 kWords = (i64)slots * lanes * width;
 
-  LF_DEVICE static i64 at(u32 sequence, int lane, int row) { return ((i64)(sequence % slots) * lanes + lane) * width + row; }
+  LF_DEVICE static i64 at(u32 sequence, int lane, int row) {
+    return ((i64)(sequence % slots) * lanes + lane) * width + row;
+  }
 
   // One value of a lane, to all devices.
   LF_DEVICE static void push(const Params& p, i64 base, u32 sequence, int lane, int row, float value) {
@@ -26,7 +30,8 @@ struct Exchange {
   }
 
   // The values of all lanes, which may have come long ago.
-  LF_DEVICE static void pull(const u64* memory, u32 sequence, int row, float (&values)[lanes], Watch& watch, Waits where) {
+  LF_DEVICE static void pull(const u64* memory, u32 sequence, int row, float (&values)[lanes], Watch& watch,
+                             Waits where) {
     u32 spins = 0;
     for (;;) {
       u64 words[lanes];

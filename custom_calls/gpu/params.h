@@ -21,9 +21,9 @@ struct Told {  // about one token, in memory of the host
 
 // Memory of the host that the kernel sees; one for all devices of a process.
 struct Host {
-  int cancel;     // by the host
-  int count;      // tokens told so far in this call
-  int done;       // the call has ended
+  int cancel;                  // by the host
+  int count;                   // tokens told so far in this call
+  int done;                    // the call has ended
   unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
   unsigned ended;  // the first pass tag of the last call that has ended
@@ -79,15 +79,17 @@ struct Params {
   unsigned long long* shared[kMaxDevices];  // between lanes, one on each device of all processes
   int devices, device, first_lane;
   int tells;  // whether this device tells the host of the call, and looks for a cancellation: one of each process
-  unsigned int pass_tag, exchange_tag;  // the first of this call; that of its passes is a multiple of kPassTags and not 0
-  unsigned long long timeouts_ns[3];  // for all to come to the call, for other lanes in it, and for all that may wait because of them
+  unsigned int pass_tag,
+      exchange_tag;  // the first of this call; that of its passes is a multiple of kPassTags and not 0
+  unsigned long long
+      timeouts_ns[3];  // for all to come to the call, for other lanes in it, and for all that may wait because of them
   unsigned long long chaos_ns, peer_delay_ns;
   Host* host;
-  Told* told;         // [context]
-  int* told_tokens;   // [context][top]
+  Told* told;        // [context]
+  int* told_tokens;  // [context][top]
   float* told_logprobs;
-  Span* spans;        // [CTAs][max_spans], null for no trace
-  int* num_spans;     // [CTAs]
+  Span* spans;     // [CTAs][max_spans], null for no trace
+  int* num_spans;  // [CTAs]
   int max_spans;
 
   // Of a launch of steps.cu: the op, and what the CTAs keep from one launch to the next.

@@ -1,6 +1,6 @@
-// One rank of several, alone on a GPU: spare CTAs play the other lanes. They send what this lane sends, after a delay, so that it meets every
-// wait of a real exchange. What it computes means nothing; how long it takes, and from which delay on it waits, is measured. Always to be
-// called emulated.
+// One rank of several, alone on a GPU: spare CTAs play the other lanes. They send what this lane sends, after a delay,
+// so that it meets every wait of a real exchange. What it computes means nothing; how long it takes, and from which
+// delay on it waits, is measured. Always to be called emulated.
 #pragma once
 
 #include "residual.h"
@@ -25,14 +25,17 @@ struct Peers {
         for (int s = 0; s < kNumSums; s++)
           if (kSums[s].complete_at == time) exchange(sequence + s, kSums[s].width, turn++);
       if (kHeadType != 2 && pass + 1 >= p.control[0]) exchange(sequence + kNumSums, kHidden, turn++);
-      copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag, index == turn++ % kTurns);
+      copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag,
+           index == turn++ % kTurns);
     }
   }
 
  private:
-  static constexpr int kMostWords = (larger_of(kHidden, kCtas * kPacketWords) + kThreads - 1) / kThreads;
+  static constexpr int kMostWords = (larger_of(kHidden, kCtas* kPacketWords) + kThreads - 1) / kThreads;
 
-  LF_DEVICE bool over() const { return load_word(p.shared[0] + 1) == p.pass_tag; }  // write_results says so, also of what has failed
+  LF_DEVICE bool over() const {
+    return load_word(p.shared[0] + 1) == p.pass_tag;
+  }  // write_results says so, also of what has failed
 
   LF_DEVICE void exchange(u32 sequence, int width, int turn) {
     if (turn % kTurns != index) return;

@@ -1,5 +1,5 @@
-// What the kernels need of a machine: CUDA, HIP and, for tests, threads emulated on a CPU (LF_EMULATED names the header that does it).
-// Nothing else in this folder names a platform.
+// What the kernels need of a machine: CUDA, HIP and, for tests, threads emulated on a CPU (LF_EMULATED names the header
+// that does it). Nothing else in this folder names a platform.
 #pragma once
 
 #ifndef LF_STEPS
@@ -58,10 +58,12 @@ LF_DEVICE void sync_cta() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 LF_DEVICE void sync_warp() { __builtin_amdgcn_wave_barrier(); }
-LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v); }
+LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
+  return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v);
+}
 
-// A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of all passes, it would
-// take registers from the weights.
+// A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of
+// all passes, it would take registers from the weights.
 LF_DEVICE int opaque(int v) {
   asm volatile("" : "+v"(v));
   return v;
@@ -74,10 +76,15 @@ LF_DEVICE __attribute__((address_space(1))) T* in_global(T* p) {
   return (__attribute__((address_space(1))) T*)p;
 }
 
-// Exchanged words are relaxed and of system scope: they reach the memory that all dies and all GPUs see, and write back no cache.
-LF_DEVICE u64 load_word(const u64* p) { return __hip_atomic_load(in_global(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+// Exchanged words are relaxed and of system scope: they reach the memory that all dies and all GPUs see, and write back
+// no cache.
+LF_DEVICE u64 load_word(const u64* p) {
+  return __hip_atomic_load(in_global(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 LF_DEVICE Words load_words(const u64* p) { return {load_word(p), load_word(p + 1)}; }
-LF_DEVICE void store_word(u64* p, u64 v) { __hip_atomic_store(in_global(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
+LF_DEVICE void store_word(u64* p, u64 v) {
+  __hip_atomic_store(in_global(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 LF_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"); }
 LF_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 
@@ -112,7 +119,9 @@ LF_DEVICE float exp2_of(float v) { return __builtin_amdgcn_exp2f(v); }
 LF_DEVICE float exp_of(float v) { return __builtin_amdgcn_exp2f(v * 1.44269504088896341f); }
 LF_DEVICE float log_of(float v) { return __builtin_amdgcn_logf(v) * 0.693147180559945309f; }
 LF_DEVICE float rsqrt_of(float v) { return __builtin_amdgcn_rsqf(v); }
-LF_DEVICE void add_shared(u64* p, u64 v) { __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
+LF_DEVICE void add_shared(u64* p, u64 v) {
+  __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
 
 }  // namespace gpu
 }  // namespace laneformer
@@ -154,7 +163,9 @@ LF_DEVICE Words load_words(const u64* p) {
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
   return v;
 }
-LF_DEVICE void store_word(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+LF_DEVICE void store_word(u64* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 LF_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LF_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -181,8 +192,11 @@ LF_DEVICE u64 clock_ns() {
 }
 LF_DEVICE void pause() {}
 
-// Where launches overlap: the next one's CTAs may come when this one's go, and what earlier ones wrote is there from here on.
-LF_DEVICE void meet_launches() { asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory"); }
+// Where launches overlap: the next one's CTAs may come when this one's go, and what earlier ones wrote is there from
+// here on.
+LF_DEVICE void meet_launches() {
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+}
 
 LF_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
 LF_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }
@@ -213,18 +227,21 @@ LF_DEVICE u64 stream_policy() {  // what is read once per token must not push th
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Copies write past what orders loads and stores: what this thread has read comes before a copy over it that another one orders after a barrier.
+// Copies write past what orders loads and stores: what this thread has read comes before a copy over it that another
+// one orders after a barrier.
 LF_DEVICE void reads_done() {
 #if !defined(LF_UNFENCED)  // which shows what it costs
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
   u32 done;

@@ -1,10 +1,12 @@
-// Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp in groups, one row
-// for each group. Every thread keeps its columns of the vector in registers, for all rows.
+// Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp
+// in groups, one row for each group. Every thread keeps its columns of the vector in registers, for all rows.
 //
 // A shape (custom_calls/gpu_layout.py makes them, and packs the weights to match):
 //   kRows      of a CTA                    kColumns   of the matrix
-//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments stretches of columns.
-//              A vector's columns come in pairs, those of the group's threads side by side: what they read of a board together lies together
+//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
+//   stretches of columns.
+//              A vector's columns come in pairs, those of the group's threads side by side: what they read of a board
+//              together lies together
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kLines     of the stream: kSegments * kSteps * kVectors
 #pragma once
@@ -19,11 +21,17 @@ constexpr int kThreads = kWarps * kWarpSize, kPer = kPerVec<kWeights>;
 
 // Steps whose lines are in registers at the same time.
 template <class Shape>
-constexpr int kTogether = Shape::kVectors > 4 ? 1 : Shape::kSteps % 4 == 0 ? 4 : Shape::kSteps % 3 == 0 ? 3 : Shape::kSteps % 2 == 0 ? 2 : 1;
+constexpr int kTogether = Shape::kVectors > 4      ? 1
+                          : Shape::kSteps % 4 == 0 ? 4
+                          : Shape::kSteps % 3 == 0 ? 3
+                          : Shape::kSteps % 2 == 0 ? 2
+                                                   : 1;
 
 // Threads of a group among which its sums end.
 template <class Shape>
-constexpr int kOwners = smaller_of(Shape::kGroup, kTogether<Shape> % 4 == 0 ? 4 : kTogether<Shape> % 2 == 0 ? 2 : 1);
+constexpr int kOwners = smaller_of(Shape::kGroup, kTogether<Shape> % 4 == 0   ? 4
+                                                  : kTogether<Shape> % 2 == 0 ? 2
+                                                                              : 1);
 
 template <class Shape>
 constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
@@ -38,18 +46,20 @@ constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGr
 // The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
 template <class Shape>
 LF_DEVICE int column(int segment) {
-  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer + warp_lane() % Shape::kGroup * 2);
+  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer +
+                warp_lane() % Shape::kGroup * 2);
 }
 template <class Shape>
 LF_DEVICE int distance(int v, int i) {
   return (v * kPer + i) * Shape::kGroup;
 }
 
-// Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the vector, while the first
-// weights are on their way.
+// Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
+// vector, while the first weights are on their way.
 template <class Shape, class Load>
 LF_DEVICE void product(Stream& stream, float* partial, Load load) {
-  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>, owners = kOwners<Shape>;
+  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
+                owners = kOwners<Shape>;
   float* out = partial + opaque(warp() * kPaddedRows<Shape>);
   for (int segment = 0; segment < Shape::kSegments; segment++) {
     Vec lines[together * vectors];
@@ -69,7 +79,8 @@ LF_DEVICE void product(Stream& stream, float* partial, Load load) {
         }
         sums[t] = sum;
       }
-      // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends with sum i % owners.
+      // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends
+      // with sum i % owners.
       LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
         if (mask < owners) {
           const bool upper = warp_lane() & mask;
@@ -121,12 +132,13 @@ struct FromBoard {
   Watch& watch;
 
   LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
-    read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch, kAtVector);
+    read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch,
+                              kAtVector);
   }
 };
 
-// The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole vector to the
-// results, so that nobody waits for it before multiplying. squares: [kWarps], of each warp's columns.
+// The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole
+// vector to the results, so that nobody waits for it before multiplying. squares: [kWarps], of each warp's columns.
 template <class Shape>
 struct NormedFromBoard {
   FromBoard<Shape> board;

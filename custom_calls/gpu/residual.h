@@ -1,5 +1,6 @@
-// The residual stream of a lane: each CTA owns some rows of it, in float32, for the whole generation. The schedule (laneformer/layout.py)
-// says when a module's output is added and when the other lanes' outputs land; a thread does all of it for its rows.
+// The residual stream of a lane: each CTA owns some rows of it, in float32, for the whole generation. The schedule
+// (laneformer/layout.py) says when a module's output is added and when the other lanes' outputs land; a thread does all
+// of it for its rows.
 #pragma once
 
 #include "exchange.h"
@@ -57,7 +58,8 @@ struct Residual {
         float total;
         if constexpr (kExchanged) {
           float shares[kLanes];
-          LaneExchange::pull(p.shared[p.device] + kMailAt, sequence + event.landing, first + r, shares, watch, kAtLanding);
+          LaneExchange::pull(p.shared[p.device] + kMailAt, sequence + event.landing, first + r, shares, watch,
+                             kAtLanding);
           total = shares[0];
           LF_UNROLL for (int l = 1; l < kLanes; l++) total += shares[l];
         } else {
@@ -67,7 +69,8 @@ struct Residual {
           x[r] = total;
           return;
         }
-        for (int i = event.parts; i < event.parts + event.num_parts; i++) total -= kParts[i].weight * output<Shape>(kParts[i].module, r);
+        for (int i = event.parts; i < event.parts + event.num_parts; i++)
+          total -= kParts[i].weight * output<Shape>(kParts[i].module, r);
         x[r] += total;
       });
     }
@@ -88,7 +91,8 @@ struct Residual {
   template <class Shape>
   LF_DEVICE float share(const Sum& sum, int r) const {
     float total = 0;
-    for (int i = sum.parts; i < sum.parts + sum.num_parts; i++) total += kParts[i].weight * output<Shape>(kParts[i].module, r);
+    for (int i = sum.parts; i < sum.parts + sum.num_parts; i++)
+      total += kParts[i].weight * output<Shape>(kParts[i].module, r);
     return sum.stream_mean ? total + x[r] / (float)kLanes : total;
   }
 

@@ -1,6 +1,6 @@
-// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head; what it has to say about them goes into a
-// packet, and every CTA reads all packets and comes to the same token. Filters need all logits: they are published and read only when asked
-// for.
+// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head; what it has to say
+// about them goes into a packet, and every CTA reads all packets and comes to the same token. Filters need all logits:
+// they are published and read only when asked for.
 #pragma once
 
 #include "product.h"
@@ -93,7 +93,8 @@ struct Sampler {
 
   // The token at `position`, from the logits in shared memory; drawn: how many there were before.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
-    const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1), filtered = ranked || (temperature > 0 && min_p > 0);
+    const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
+               filtered = ranked || (temperature > 0 && min_p > 0);
     const bool told = p.top > 0 || p.logits != nullptr;
     float largest = kLowest, largest_z = kLowest;
     bool broken = false;
@@ -180,21 +181,24 @@ struct Sampler {
     if (warp_lane() == 0) shared[2 * warp()] = best.value, shared[2 * warp() + 1] = bits_to_float((u32)best.token);
     sync_cta();
     best = {shared[0], (int)float_to_bits(shared[1])};
-    LF_UNROLL for (int w = 1; w < kWarps; w++) best = better(best, {shared[2 * w], (int)float_to_bits(shared[2 * w + 1])});
+    LF_UNROLL for (int w = 1; w < kWarps; w++) best =
+        better(best, {shared[2 * w], (int)float_to_bits(shared[2 * w + 1])});
     sync_cta();
     return best;
   }
 
-  LF_DEVICE i64 packet(int parity, int from) const { return kPacketsAt + ((i64)parity * kPackets + from) * kPacketWords; }
+  LF_DEVICE i64 packet(int parity, int from) const {
+    return kPacketsAt + ((i64)parity * kPackets + from) * kPacketWords;
+  }
 
   LF_DEVICE void publish(u32 tag, int parity, float largest, float sum, const Best& best, float logit) const {
     watch.delay();
     if (thread() >= kPacketWords) return;
-    fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this packet
+    fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this
+                     // packet
     const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
     float value = values[0];
-    LF_UNROLL for (int i = 1; i < kPacketWords; i++)
-      if (thread() == i) value = values[i];
+    LF_UNROLL for (int i = 1; i < kPacketWords; i++) if (thread() == i) value = values[i];
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + packet(parity, place) + thread(), word_of(value, tag));
   }
 
@@ -208,12 +212,14 @@ struct Sampler {
       const int from = i * kThreads + opaque(thread());
       float one[1][kPacketWords];
       read_words<kPackets % kThreads == 0>(
-          memory, smaller(from, kPackets) * kPacketWords, kPackets * kPacketWords, tag, [](int, int i) { return i; }, one, watch, kAtPacket);
+          memory, smaller(from, kPackets) * kPacketWords, kPackets * kPacketWords, tag, [](int, int i) { return i; },
+          one, watch, kAtPacket);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }
     float top = kLowest, ending = 0;
-    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]), ending = larger(ending, packets[i][kEndWord]);
+    LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]),
+                                             ending = larger(ending, packets[i][kEndWord]);
     if (watch.ended()) ending = kFailed;
     fence_device();
     sync_cta();
@@ -229,8 +235,8 @@ struct Sampler {
     sum = sum_over_cta(total, warps());
     best = best_over_cta(found);
     float* shared = warps();
-    LF_UNROLL for (int i = 0; i < each; i++)
-      if (best.token >= 0 && (int)float_to_bits(packets[i][3]) == best.token) shared[0] = packets[i][4];
+    LF_UNROLL for (int i = 0; i < each; i++) if (best.token >= 0 && (int)float_to_bits(packets[i][3]) == best.token)
+        shared[0] = packets[i][4];
     sync_cta();
     logit = shared[0];
     sync_cta();
@@ -250,16 +256,16 @@ struct Sampler {
     *(volatile int*)&p.host->count = drawn + 1;
   }
 
-  // body(token, value) of all that was published, shared out over the threads; waits for what has not come. The memory is far away: some
-  // words are asked for together, where weights leave registers for them.
+  // body(token, value) of all that was published, shared out over the threads; waits for what has not come. The memory
+  // is far away: some words are asked for together, where weights leave registers for them.
   template <class Body>
   LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
     constexpr int each = LF_BULK ? 4 : 1;
     const u64* board = p.shared[p.device] + base;
     for (int first = opaque(thread()); first < kVocab; first += each * kThreads) {
       u64 words[each];
-      LF_UNROLL for (int i = 0; i < each; i++)
-        if (first + i * kThreads < kVocab) words[i] = load_word(board + first + i * kThreads);
+      LF_UNROLL for (int i = 0; i < each; i++) if (first + i * kThreads < kVocab) words[i] =
+          load_word(board + first + i * kThreads);
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int token = first + i * kThreads;
         if (token >= kVocab) continue;
@@ -292,7 +298,8 @@ struct Sampler {
     }
   }
 
-  // Of the filters: the least z that is kept. Every CTA computes it, from the same words. own_best: the largest z of this one.
+  // Of the filters: the least z that is kept. Every CTA computes it, from the same words. own_best: the largest z of
+  // this one.
   LF_DEVICE float threshold(u32 tag, int parity, float own_best) const {
     const i64 base = kZAt + (i64)parity * kVocab, of_ctas = kLargestZAt + (i64)parity * kPackets;
     if (thread() < p.devices) store_word(p.shared[thread()] + of_ctas + place, word_of(own_best, tag));
@@ -315,8 +322,8 @@ struct Sampler {
     return least < best ? least : best;
   }
 
-  // The largest z among all such that the amounts of those at least as large reach `wanted` (negative: that share of the total), by
-  // histograms of the upper, middle and lower bits. Whole amounts add up to the same in any order.
+  // The largest z among all such that the amounts of those at least as large reach `wanted` (negative: that share of
+  // the total), by histograms of the upper, middle and lower bits. Whole amounts add up to the same in any order.
   template <class Amount>
   LF_DEVICE float largest_reaching(i64 base, u32 tag, double wanted, Amount amount) const {
     u64* sums = (u64*)scratch;
@@ -359,7 +366,8 @@ struct Sampler {
         while (g >= 0 && !(groups[g] > 0 && (double)(above + groups[g]) >= goal)) above += groups[g--];
         int bucket = -1;
         if (g >= 0)
-          for (bucket = g * each + each - 1; !(sums[bucket] > 0 && (double)(above + sums[bucket]) >= goal); bucket--) above += sums[bucket];
+          for (bucket = g * each + each - 1; !(sums[bucket] > 0 && (double)(above + sums[bucket]) >= goal); bucket--)
+            above += sums[bucket];
         *found = bucket;
         *above_shared = above;
       }

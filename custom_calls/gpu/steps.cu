@@ -1,6 +1,6 @@
-// The same kernels with a launch for each op of each pass: what the persistent kernel is compared with. What CTAs need of each other goes
-// over the borders of launches; only the exchange between lanes and the sampling wait within one. The weights' ring begins anew in every
-// launch, and ends with it.
+// The same kernels with a launch for each op of each pass: what the persistent kernel is compared with. What CTAs need
+// of each other goes over the borders of launches; only the exchange between lanes and the sampling wait within one.
+// The weights' ring begins anew in every launch, and ends with it.
 #define LF_STEPS 1
 #include "decoder.h"
 
@@ -71,7 +71,9 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       keep(p, decoder.residual);
       break;
     case kStepQkv: decoder.qkv(layer, tag); break;
-    case kStepAttend: decoder.attend(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer])); break;
+    case kStepAttend:
+      decoder.attend(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer]));
+      break;
     case kStepOut:
       recall(p, decoder.residual);
       decoder.out(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer]), tag, sequence);
@@ -93,7 +95,8 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       sync_cta();
       if (sampler.asks()) *sampler.end = sampler.asked() ? kCancelled : 0;
       sync_cta();
-      if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag)) *sampler.end = kFailed;  // in an earlier launch
+      if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag))
+        *sampler.end = kFailed;  // in an earlier launch
       if (draws) {
         decoder.head(tag, sampler.count);
       } else {

@@ -1,8 +1,9 @@
-// The weight stream: each warp reads its weights of a pass in one fixed order, without end. What it will need next is on its way while it
-// waits for other CTAs, over the borders of ops, layers and tokens.
+// The weight stream: each warp reads its weights of a pass in one fixed order, without end. What it will need next is
+// on its way while it waits for other CTAs, over the borders of ops, layers and tokens.
 //
-// The unit is a line: 16 bytes for each thread of the warp. With bulk copies a warp has a ring of slots in shared memory, which it refills
-// itself as soon as it has read them; without, a product keeps its first lines in registers (see product.h).
+// The unit is a line: 16 bytes for each thread of the warp. With bulk copies a warp has a ring of slots in shared
+// memory, which it refills itself as soon as it has read them; without, a product keeps its first lines in registers
+// (see product.h).
 #pragma once
 
 #include "model.h"
@@ -114,7 +115,8 @@ class Ring {
     const int lines = course_.most(kSlotLines);
     if (lines == 0) return;
     if (warp_lane() == 0)
-      bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)course_.next * kLineBytes, lines * kLineBytes, barriers_ + slot, policy_);
+      bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)course_.next * kLineBytes, lines * kLineBytes,
+                barriers_ + slot, policy_);
     course_.go_on(lines);
   }
 
@@ -123,7 +125,7 @@ class Ring {
   u64* barriers_;
   Course course_;  // of what is issued next
   u64 policy_ = 0;
-  u32 line_ = 0;  // read next, counted from the start
+  u32 line_ = 0;   // read next, counted from the start
   int place_ = 0;  // and in the ring
   u32 ready_ = 0, freed_ = 0;
   int ready_slot_ = 0, free_slot_ = 0;

@@ -1,4 +1,5 @@
-// The C interface of the GPU sessions (custom_calls/gpu_session.py), and the handler that XLA calls (custom_calls/decode.py).
+// The C interface of the GPU sessions (custom_calls/gpu_session.py), and the handler that XLA calls
+// (custom_calls/decode.py).
 #include "../cpu/sessions.h"
 #include "session.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,15 +16,18 @@ ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(w
 
 ffi::DataType dtype_of(int number) { return number == 0 ? ffi::F32 : number == 1 ? ffi::BF16 : ffi::F16; }
 
-ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi::Span<const int32_t> position_of_device,
-                  ffi::BufferR1<ffi::S32> prompt, ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings,
-                  ffi::BufferR1<ffi::U32> key, ffi::BufferR1<ffi::S32> stops, ffi::AnyBuffer packed, ffi::AnyBuffer embedding,
-                  ffi::Buffer<ffi::F32> attention_norms, ffi::Buffer<ffi::F32> ffn_norms, ffi::Buffer<ffi::F32> final_norm,
-                  ffi::Buffer<ffi::F32> biases, ffi::Buffer<ffi::F32> q_norms, ffi::Buffer<ffi::F32> k_norms,
-                  ffi::Buffer<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
-                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
-                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
-                  ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
+ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
+                  ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
+                  ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
+                  ffi::BufferR1<ffi::S32> stops, ffi::AnyBuffer packed, ffi::AnyBuffer embedding,
+                  ffi::Buffer<ffi::F32> attention_norms, ffi::Buffer<ffi::F32> ffn_norms,
+                  ffi::Buffer<ffi::F32> final_norm, ffi::Buffer<ffi::F32> biases, ffi::Buffer<ffi::F32> q_norms,
+                  ffi::Buffer<ffi::F32> k_norms, ffi::Buffer<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen,
+                  ffi::RemainingArgs caches, ffi::ResultBufferR1<ffi::S32> tokens,
+                  ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
+                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits,
+                  ffi::ResultBufferR1<ffi::S32> state, ffi::ResultBufferR1<ffi::U8> seen_after,
+                  ffi::RemainingRets caches_after) {
   const std::shared_ptr<Session> session = sessions.find(id);
   if (!session) return wrong("the decode session " + std::to_string(id) + " was closed");
   const LaneformerGpuModel& model = session->model();
@@ -32,11 +36,15 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
   if (position < 0 || position >= devices || devices != model.num_devices)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(model.num_devices) +
                  " devices of the decode session");
-  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 || state->element_count() != 3)
+  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
+      state->element_count() != 3)
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers || caches_after.size() != caches.size())
-    return wrong("seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
-  if (seen.untyped_data() != seen_after->untyped_data()) return wrong("the decode call's `seen` was not donated: it is updated in place");
+  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers ||
+      caches_after.size() != caches.size())
+    return wrong(
+        "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
+  if (seen.untyped_data() != seen_after->untyped_data())
+    return wrong("the decode call's `seen` was not donated: it is updated in place");
   if ((int64_t)packed.element_count() != model.packed_elements || packed.element_type() != dtype_of(model.weight_dtype))
     return wrong("the packed weights are not those of this session");
   Params p{};
@@ -45,12 +53,13 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    if (before->element_type() != dtype_of(model.cache_dtype) || shape.size() != 5 || shape[0] != model.lanes_here || shape[1] != 1 ||
-        shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != p.capacity))
+    if (before->element_type() != dtype_of(model.cache_dtype) || shape.size() != 5 || shape[0] != model.lanes_here ||
+        shape[1] != 1 || shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != p.capacity))
       return wrong("cache " + std::to_string(i) +
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
-      return wrong("the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
+      return wrong(
+          "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
     if (shape[2] > model.context) return wrong("the cache has more positions than the model's context");
     p.capacity = shape[2];
     ((int64_t)i < model.layers ? p.keys[i] : p.values[i - (size_t)model.layers]) = before->untyped_data();
@@ -81,7 +90,8 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
   p.room = (int)tokens->element_count();
   p.top = (int)top_tokens->dimensions()[1];
   if (p.top > kMaxTop || p.top > model.vocab)
-    return wrong("at most " + std::to_string(kMaxTop) + " most likely tokens can be told, and no more than the vocabulary has");
+    return wrong("at most " + std::to_string(kMaxTop) +
+                 " most likely tokens can be told, and no more than the vocabulary has");
   if (p.room > model.context) return wrong("the result has room for more tokens than the model's context");
   try {
     session->launch(position, p, (int64_t)p.room_of_prompt + p.room, stream);
@@ -94,49 +104,48 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices, ffi
 // The same for a driver that emulates its devices, where XLA has no stream.
 constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, operands...); };
 
-#define LANEFORMER_BINDING(context)           \
-  context.Ctx<ffi::DeviceOrdinal>()           \
-      .Attr<int64_t>("session")               \
-      .Attr<int64_t>("devices")               \
+#define LANEFORMER_BINDING(context)                         \
+  context.Ctx<ffi::DeviceOrdinal>()                         \
+      .Attr<int64_t>("session")                             \
+      .Attr<int64_t>("devices")                             \
       .Attr<ffi::Span<const int32_t>>("position_of_device") \
-      .Arg<ffi::BufferR1<ffi::S32>>()         \
-      .Arg<ffi::BufferR1<ffi::S32>>()         \
-      .Arg<ffi::BufferR1<ffi::F32>>()         \
-      .Arg<ffi::BufferR1<ffi::U32>>()         \
-      .Arg<ffi::BufferR1<ffi::S32>>()         \
-      .Arg<ffi::AnyBuffer>()                  \
-      .Arg<ffi::AnyBuffer>()                  \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::Buffer<ffi::F32>>()           \
-      .Arg<ffi::BufferR1<ffi::U8>>()          \
-      .RemainingArgs()                        \
-      .Ret<ffi::BufferR1<ffi::S32>>()         \
-      .Ret<ffi::BufferR1<ffi::F32>>()         \
-      .Ret<ffi::BufferR2<ffi::S32>>()         \
-      .Ret<ffi::BufferR2<ffi::F32>>()         \
-      .Ret<ffi::BufferR2<ffi::F32>>()         \
-      .Ret<ffi::BufferR1<ffi::S32>>()         \
-      .Ret<ffi::BufferR1<ffi::U8>>()          \
+      .Arg<ffi::BufferR1<ffi::S32>>()                       \
+      .Arg<ffi::BufferR1<ffi::S32>>()                       \
+      .Arg<ffi::BufferR1<ffi::F32>>()                       \
+      .Arg<ffi::BufferR1<ffi::U32>>()                       \
+      .Arg<ffi::BufferR1<ffi::S32>>()                       \
+      .Arg<ffi::AnyBuffer>()                                \
+      .Arg<ffi::AnyBuffer>()                                \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::BufferR1<ffi::U8>>()                        \
+      .RemainingArgs()                                      \
+      .Ret<ffi::BufferR1<ffi::S32>>()                       \
+      .Ret<ffi::BufferR1<ffi::F32>>()                       \
+      .Ret<ffi::BufferR2<ffi::S32>>()                       \
+      .Ret<ffi::BufferR2<ffi::F32>>()                       \
+      .Ret<ffi::BufferR2<ffi::F32>>()                       \
+      .Ret<ffi::BufferR1<ffi::S32>>()                       \
+      .Ret<ffi::BufferR1<ffi::U8>>()                        \
       .RemainingRets()
 
 }  // namespace
 
 // One launch at a time, never captured into a command buffer: the epochs of the exchange are arguments.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_gpu, decode, LANEFORMER_BINDING(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_gpu, decode,
+                              LANEFORMER_BINDING(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_emulated, decode_emulated, LANEFORMER_BINDING(ffi::Ffi::Bind()));
 
 extern "C" {
 
 int64_t laneformer_gpu_open(const LaneformerGpuModel* model, char* error, int64_t size) {
-  return guarded(error, size, [&] {
-    return sessions.add(std::make_shared<Session>(*model));
-  });
+  return guarded(error, size, [&] { return sessions.add(std::make_shared<Session>(*model)); });
 }
 
 void laneformer_gpu_close(int64_t id) { sessions.close(id); }
@@ -167,11 +176,13 @@ int64_t laneformer_gpu_begin(int64_t id, char* error, int64_t size) {
     return 0;
   });
 }
-int32_t laneformer_gpu_wait(int64_t id, int32_t have, int32_t timeout_ms) { return sessions.find(id)->wait(have, timeout_ms); }
+int32_t laneformer_gpu_wait(int64_t id, int32_t have, int32_t timeout_ms) {
+  return sessions.find(id)->wait(have, timeout_ms);
+}
 int32_t laneformer_gpu_finished(int64_t id) { return sessions.find(id)->finished(); }
 void laneformer_gpu_cancel(int64_t id) { sessions.find(id)->cancel(); }
-void laneformer_gpu_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
-                          int32_t* top_tokens, float* top_logprobs) {
+void laneformer_gpu_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
+                          int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
   sessions.find(id)->drawn(first, count, top, tokens, logprobs, times_ns, top_tokens, top_logprobs);
 }
 int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {

@@ -9,10 +9,10 @@ namespace {
 
 // The two drivers differ in names and in the numbers of attributes; the arguments are the same unless noted.
 constexpr int kMultiprocessors[2] = {16, 63};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
-constexpr int kDynamicShared = 8;                                          // of a function, in both
-constexpr unsigned kPortable = 1 | 2;                                      // host memory: portable, mapped
-constexpr unsigned kNonBlocking = 1;                                       // of a stream, in both
-constexpr int kThisThread = 1;                                             // captures what this thread launches, in both
+constexpr int kDynamicShared = 8;              // of a function, in both
+constexpr unsigned kPortable = 1 | 2;          // host memory: portable, mapped
+constexpr unsigned kNonBlocking = 1;           // of a stream, in both
+constexpr int kThisThread = 1;                 // captures what this thread launches, in both
 
 // CUlaunchConfig and CUlaunchAttribute of cuda.h.
 struct Attribute {
@@ -109,7 +109,9 @@ void* Driver::context(int device) const {
   return context;
 }
 
-void Driver::use(int device) const { check(hip_ ? set_device_(device) : set_context_(context(device)), "use the device"); }
+void Driver::use(int device) const {
+  check(hip_ ? set_device_(device) : set_context_(context(device)), "use the device");
+}
 
 int Driver::multiprocessors(int device) const {
   int value = 0;
@@ -150,7 +152,9 @@ void Driver::clear(Address address, size_t bytes) const {
   check(clear_(address, 0, bytes), "clear memory");
   synchronize();  // the stream of the next launch would not wait for it
 }
-void Driver::copy_from(void* to, Address from, size_t bytes) const { check(copy_(to, from, bytes), "copy from the device"); }
+void Driver::copy_from(void* to, Address from, size_t bytes) const {
+  check(copy_(to, from, bytes), "copy from the device");
+}
 
 void* Driver::allocate_host(size_t bytes) const {
   void* memory = nullptr;
@@ -165,8 +169,9 @@ void Driver::share(int device, int peer) const {
   int can = 0;
   check(can_share_(&can, device, peer), "ask whether devices see each other's memory");
   if (!can)
-    throw std::runtime_error("devices " + std::to_string(device) + " and " + std::to_string(peer) +
-                             " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
+    throw std::runtime_error(
+        "devices " + std::to_string(device) + " and " + std::to_string(peer) +
+        " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
   constexpr int kAlready = 704;  // in both
   const int status = hip_ ? share_device_(peer, 0) : share_(context(peer), 0);
   if (status != kAlready) check(status, "let devices write to each other's memory");
@@ -190,7 +195,8 @@ void Driver::close(Address address) const { close_(address); }
 void Driver::synchronize() const { check(synchronize_(), "finish its work"); }
 
 void Driver::launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const {
-  check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments), "launch the kernel");
+  check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments),
+        "launch the kernel");
 }
 
 void* Driver::record(const std::function<void(void*)>& launches) const {
@@ -216,9 +222,11 @@ void* Driver::record(const std::function<void(void*)>& launches) const {
   return executable;
 }
 
-void Driver::add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments, bool overlapping) const {
+void Driver::add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments,
+                 bool overlapping) const {
   if (hip_) {
-    check(launch_plain_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments, nullptr),
+    check(launch_plain_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream,
+                        arguments, nullptr),
           "launch the kernel");
     return;
   }
@@ -226,7 +234,8 @@ void Driver::add(void* function, int grid, int threads, int shared_bytes, void* 
   serialization.id = kProgrammaticSerialization;
   serialization.value = 1;
   const unsigned attributes = overlapping ? 1 : 0;
-  const Launch launch = {{(unsigned)grid, 1, 1}, {(unsigned)threads, 1, 1}, (unsigned)shared_bytes, stream, &serialization, attributes};
+  const Launch launch = {
+      {(unsigned)grid, 1, 1}, {(unsigned)threads, 1, 1}, (unsigned)shared_bytes, stream, &serialization, attributes};
   check(launch_configured_(&launch, function, arguments, nullptr), "launch the kernel");
 }
 

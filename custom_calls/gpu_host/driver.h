@@ -50,8 +50,10 @@ class Driver {
 
   // What `launches` puts on the stream that it is given, as one thing to launch: each of them waits for the one before.
   void* record(const std::function<void(void* stream)>& launches) const;
-  // overlapping: begins while the launch before it ends, and waits for it itself (meet_launches of gpu/port.h; CUDA only).
-  void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments, bool overlapping) const;
+  // overlapping: begins while the launch before it ends, and waits for it itself (meet_launches of gpu/port.h; CUDA
+  // only).
+  void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments,
+           bool overlapping) const;
   void launch_recorded(void* graph, void* stream) const;
   void release_recorded(void* graph) const;  // once all of its launches have ended, which it does not wait for
 
@@ -96,7 +98,8 @@ class Driver {
   int (*destroy_graph_)(void*) = nullptr;
   int (*destroy_executable_)(void*) = nullptr;
   int (*launch_configured_)(const void*, void*, void**, void**) = nullptr;
-  int (*launch_plain_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
+  int (*launch_plain_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                       void**) = nullptr;
   mutable std::mutex retaining_;
   mutable std::map<int, void*> contexts_;
 };

@@ -10,7 +10,8 @@ namespace gpu {
 namespace {
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace
@@ -21,20 +22,23 @@ Session::Session(const LaneformerGpuModel& model)
     for (int d = 0; d < model.num_devices; d++) {
       const int ordinal = model.devices[d];
       if (ordinal >= driver_.devices())
-        throw std::runtime_error("there is no device " + std::to_string(ordinal) + ": the driver has " + std::to_string(driver_.devices()));
+        throw std::runtime_error("there is no device " + std::to_string(ordinal) + ": the driver has " +
+                                 std::to_string(driver_.devices()));
       driver_.use(ordinal);
       devices_.emplace_back();
       Device& device = devices_.back();
       device.ordinal = ordinal;
       device.place = model.places[d];
       device.module = driver_.load(model.image);
-      device.function = driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
+      device.function =
+          driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
       const int grid = model.grid;
-      const int room = driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
+      const int room =
+          driver_.resident(device.function, model.threads, model.shared_bytes) * driver_.multiprocessors(ordinal);
       if (room < grid)
-        throw std::runtime_error("device " + std::to_string(ordinal) + " holds " + std::to_string(room) + " of the " + std::to_string(grid) +
-                                 " CTAs that must run together");
+        throw std::runtime_error("device " + std::to_string(ordinal) + " holds " + std::to_string(room) + " of the " +
+                                 std::to_string(grid) + " CTAs that must run together");
       device.boards = driver_.allocate((size_t)(8 * model.lane_words * model.lanes_here));
       device.shared = driver_.allocate((size_t)(8 * model.shared_words));
       if (!steps_.empty()) {
@@ -77,7 +81,9 @@ void Session::connect(const Handle* handles) {
   }
 }
 
-bool Session::connected() const { return std::all_of(devices_[0].peers.begin(), devices_[0].peers.end(), [](Address a) { return a != 0; }); }
+bool Session::connected() const {
+  return std::all_of(devices_[0].peers.begin(), devices_[0].peers.end(), [](Address a) { return a != 0; });
+}
 
 void Session::leave() {
   const std::lock_guard<std::mutex> lock(launching_);
@@ -103,7 +109,8 @@ void Session::free_all() {
       continue;  // the process ends, and the driver has gone before us
     }
     close_peers(device);
-    for (const Address address : {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept})
+    for (const Address address :
+         {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept})
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
@@ -168,8 +175,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (!steps_.empty()) launch_steps(device, params, passes, stream);
 }
 
-// All passes that there may be, behind each other on the stream: how many it will be stands on the device. What is launched after the end
-// returns at once.
+// All passes that there may be, behind each other on the stream: how many it will be stands on the device. What is
+// launched after the end returns at once.
 void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
   void* arguments[] = {&params};
   void* pass = driver_.record([&](void* recording) {
@@ -205,8 +212,8 @@ int32_t Session::wait(int32_t have, int timeout_ms) {
   return seen;
 }
 
-void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns, int32_t* top_tokens,
-                    float* top_logprobs) const {
+void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
+                    int32_t* top_tokens, float* top_logprobs) const {
   const int64_t offset = clock_offset_.load();
   for (int32_t i = 0; i < count; i++) {
     const Told& told = told_[first + i];
@@ -220,25 +227,29 @@ void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, 
 
 // Another process may still compile what it calls. Whoever waits for a lane says first which one is missing.
 int64_t Session::timeout_ms(int where) const {
-  return where == kAtCheckIn ? 6 * model_.timeout_ms : where == kAtLanding ? model_.timeout_ms : model_.timeout_ms / 8 * 9;
+  return where == kAtCheckIn   ? 6 * model_.timeout_ms
+         : where == kAtLanding ? model_.timeout_ms
+                               : model_.timeout_ms / 8 * 9;
 }
 
 std::string Session::failure() const {
-  static const char* const missing[] = {"",  "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane",
-                                        "", "the logit of token"};
+  static const char* const missing[] = {
+      "", "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane",
+      "", "the logit of token"};
   const unsigned long long failed = *(volatile unsigned long long*)&host_->failure;
   if (failed == 0) return "";
   const int what = failed & 7, lane = failed >> 3 & 0xff, waited_for = failed >> 11 & 0x1fffff;
   const int layer = (int)((failed >> 32) % (unsigned)model_.pass_tags) - 1;
   if (what == kBadCall)
-    return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the vocabulary";
+    return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the "
+           "vocabulary";
   std::string which = std::string(missing[what]) + " " + std::to_string(waited_for);
   if (what == kAtPacket) {
     const int cta = waited_for / kPacketWords;
     which = "the draw of CTA " + std::to_string(cta % model_.ctas) + " of lane " + std::to_string(cta / model_.ctas);
   }
-  return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) + ": " + which + " did not come within " +
-         std::to_string(timeout_ms(what)) + " ms";
+  return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) + ": " + which +
+         " did not come within " + std::to_string(timeout_ms(what)) + " ms";
 }
 
 double Session::read_pass(const void* const* weights) {
@@ -255,7 +266,8 @@ double Session::read_pass(const void* const* weights) {
       params.room = passes;
       driver_.synchronize();
       const int64_t began = now_ns();
-      driver_.launch(device.read, model_.lanes_here * model_.ctas, model_.threads, model_.shared_bytes, nullptr, arguments);
+      driver_.launch(device.read, model_.lanes_here * model_.ctas, model_.threads, model_.shared_bytes, nullptr,
+                     arguments);
       driver_.synchronize();
       return 1e-9 * (double)(now_ns() - began);
     };
@@ -290,7 +302,9 @@ int64_t Session::spans(int cta, Span* to, int64_t room) const {
   int count = 0;
   driver_.copy_from(&count, device.num_spans + sizeof(int) * (cta % each), sizeof count);
   const int64_t n = std::min<int64_t>(count, room);
-  if (to && n) driver_.copy_from(to, device.spans + sizeof(Span) * (Address)(cta % each) * (Address)max_spans_, (size_t)n * sizeof(Span));
+  if (to && n)
+    driver_.copy_from(to, device.spans + sizeof(Span) * (Address)(cta % each) * (Address)max_spans_,
+                      (size_t)n * sizeof(Span));
   return count;
 }
 

@@ -1,4 +1,5 @@
-// A model on one or more GPUs of this process, of all that have its lanes: the loaded kernel, the memory of its edges, and the call that is running.
+// A model on one or more GPUs of this process, of all that have its lanes: the loaded kernel, the memory of its edges,
+// and the call that is running.
 #pragma once
 
 #include <atomic>
@@ -7,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "driver.h"
 #include "../gpu/params.h"
+#include "driver.h"
 
 namespace laneformer {
 namespace gpu {
@@ -16,17 +17,19 @@ namespace gpu {
 extern "C" {
 // What custom_calls/gpu_layout.py has counted (custom_calls/gpu_session.py mirrors this struct).
 struct LaneformerGpuModel {
-  int32_t layers, lanes, lanes_here, ctas, threads, shared_bytes, vocab, context, kv_heads, head_dim, cache_dtype, weight_dtype;
+  int32_t layers, lanes, lanes_here, ctas, threads, shared_bytes, vocab, context, kv_heads, head_dim, cache_dtype,
+      weight_dtype;
   int32_t pass_tags, exchanges;  // that a pass takes
   int64_t lane_words, shared_words, packed_elements;
-  const char* driver;   // "cuda" or "hip"
-  const char* library;  // null for the usual one
-  const void* image;    // the compiled kernel
+  const char* driver;           // "cuda" or "hip"
+  const char* library;          // null for the usual one
+  const void* image;            // the compiled kernel
   int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
-  const int32_t* steps;         // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
+  const int32_t*
+      steps;  // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
   int32_t num_steps, overlapping, kept_floats;  // of a CTA
-  const int32_t* devices;  // of this process: ordinals of the driver, in the order of the lanes
-  const int32_t* places;   // of each of them among the devices of all processes
+  const int32_t* devices;                       // of this process: ordinals of the driver, in the order of the lanes
+  const int32_t* places;                        // of each of them among the devices of all processes
   int32_t num_devices, all_devices, timeout_ms, chaos_us;
 };
 }
@@ -41,8 +44,8 @@ class Session {
 
   const LaneformerGpuModel& model() const { return model_; }
 
-  // Between processes that share the lanes. Each exports the memory of its devices in which others write, and opens that of all, by their
-  // places. They may write there until they have left; none may be destroyed before.
+  // Between processes that share the lanes. Each exports the memory of its devices in which others write, and opens
+  // that of all, by their places. They may write there until they have left; none may be destroyed before.
   void export_memory(Handle* handles) const;  // one for each device here
   void connect(const Handle* handles);
   void leave();  // once no call runs, and no other one will
@@ -55,8 +58,8 @@ class Session {
   int32_t wait(int32_t have, int timeout_ms);
   bool finished() const { return *(volatile int*)&host_->done != 0; }
   void cancel() { *(volatile int*)&host_->cancel = 1; }
-  void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns, int32_t* top_tokens,
-             float* top_logprobs) const;
+  void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
+             int32_t* top_tokens, float* top_logprobs) const;
   std::string failure() const;  // what went wrong on the devices, empty if nothing
 
   // Seconds in which each device reads the weights of one token and does nothing else: the longest. weights: by device.

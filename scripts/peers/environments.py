@@ -1,4 +1,6 @@
-"""Which engines there are, and the environment that each needs: packages from PyPI in a folder of its own, never among ours."""
+"""Which engines there are, and the environment that each needs: packages from PyPI in a folder of its own, never among
+ours.
+"""
 
 import os
 import subprocess
@@ -18,7 +20,8 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (("torch==2.13.0", "numpy"),),
     "openvino": (
         ("openvino==2026.4.1", "torch==2.13.0", "transformers==5.5.4", "optimum==2.3.0", "nncf==3.4.0"),
-        # It also asks for torchvision, which it does not need here and which would have to be of the same build as torch.
+        # It also asks for torchvision, which it does not need here and which would have to be of the same build as
+        # torch.
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
 }
@@ -44,19 +47,26 @@ class Engine:
 
 INDUCTOR = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)  # no pool of processes beside the measured one
 OURS = Engine("laneformer", "scripts.peers.ours")
-PEERS = {engine.name: engine for engine in (
-    Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp"),
-    Engine("torch", "scripts.peers.torch_compiled", "torch", variables=INDUCTOR),
-    Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
-    Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),
-    Engine("xla", "scripts.peers.ours", option=XLA),
-)}  # fmt: skip
+PEERS = {
+    engine.name: engine
+    for engine in (
+        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp"),
+        Engine("torch", "scripts.peers.torch_compiled", "torch", variables=INDUCTOR),
+        Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
+        Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),
+        Engine("xla", "scripts.peers.ours", option=XLA),
+    )
+}
 
 
 def installed(folder: Path, name: str) -> str | None:
     """The Python of an environment that is complete and has what ENVIRONMENTS says now."""
     marker = folder / name / INSTALLED
-    return str(folder / name / "bin" / "python") if marker.exists() and marker.read_text() == repr(ENVIRONMENTS[name]) else None
+    return (
+        str(folder / name / "bin" / "python")
+        if marker.exists() and marker.read_text() == repr(ENVIRONMENTS[name])
+        else None
+    )
 
 
 def set_up(folder: Path, names: list[str]) -> str:
@@ -82,7 +92,9 @@ def _install(place: Path, name: str, log: Path) -> bool:
     with log.open("w", encoding="utf-8") as file:
         for packages in ENVIRONMENTS[name]:
             command = [str(place / "bin" / "python"), "-m", "pip", "install", *packages]
-            if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=VARIABLES | os.environ, check=False).returncode:
+            if subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=VARIABLES | os.environ, check=False
+            ).returncode:
                 return False
     (place / INSTALLED).write_text(repr(ENVIRONMENTS[name]))
     return True

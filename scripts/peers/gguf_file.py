@@ -1,4 +1,5 @@
-"""Writes a dense Llama with random bfloat16 weights as a GGUF file, version 3, which llama.cpp reads; needs numpy alone.
+"""Writes a dense Llama with random bfloat16 weights as a GGUF file, version 3, which llama.cpp reads; needs numpy
+alone.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -28,7 +29,9 @@ def write(path: Path, shape: Shape) -> None:
     offset = 0
     for name, sizes in listed:
         kind, count = _kind(sizes), math.prod(sizes)
-        header += _string(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), kind, offset)  # rows are the last size
+        header += _string(name) + struct.pack(
+            f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), kind, offset
+        )  # rows are the last size
         offset += _padded(count * (4 if kind == F32 else 2))
     ones = np.ones(shape.hidden, np.float32).tobytes()
     normal = 0.02 * np.random.default_rng(0).standard_normal(BLOCK, np.float32)
@@ -53,19 +56,33 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "output.weight", (shape.vocab, d)
     for n in range(shape.layers):
         for name, sizes in (
-            ("attn_norm", (d,)), ("attn_q", (q, d)), ("attn_k", (kv, d)), ("attn_v", (kv, d)), ("attn_output", (d, q)),
-            ("ffn_norm", (d,)), ("ffn_gate", (shape.ff, d)), ("ffn_up", (shape.ff, d)), ("ffn_down", (d, shape.ff)),
-        ):  # fmt: skip
+            ("attn_norm", (d,)),
+            ("attn_q", (q, d)),
+            ("attn_k", (kv, d)),
+            ("attn_v", (kv, d)),
+            ("attn_output", (d, q)),
+            ("ffn_norm", (d,)),
+            ("ffn_gate", (shape.ff, d)),
+            ("ffn_up", (shape.ff, d)),
+            ("ffn_down", (d, shape.ff)),
+        ):
             yield f"blk.{n}.{name}.weight", sizes
 
 
 def _fields(shape: Shape) -> dict[str, tuple[int, int | float | str]]:
     """Type and value of each."""
     numbers = {
-        "context_length": LONGEST, "embedding_length": shape.hidden, "block_count": shape.layers, "feed_forward_length": shape.ff,
-        "vocab_size": shape.vocab, "rope.dimension_count": shape.head_dim, "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim, "attention.value_length": shape.head_dim,
-    }  # fmt: skip
+        "context_length": LONGEST,
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.ff,
+        "vocab_size": shape.vocab,
+        "rope.dimension_count": shape.head_dim,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+    }
     return {
         "general.architecture": (STRING, "llama"),
         "general.alignment": (UINT32, ALIGNMENT),

@@ -1,4 +1,6 @@
-"""llama.cpp through the functions of its C interface: bfloat16 weights in its own buffers, not mapped from the file, cache float16."""
+"""llama.cpp through the functions of its C interface: bfloat16 weights in its own buffers, not mapped from the file,
+cache float16.
+"""
 
 import os
 import time
@@ -33,10 +35,14 @@ class LlamaCpp:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab, self._absorbed = task.shape.vocab, 0
         self.conditions = {
-            "versions": {"llama-cpp-python": llama_cpp.__version__}, "weights": "bfloat16", "compute": "as llama.cpp chooses for bfloat16",
-            "kv": "float16", "threads": task.threads, "load": "not mapped (load mode none)",
+            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "weights": "bfloat16",
+            "compute": "as llama.cpp chooses for bfloat16",
+            "kv": "float16",
+            "threads": task.threads,
+            "load": "not mapped (load mode none)",
             "system": llama_cpp.llama_print_system_info().decode().strip(),
-        }  # fmt: skip
+        }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
         ids = np.random.default_rng(0).integers(0, self._vocab, prompt).tolist()

@@ -1,6 +1,8 @@
-"""OpenVINO: a Llama that optimum-intel converts, bfloat16 with its cache as state; products in the dtype that OpenVINO chooses here.
+"""OpenVINO: a Llama that optimum-intel converts, bfloat16 with its cache as state; products in the dtype that OpenVINO
+chooses here.
 
-That is bfloat16 where the processor multiplies it. Elsewhere asking for it makes a token eight times as expensive as float32 does.
+That is bfloat16 where the processor multiplies it. Elsewhere asking for it makes a token eight times as expensive as
+float32 does.
 """
 
 import shutil
@@ -23,11 +25,26 @@ def convert(folder: Path, s: Shape) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.ff, num_hidden_layers=s.layers, num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads, head_dim=s.head_dim, max_position_embeddings=LONGEST, rms_norm_eps=s.norm_eps,
-        rope_theta=s.rope_theta, tie_word_embeddings=s.tied, dtype="bfloat16",
-    )).to(torch.bfloat16).eval()  # fmt: skip
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=s.vocab,
+                hidden_size=s.hidden,
+                intermediate_size=s.ff,
+                num_hidden_layers=s.layers,
+                num_attention_heads=s.heads,
+                num_key_value_heads=s.kv_heads,
+                head_dim=s.head_dim,
+                max_position_embeddings=LONGEST,
+                rms_norm_eps=s.norm_eps,
+                rope_theta=s.rope_theta,
+                tie_word_embeddings=s.tied,
+                dtype="bfloat16",
+            )
+        )
+        .to(torch.bfloat16)
+        .eval()
+    )
     export_from_model(model, folder, task="text-generation-with-past", stateful=True, patch_16bit_model=True)
 
 
@@ -40,17 +57,26 @@ class OpenVino:
             convert(part, task.shape)
             part.rename(folder)
         core = openvino.Core()
-        compiled = core.compile_model(folder / MODEL, "CPU", {
-            "INFERENCE_NUM_THREADS": task.threads, "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY",
-        })  # fmt: skip
+        compiled = core.compile_model(
+            folder / MODEL,
+            "CPU",
+            {"INFERENCE_NUM_THREADS": task.threads, "KV_CACHE_PRECISION": "bf16", "PERFORMANCE_HINT": "LATENCY"},
+        )
         self._request = compiled.create_infer_request()
         self._kept: dict[int, list[np.ndarray]] = {}
-        compute, kv = (DTYPES[compiled.get_property(name).to_string()] for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"))
+        compute, kv = (
+            DTYPES[compiled.get_property(name).to_string()]
+            for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
+        )
         self.conditions = {
-            "versions": {"openvino": openvino.__version__}, "weights": "bfloat16", "compute": compute, "kv": kv,
-            "threads": compiled.get_property("INFERENCE_NUM_THREADS"), "load": "optimum-intel, stateful, cache filled by repeating a token",
+            "versions": {"openvino": openvino.__version__},
+            "weights": "bfloat16",
+            "compute": compute,
+            "kv": kv,
+            "threads": compiled.get_property("INFERENCE_NUM_THREADS"),
+            "load": "optimum-intel, stateful, cache filled by repeating a token",
             "system": ", ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
-        }  # fmt: skip
+        }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
         before = max(1, prompt - 1)
@@ -58,7 +84,9 @@ class OpenVino:
             self._request.reset_state()
             self._compute(1, 0)
             # As if one token stood there many times: a true prompt takes minutes where bfloat16 is emulated.
-            self._kept = {before: [np.repeat(state.state.data, before, axis=2) for state in self._request.query_state()]}
+            self._kept = {
+                before: [np.repeat(state.state.data, before, axis=2) for state in self._request.query_state()]
+            }
         for state, kept in zip(self._request.query_state(), self._kept[before], strict=True):
             state.state = openvino.Tensor(kept)
         times, token = [], 1
@@ -69,10 +97,14 @@ class OpenVino:
 
     def _compute(self, token: int, position: int) -> int:
         """The next token."""
-        self._request.infer({
-            "input_ids": np.array([[token]]), "attention_mask": np.ones((1, position + 1), np.int64),
-            "position_ids": np.array([[position]]), "beam_idx": np.zeros(1, np.int32),
-        })  # fmt: skip
+        self._request.infer(
+            {
+                "input_ids": np.array([[token]]),
+                "attention_mask": np.ones((1, position + 1), np.int64),
+                "position_ids": np.array([[position]]),
+                "beam_idx": np.zeros(1, np.int32),
+            }
+        )
         return int(self._request.get_output_tensor(0).data[0, -1].argmax())
 
 

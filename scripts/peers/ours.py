@@ -1,4 +1,6 @@
-"""Our own engine in the same harness, with random weights: the decode kernel, or with the option "xla" XLA's program in float32."""
+"""Our own engine in the same harness, with random weights: the decode kernel, or with the option "xla" XLA's program in
+float32.
+"""
 
 import os
 import time
@@ -41,10 +43,14 @@ class Ours:
             self._backend = Resuming(RandomSource(config, "bfloat16"), threads=task.threads)
         self._vocab, c = config.vocab_size, self._backend.conditions
         self.conditions = {
-            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__}, "weights": c["weights_dtype"],
-            "compute": c["compute_dtype"], "kv": c["kv_dtype"], "threads": c.get("threads", task.threads),
-            "load": f"layout {config.layout}, {config.num_lanes} lanes", "system": c.get("instructions", c["device"]),
-        }  # fmt: skip
+            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+            "weights": c["weights_dtype"],
+            "compute": c["compute_dtype"],
+            "kv": c["kv_dtype"],
+            "threads": c.get("threads", task.threads),
+            "load": f"layout {config.layout}, {config.num_lanes} lanes",
+            "system": c.get("instructions", c["device"]),
+        }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
         ids = np.random.default_rng(0).integers(0, self._vocab, prompt, np.int32)

@@ -1,4 +1,6 @@
-"""The driver's side of an engine: a process that is stopped whenever it is not asked, so that its threads cannot spin beside another's."""
+"""The driver's side of an engine: a process that is stopped whenever it is not asked, so that its threads cannot spin
+beside another's.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ class Process:
     """An engine with a loaded model. A context manager."""
 
     def __init__(self, engine: Engine, python: str, task: Task, seconds: float):
-        """task: its option is the engine's. seconds: how long loading, and then any answer, may take. Raises EngineError."""
+        """task: its option is the engine's. seconds: how long loading, and then any answer, may take. Raises
+        EngineError.
+        """
         self.name, self.seconds = engine.name, seconds
         self._log = Path(task.folder) / f"{engine.name}.log"
         self._rest = b""
@@ -37,9 +41,13 @@ class Process:
         environment = os.environ | dict(engine.variables) | {"PYTHONPATH": paths}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", engine.module, replace(task, option=engine.option).text()], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
+                [python, "-m", engine.module, replace(task, option=engine.option).text()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
         try:
             self.conditions = self._answer("loading")["ready"]
             self._signal(signal.SIGSTOP)
@@ -82,7 +90,9 @@ class Process:
         while b"\n" not in self._rest:
             if not select.select([output], [], [], max(0, until - time.monotonic()))[0]:
                 self._signal(signal.SIGKILL)
-                raise EngineError(self.name, f"did not answer in {self.seconds:.0f} s while {doing}; what it said is in {self._log}")
+                raise EngineError(
+                    self.name, f"did not answer in {self.seconds:.0f} s while {doing}; what it said is in {self._log}"
+                )
             read = os.read(output, 1 << 16)
             if not read:
                 raise EngineError(self.name, f"ended while {doing}: {self._end()}")

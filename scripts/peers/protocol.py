@@ -1,9 +1,9 @@
 """What the driver and the engines' programs say to each other. Standard library only: every environment imports it.
 
-A program gets its task as JSON on the command line. When its model is loaded it says {"ready": conditions}, and then answers every line
-`decode PROMPT TOKENS` on its standard input with {"gaps": [...], "cpu_seconds": ..., "peak_bytes": ...}, until that ends: seconds from each
-token to the next, and of the process its processor time for it and its resident memory at the peak so far. What libraries print goes
-to standard error.
+A program gets its task as JSON on the command line. When its model is loaded it says {"ready": conditions}, and then
+answers every line `decode PROMPT TOKENS` on its standard input with {"gaps": [...], "cpu_seconds": ..., "peak_bytes":
+...}, until that ends: seconds from each token to the next, and of the process its processor time for it and its
+resident memory at the peak so far. What libraries print goes to standard error.
 """
 
 import ctypes
@@ -78,15 +78,19 @@ class Decoder(Protocol):
     """versions, weights, compute and kv (dtypes), threads, and what else its speed depends on."""
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
-        """Times of time.perf_counter at which each of `tokens` was drawn, greedily, one after another, after `prompt` tokens.
+        """Times of time.perf_counter at which each of `tokens` was drawn, greedily, one after another, after `prompt`
+        tokens.
 
-        What stands in the cache from an earlier request of the same size may stay there, so that only the prompt's last token is computed.
+        What stands in the cache from an earlier request of the same size may stay there, so that only the prompt's last
+        token is computed.
         """
 
 
 def serve(load: Callable[[Task], Decoder]) -> None:
     """Loads the model of the task on the command line and answers requests until standard input ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would not see that its driver was killed
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # a stopped process would not see that its driver was killed
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -96,14 +100,17 @@ def serve(load: Callable[[Task], Decoder]) -> None:
 
     began = time.perf_counter()
     model = load(Task.read(sys.argv[1]))
-    tell({"ready": model.conditions | {
-        "load_seconds": time.perf_counter() - began, "python": platform.python_version(),
-    }})  # fmt: skip
+    tell(
+        {"ready": model.conditions | {"load_seconds": time.perf_counter() - began, "python": platform.python_version()}}
+    )
     for line in sys.stdin:
         prompt, tokens = (int(word) for word in line.split()[1:])
         cpu = time.process_time()
         times = model.decode(prompt, tokens)
-        tell({
-            "gaps": [b - a for a, b in itertools.pairwise(times)], "cpu_seconds": time.process_time() - cpu,
-            "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        })  # fmt: skip
+        tell(
+            {
+                "gaps": [b - a for a, b in itertools.pairwise(times)],
+                "cpu_seconds": time.process_time() - cpu,
+                "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            }
+        )

@@ -32,10 +32,14 @@ class Layer(nn.Module):
         self.qkv, self.out = normal(q + 2 * kv, shape.hidden), normal(shape.hidden, q)
         self.gate_up, self.down = normal(2 * shape.ff, shape.hidden), normal(shape.hidden, shape.ff)
 
-    def forward(self, x: Tensor, position: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, position: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         """x [1, d]; mask [1, 1, 1, t]; cos and sin [e]; keys and values [1, n, t, e], written at the position."""
         s = self.shape
-        q, k, v = F.linear(self.attention_norm(x), self.qkv).view(-1, s.head_dim).split([s.heads, s.kv_heads, s.kv_heads])
+        q, k, v = (
+            F.linear(self.attention_norm(x), self.qkv).view(-1, s.head_dim).split([s.heads, s.kv_heads, s.kv_heads])
+        )
         keys.index_copy_(2, position, rotate(k, cos, sin).view(1, s.kv_heads, 1, s.head_dim))
         values.index_copy_(2, position, v.view(1, s.kv_heads, 1, s.head_dim))
         # Query heads that share keys take the place of query positions, so that no key is repeated.
@@ -82,15 +86,22 @@ class Compiled:
         torch._inductor.config.cpp_wrapper = wrapper
         self._model = torch.compile(Llama(task.shape, task.positions).eval())
         size = (1, task.shape.kv_heads, task.positions, task.shape.head_dim)
-        # The cache has the length that is asked for from the start, full of numbers: a prompt would need a second compiled program.
+        # The cache has the length that is asked for from the start, full of numbers: a prompt would need a second
+        # compiled program.
         self._keys, self._values = ([torch.randn(size) for _ in range(task.shape.layers)] for _ in "kv")
         self.decode(1, 2)  # compiles
         self.conditions = {
-            "versions": {"torch": torch.__version__}, "weights": "bfloat16", "compute": "bfloat16", "kv": "bfloat16",
+            "versions": {"torch": torch.__version__},
+            "weights": "bfloat16",
+            "compute": "bfloat16",
+            "kv": "bfloat16",
             "threads": torch.get_num_threads(),
             "load": f"inductor, frozen{', cpp_wrapper' if wrapper else ''}, cache filled with random numbers",
-            "system": f"{torch.backends.cpu.get_cpu_capability()}, oneDNN bfloat16 {torch.ops.mkldnn._is_mkldnn_bf16_supported()}",
-        }  # fmt: skip
+            "system": (
+                f"{torch.backends.cpu.get_cpu_capability()}, oneDNN bfloat16"
+                f" {torch.ops.mkldnn._is_mkldnn_bf16_supported()}"
+            ),
+        }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
         times, token = [], torch.tensor([1])

@@ -1,6 +1,8 @@
-"""One process of a job that decodes together, each with an emulated GPU: run by test_gpu_processes.py with its index and a folder.
+"""One process of a job that decodes together, each with an emulated GPU: run by test_gpu_processes.py with its index
+and a folder.
 
-Everything that is asked of the session and of the engine happens in all processes alike; what this one got goes into a file.
+Everything that is asked of the session and of the engine happens in all processes alike; what this one got goes into a
+file.
 """
 
 import contextlib
@@ -43,14 +45,19 @@ def with_lanes_own() -> laneformer.Laneformer:
     config = small.make_config(
         lanes=4, layout="dtp(1)", num_hidden_layers=2, qkv_bias=True, replicated_rmsn_scale=False, lm_head_type="lane"
     )
-    return laneformer.Laneformer(config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()})
+    return laneformer.Laneformer(
+        config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
+    )
 
 
 def answers(session, config, mesh) -> list:
     """Three calls in a row: greedy, and two of the same draws."""
     call, results = jitted(session, mesh, room=ROOM, top=3, logits=True), []
     for settings in ({}, DRAWN, DRAWN):
-        inputs, state = small.make_inputs(small.prompt_of(config, 5), 6, **settings), small.make_state(config, 64, mesh=mesh)
+        inputs, state = (
+            small.make_inputs(small.prompt_of(config, 5), 6, **settings),
+            small.make_state(config, 64, mesh=mesh),
+        )
         results.append(jax.block_until_ready(call(inputs, state)[0]))
     return [np.asarray(x.addressable_data(0)) for outputs in results for x in outputs]
 
@@ -60,7 +67,9 @@ def running(session, config, mesh, limit):
     call, status = jitted(session, mesh, room=512), []
     inputs, state = small.make_inputs([3], limit, room=512), small.make_state(config, 512, mesh=mesh)
     session.begin()
-    thread = threading.Thread(target=lambda: status.append(np.asarray(call(inputs, state)[0].status.addressable_data(0)).tolist()))
+    thread = threading.Thread(
+        target=lambda: status.append(np.asarray(call(inputs, state)[0].status.addressable_data(0)).tolist())
+    )
     thread.start()
     return thread, status
 
@@ -117,13 +126,19 @@ def led(engine) -> list | None:
         answers = [list(engine.generate([1], max_new_tokens=6))]
         with engine.generate([1], max_new_tokens=400) as left:
             next(left)
-        answers += [left.result.finish_reason, list(engine.generate(small.prompt_of(engine.config, 100), max_new_tokens=6))]
+        answers += [
+            left.result.finish_reason,
+            list(engine.generate(small.prompt_of(engine.config, 100), max_new_tokens=6)),
+        ]
     return answers
 
 
 def main(index: int, folder: Path) -> None:
     use_emulated_devices()
-    model, few = ("--checkpoint", folder / "model"), ("--context", 5, "--output-tokens", 6, "--runs", 1, "--warmup-runs", 0)
+    model, few = (
+        ("--checkpoint", folder / "model"),
+        ("--context", 5, "--output-tokens", 6, "--runs", 1, "--warmup-runs", 0),
+    )
     files = ("--json", folder / f"record{index}.json", "--trace", folder / f"trace{index}.json")
     generate = said("generate", *model, "--prompt-ids", "3,1,4", "--max-new-tokens", 6, "--ignore-eos")
     (folder / f"commands{index}.json").write_text(json.dumps([generate, said("bench", *model, *few, *files)]))

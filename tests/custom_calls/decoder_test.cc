@@ -1,5 +1,6 @@
-// Whole generations of a small random model: any number of threads draws the same, whatever delays them; cancelling, and workers that
-// do not come. For ThreadSanitizer above all, which knows when two of them touch the same memory without having met.
+// Whole generations of a small random model: any number of threads draws the same, whatever delays them; cancelling,
+// and workers that do not come. For ThreadSanitizer above all, which knows when two of them touch the same memory
+// without having met.
 #include "decoder.h"
 
 #include <chrono>
@@ -54,10 +55,13 @@ struct Table {
     }
     const int sums = layout == Layout::early ? 2 : modules;
     add({sums});
-    for (int m = 0; m < sums; m++) add({layout == Layout::ladder ? kHidden / 2 : kHidden, m, layout == Layout::desync, 1, m, weight(1)});
+    for (int m = 0; m < sums; m++)
+      add({layout == Layout::ladder ? kHidden / 2 : kHidden, m, layout == Layout::desync, 1, m, weight(1)});
     for (int i = 0; i < kHeadDim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
-    model.layers = kLayers, model.lanes = lanes, model.hidden = kHidden, model.heads = kHeads, model.kv_heads = kKvHeads;
-    model.head_dim = kHeadDim, model.ff = kFf, model.vocab = head_type == 2 ? kVocab / lanes * lanes : kVocab, model.context = kCapacity;
+    model.layers = kLayers, model.lanes = lanes, model.hidden = kHidden, model.heads = kHeads,
+    model.kv_heads = kKvHeads;
+    model.head_dim = kHeadDim, model.ff = kFf, model.vocab = head_type == 2 ? kVocab / lanes * lanes : kVocab,
+    model.context = kCapacity;
     model.head_type = head_type, model.norm_of_sum = layout == Layout::early && head_type == 0, model.weight_dtype = 1,
     model.cache_dtype = 2;
     model.norm_eps = 1e-5f, model.rope_factor = 1;
@@ -132,7 +136,8 @@ void same(const Result& a, const Result& b, const char* what) {
     return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof x[0]) == 0;
   };
   CHECK(equal(a.logits, b.logits), "%s: other logits", what);
-  CHECK(a.tokens == b.tokens && equal(a.logprobs, b.logprobs) && a.top_tokens == b.top_tokens, "%s: other tokens", what);
+  CHECK(a.tokens == b.tokens && equal(a.logprobs, b.logprobs) && a.top_tokens == b.top_tokens, "%s: other tokens",
+        what);
 }
 
 // Tokens do not depend on who computes them, nor on when.
@@ -153,8 +158,8 @@ void any_threads(int lanes, Layout layout, int head_type) {
     Decoder decoder(table.model, {way.threads, way.messages, way.chaos_us, 60000, nullptr});
     pack(decoder);
     char what[100];
-    std::snprintf(what, sizeof what, "%d lanes, layout %d, head %d, %d threads%s, chaos %d", lanes, (int)layout, head_type,
-                  decoder.threads(), way.messages ? " by message" : "", way.chaos_us);
+    std::snprintf(what, sizeof what, "%d lanes, layout %d, head %d, %d threads%s, chaos %d", lanes, (int)layout,
+                  head_type, decoder.threads(), way.messages ? " by message" : "", way.chaos_us);
     same(expected, generate(decoder), what);
     same(longer, generate(decoder, 40, 5), what);
     same(expected, generate(decoder), what);
@@ -170,23 +175,27 @@ void cancelling(bool messages) {
   int32_t seen = 0;
   std::thread other([&] {
     while (seen < 3) seen = decoder.wait(seen, 50);
-    for (int32_t i = 0; i < seen; i++) CHECK(decoder.tokens[i] >= 0 && decoder.tokens[i] < kVocab, "token %d is %d", i, decoder.tokens[i]);
+    for (int32_t i = 0; i < seen; i++)
+      CHECK(decoder.tokens[i] >= 0 && decoder.tokens[i] < kVocab, "token %d is %d", i, decoder.tokens[i]);
     decoder.cancel();
   });
   const End end = decoder.run(buffers.call);
   other.join();
   CHECK(end == End::cancelled && decoder.finished(), "ended by %d", (int)end);
-  CHECK(decoder.drawn() >= seen && decoder.drawn() < buffers.call.limit, "%d tokens, %d were seen", decoder.drawn(), seen);
+  CHECK(decoder.drawn() >= seen && decoder.drawn() < buffers.call.limit, "%d tokens, %d were seen", decoder.drawn(),
+        seen);
   CHECK(decoder.wait(decoder.drawn(), 60000) == decoder.drawn(), "waiting for an ended call");
   decoder.begin();
   decoder.cancel();  // before it begins
-  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.drawn() == 0, "%d tokens of a cancelled call", decoder.drawn());
+  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.drawn() == 0, "%d tokens of a cancelled call",
+        decoder.drawn());
   buffers.call.limit = 4;
-  CHECK(decoder.run(buffers.call) == End::length && decoder.drawn() == 4, "the next call drew %d tokens", decoder.drawn());
+  CHECK(decoder.run(buffers.call) == End::length && decoder.drawn() == 4, "the next call drew %d tokens",
+        decoder.drawn());
 }
 
-// Delays about as long as the patience: some calls fail, and leave nothing behind that the others could take for theirs. How much patience
-// that takes depends on what else the machine does.
+// Delays about as long as the patience: some calls fail, and leave nothing behind that the others could take for
+// theirs. How much patience that takes depends on what else the machine does.
 void failing(bool messages) {
   constexpr int kDelayMs = 30;
   const Table table(2, Layout::delayed, 0);

@@ -25,7 +25,8 @@ EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)
 REAL = os.environ.get("LANEFORMER_TEST_GPU")
 needs_gpu = pytest.mark.skipif(
-    not REAL and (platform.machine() != "x86_64" or build.compiler() is None), reason="emulated GPUs need a C++ compiler on x86-64"
+    not REAL and (platform.machine() != "x86_64" or build.compiler() is None),
+    reason="emulated GPUs need a C++ compiler on x86-64",
 )
 only_emulated = pytest.mark.skipif(REAL is not None, reason="of the emulated GPUs")
 
@@ -52,9 +53,18 @@ def driver() -> Path:
     params = gpu_build.SOURCES / "params.h"
     name = hashlib.sha256(source.read_bytes() + params.read_bytes()).hexdigest()[:16]
     command = [
-        *build.compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", f"-I{params.parent}", str(source), "-ldl",
+        *build.compiler(),
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-Wall",
+        "-Wextra",
+        f"-I{params.parent}",
+        str(source),
+        "-ldl",
         "-pthread",
-    ]  # fmt: skip
+    ]
     return _compiled(_folder() / f"driver-{name}.so", command)
 
 
@@ -66,21 +76,40 @@ def compile_with(machine: Machine):
         for path in (*sorted(folder.iterdir()), *sorted(EMULATOR.iterdir())):
             digest.update(path.name.encode() + path.read_bytes())
         command = [
-            *build.compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function",
-            "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unused-variable", f"-DLF_EMULATED=\"{EMULATOR / 'port_host.h'}\"",
-            f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}", f"-I{folder}", "-x", "c++",
+            *build.compiler(),
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-function",
+            "-Wno-maybe-uninitialized",
+            "-Wno-uninitialized",
+            "-Wno-unused-variable",
+            f'-DLF_EMULATED="{EMULATOR / "port_host.h"}"',
+            f"-DLF_WARP_SIZE={machine.warp_size}",
+            f"-DLF_BULK={int(machine.bulk_copies)}",
+            f"-I{folder}",
+            "-x",
+            "c++",
             str(EMULATOR / "emulator.cc"),
-        ]  # fmt: skip
+        ]
         library = _compiled(_folder() / f"kernel-{digest.hexdigest()[:16]}.so", command)
         out.write_bytes(str(library).encode() + b"\0")
 
     return compile_kernel
 
 
-def make_session(config: ModelConfig, weights, *, compute: str = "float32", machine: Machine = SMALL, mesh=None, **options):
+def make_session(
+    config: ModelConfig, weights, *, compute: str = "float32", machine: Machine = SMALL, mesh=None, **options
+):
     """As small.make_session, on emulated GPUs."""
     stored = weights["tok_embeddings"].dtype.name
-    source = types.SimpleNamespace(config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored)
+    source = types.SimpleNamespace(
+        config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
+    )
     if REAL:
         options["platform"] = REAL
     else:

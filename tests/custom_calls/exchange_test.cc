@@ -1,4 +1,5 @@
-// The lane exchange: its ring of slots explored over all interleavings of two and three lanes, its tags, and the counters of sync.h.
+// The lane exchange: its ring of slots explored over all interleavings of two and three lanes, its tags, and the
+// counters of sync.h.
 #include "exchange.h"
 
 #include <algorithm>
@@ -39,8 +40,8 @@ std::vector<Step> steps_of(int lane, int lanes, const std::vector<Exchange>& exc
   return steps;
 }
 
-// All states that the lanes can come to, one step at a time, with a ring of that many slots. Whether no slot is ever written before it was
-// read; that they always come to the end is checked.
+// All states that the lanes can come to, one step at a time, with a ring of that many slots. Whether no slot is ever
+// written before it was read; that they always come to the end is checked.
 bool safe(int lanes, const std::vector<Exchange>& exchanges, int slots) {
   std::vector<std::vector<Step>> steps;
   std::vector<std::vector<size_t>> pushed, pulled;  // [lane][exchange lanes + other]: the step after which it is done
@@ -84,7 +85,8 @@ bool safe(int lanes, const std::vector<Exchange>& exchanges, int slots) {
   return true;
 }
 
-// What the layouts of laneformer/layout.py send: tp, dtp and laneformer send after every module, kraken after every layer.
+// What the layouts of laneformer/layout.py send: tp, dtp and laneformer send after every module, kraken after every
+// layer.
 std::vector<Exchange> delayed(int modules, int every, int delay) {
   std::vector<Exchange> exchanges;
   for (int m = every - 1; m < modules; m += every)
@@ -138,15 +140,17 @@ void tags() {
     CHECK(!mail.pull(1, 0, tag, got, floats, never), "tag %u came before it was sent", tag);
     mail.push(0, tag, data, floats);
     for (const int to : {1, 2}) {
-      CHECK(mail.pull(to, 0, tag, got, floats, never) && std::memcmp(got, data, sizeof data) == 0, "tag %u is lost", tag);
-      CHECK(!mail.pull(to, 0, tag - slots, got, floats, never), "tag %u still stands in the slot of %u", tag - slots, tag);
+      CHECK(mail.pull(to, 0, tag, got, floats, never) && std::memcmp(got, data, sizeof data) == 0, "tag %u is lost",
+            tag);
+      CHECK(!mail.pull(to, 0, tag - slots, got, floats, never), "tag %u still stands in the slot of %u", tag - slots,
+            tag);
     }
     CHECK(tag == 0 || !mail.pull(0, 1, tag, got, floats, never), "tag %u came from a lane that sent nothing", tag);
   }
   mail.push(0, 100, data, 2);  // the first words alone
   int64_t asked = 0;
-  CHECK(!mail.pull(1, 0, 100, got, floats, [&](int64_t spins) { return asked = spins, spins < 50; }) && asked == 50, "gave up after %ld",
-        (long)asked);
+  CHECK(!mail.pull(1, 0, 100, got, floats, [&](int64_t spins) { return asked = spins, spins < 50; }) && asked == 50,
+        "gave up after %ld", (long)asked);
 }
 
 void meetings() {

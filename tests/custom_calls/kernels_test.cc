@@ -1,4 +1,5 @@
-// Every table of kernels that this machine runs, against sums in double and conversions by the definition of the formats.
+// Every table of kernels that this machine runs, against sums in double and conversions by the definition of the
+// formats.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -26,7 +27,8 @@ uint32_t bits_of(float x) {
 
 // The value of a 16-bit pattern, by its definition. NaN for all NaNs.
 double value_of(Dtype dtype, uint16_t h) {
-  const int mantissa_bits = dtype == Dtype::bf16 ? 7 : 10, exponent_bits = 15 - mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
+  const int mantissa_bits = dtype == Dtype::bf16 ? 7 : 10, exponent_bits = 15 - mantissa_bits,
+            bias = (1 << (exponent_bits - 1)) - 1;
   const int mantissa = h & ((1 << mantissa_bits) - 1), exponent = h >> mantissa_bits & ((1 << exponent_bits) - 1);
   const double sign = h >> 15 ? -1 : 1;
   if (exponent == (1 << exponent_bits) - 1) return mantissa ? NAN : sign * kInfinity;
@@ -39,7 +41,8 @@ struct Stored {
   std::vector<char> data;
   std::vector<double> values;
 
-  Stored(const Kernels& k, Dtype dtype, const std::vector<float>& from) : data(from.size() * bytes_of(dtype)), values(from.size()) {
+  Stored(const Kernels& k, Dtype dtype, const std::vector<float>& from)
+      : data(from.size() * bytes_of(dtype)), values(from.size()) {
     k.narrow(dtype, from.data(), (int64_t)from.size(), data.data());
     for (size_t i = 0; i < from.size(); i++) {
       uint16_t half;
@@ -71,9 +74,11 @@ void round_trips(const Kernels& k, Dtype dtype, const std::vector<uint32_t>& exp
   for (size_t i = 0; i < all.size(); i++) {
     const uint32_t bits = bits_of(wide[i]);
     if ((i & 0x7fff) > (size_t)infinity) {
-      CHECK((bits & 0x7fffffff) > 0x7f800000 && (back[i] & 0x7fff) > infinity, "%s: NaN %04zx became %08x, %04x", k.name, i, bits, back[i]);
+      CHECK((bits & 0x7fffffff) > 0x7f800000 && (back[i] & 0x7fff) > infinity, "%s: NaN %04zx became %08x, %04x",
+            k.name, i, bits, back[i]);
     } else {
-      CHECK(bits == expected[i] && back[i] == i, "%s dtype %d: %04zx became %08x and %04x", k.name, (int)dtype, i, bits, back[i]);
+      CHECK(bits == expected[i] && back[i] == i, "%s dtype %d: %04zx became %08x and %04x", k.name, (int)dtype, i, bits,
+            back[i]);
     }
   }
 }
@@ -91,7 +96,8 @@ void halves(const Kernels& k, Dtype dtype) {
   for (uint32_t i = 0; i < 0x7fff; i++) {
     const double low = value_of(dtype, (uint16_t)i);
     if (std::isnan(low) || std::isinf(low)) break;
-    const double next = value_of(dtype, (uint16_t)(i + 1)), high = std::isinf(next) ? 2 * low - value_of(dtype, (uint16_t)(i - 1)) : next;
+    const double next = value_of(dtype, (uint16_t)(i + 1)),
+                 high = std::isinf(next) ? 2 * low - value_of(dtype, (uint16_t)(i - 1)) : next;
     const float middle = (float)((low + high) / 2);
     for (const float sign : {1.0f, -1.0f}) {
       const float x[3] = {sign * std::nextafter(middle, 0.0f), sign * middle, sign * std::nextafter(middle, kInfinity)};
@@ -99,8 +105,8 @@ void halves(const Kernels& k, Dtype dtype) {
       k.narrow(dtype, x, 3, got);
       const uint16_t side = sign < 0 ? 0x8000 : 0;
       const uint16_t even = (uint16_t)(i + i % 2);
-      CHECK(got[0] == (i | side) && got[1] == (even | side) && got[2] == ((i + 1) | side), "%s: around %a got %04x %04x %04x", k.name,
-            middle, got[0], got[1], got[2]);
+      CHECK(got[0] == (i | side) && got[1] == (even | side) && got[2] == ((i + 1) | side),
+            "%s: around %a got %04x %04x %04x", k.name, middle, got[0], got[1], got[2]);
     }
   }
 }
@@ -115,8 +121,10 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
   std::vector<char> packed(tiles * tile_bytes(dtype, columns));
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) {
-      const int64_t row = r % kTile, place = dtype == Dtype::bf16 ? c / 2 * 2 * kTile + 2 * row + c % 2 : c * kTile + row;
-      std::memcpy(packed.data() + (r / kTile * stored * kTile + place) * width, w.data.data() + (r * columns + c) * width, width);
+      const int64_t row = r % kTile,
+                    place = dtype == Dtype::bf16 ? c / 2 * 2 * kTile + 2 * row + c % 2 : c * kTile + row;
+      std::memcpy(packed.data() + (r / kTile * stored * kTile + place) * width,
+                  w.data.data() + (r * columns + c) * width, width);
     }
   const Dtype read_as = activations == Activations::rounded ? dtype : Dtype::f32;
   const Stored seen(k, read_as, x);
@@ -146,20 +154,21 @@ void products(const Kernels& k) {
   for (const Dtype dtype : kDtypes)
     for (const Activations activations : {Activations::exact, Activations::rounded})
       for (const int64_t columns : {1, 2, 3, 7, 16, 31, 64, 97, 130})
-        for (int positions = 1; positions <= 16; positions++) product(k, dtype, activations, columns, 1 + positions % 3, positions);
+        for (int positions = 1; positions <= 16; positions++)
+          product(k, dtype, activations, columns, 1 + positions % 3, positions);
 }
 
 // Keys that query p sees among first..last - 1, one after the other in double.
-void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64_t first, int64_t last, int64_t start, int64_t window,
-            int positions) {
+void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64_t first, int64_t last, int64_t start,
+            int64_t window, int positions) {
   Random random(e + 7 * kv_heads + (uint64_t)last);
   const int heads = kv_heads * group;
   const int64_t stride = (int64_t)kv_heads * e;
   const std::vector<float> q = random.floats((int64_t)positions * heads * e, -3, 3);
   const Stored keys(k, dtype, random.floats(last * stride)), values(k, dtype, random.floats(last * stride));
   std::vector<float> out((int64_t)positions * heads * (e + 2) + 1, 7);
-  k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start, window, positions,
-            keys.data.data(), values.data.data(), last % 2 ? first : 0});
+  k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start,
+            window, positions, keys.data.data(), values.data.data(), last % 2 ? first : 0});
   CHECK(out.back() == 7, "%s: attend wrote behind its result", k.name);
   for (int p = 0; p < positions; p++)
     for (int h = 0; h < heads; h++) {
@@ -168,11 +177,13 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       std::vector<double> scores;
       for (int64_t t = low; t < high; t++) {
         double score = 0;
-        for (int i = 0; i < e; i++) score += q[((int64_t)p * heads + h) * e + i] * keys.values[t * stride + h / group * e + i];
+        for (int i = 0; i < e; i++)
+          score += q[((int64_t)p * heads + h) * e + i] * keys.values[t * stride + h / group * e + i];
         scores.push_back(score);
       }
       if (scores.empty()) {
-        CHECK(got[e] == -kInfinity && got[e + 1] == 0, "%s: a query that sees nothing has %g, %g", k.name, got[e], got[e + 1]);
+        CHECK(got[e] == -kInfinity && got[e + 1] == 0, "%s: a query that sees nothing has %g, %g", k.name, got[e],
+              got[e + 1]);
         for (int i = 0; i < e; i++) CHECK(got[i] == 0, "%s: a query that sees nothing has %g", k.name, got[i]);
         continue;
       }
@@ -186,8 +197,9 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
         double exact = 0;
         for (size_t t = 0; t < scores.size(); t++)
           exact += std::exp(scores[t] - largest) / sum * values.values[(low + (int64_t)t) * stride + h / group * e + i];
-        CHECK(std::fabs(got[i] / got[e + 1] - exact) < tolerance, "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g",
-              k.name, (int)dtype, e, (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
+        CHECK(std::fabs(got[i] / got[e + 1] - exact) < tolerance,
+              "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g", k.name, (int)dtype, e,
+              (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
       }
     }
 }
@@ -206,7 +218,8 @@ void attends(const Kernels& k) {
     for (int last = 1; last < 12; last++) attend(k, dtype, 8, 1, 1, 0, last, last - 1, all, 1);
     for (const int e : {5, 64, 256, 260})
       for (const int group : {1, 3, 8})
-        for (const int64_t window : {all, int64_t{20}, int64_t{60}}) attend(k, dtype, e, 2, group, 0, 150, 118, window, 32);
+        for (const int64_t window : {all, int64_t{20}, int64_t{60}})
+          attend(k, dtype, e, 2, group, 0, 150, 118, window, 32);
     attend(k, dtype, 24, 1, 2, 64, 128, 110, 40, 32);  // some see none of the first keys, some none of the last
     for (int group = 1; group < 20; group++) attend(k, dtype, 40, 2, group, 3, 60, 55, 30, 5);
   }
@@ -217,12 +230,14 @@ void causal(const Kernels& k) {
   constexpr int kPositions = 32, kE = 24, kHeads = 2, kPoisoned = 20;
   Random random(3);
   const std::vector<float> q = random.floats(kPositions * kHeads * kE);
-  std::vector<float> keys = random.floats(kPositions * kE), values = random.floats(kPositions * kE), out(kPositions * kHeads * (kE + 2));
+  std::vector<float> keys = random.floats(kPositions * kE), values = random.floats(kPositions * kE),
+                     out(kPositions * kHeads * (kE + 2));
   for (auto* rows : {&keys, &values})
     for (int i = 0; i < kE; i++) (*rows)[kPoisoned * kE + i] = i % 2 ? kInfinity : NAN;
-  k.attend({q.data(), keys.data(), values.data(), out.data(), Dtype::f32, 1, kHeads, kE, 0, kPositions, 0, INT64_MAX / 2, kPositions,
-            nullptr, nullptr, 0});
-  for (int i = 0; i < kPoisoned * kHeads * (kE + 2); i++) CHECK(std::isfinite(out[i]), "%s: a later position changed number %d", k.name, i);
+  k.attend({q.data(), keys.data(), values.data(), out.data(), Dtype::f32, 1, kHeads, kE, 0, kPositions, 0,
+            INT64_MAX / 2, kPositions, nullptr, nullptr, 0});
+  for (int i = 0; i < kPoisoned * kHeads * (kE + 2); i++)
+    CHECK(std::isfinite(out[i]), "%s: a later position changed number %d", k.name, i);
 }
 
 void norms(const Kernels& k) {
@@ -248,9 +263,11 @@ void norms(const Kernels& k) {
   gate_up[0] = -200, gate_up[1] = 200, gate_up[2] = -88, gate_up[3] = 0;
   k.swiglu(gate_up.data(), 3, out.data());
   for (int i = 0; i < 3 * kTile; i++) {
-    const double gate = gate_up[i / kTile * 2 * kTile + i % kTile], up = gate_up[i / kTile * 2 * kTile + kTile + i % kTile];
+    const double gate = gate_up[i / kTile * 2 * kTile + i % kTile],
+                 up = gate_up[i / kTile * 2 * kTile + kTile + i % kTile];
     const double exact = gate / (1 + std::exp(-gate)) * up;
-    CHECK(std::fabs(out[i] - exact) <= 1e-6 * std::fabs(exact) + 1e-30, "%s: silu(%g) * %g is %g, not %g", k.name, gate, up, out[i], exact);
+    CHECK(std::fabs(out[i] - exact) <= 1e-6 * std::fabs(exact) + 1e-30, "%s: silu(%g) * %g is %g, not %g", k.name, gate,
+          up, out[i], exact);
   }
 }
 
@@ -279,10 +296,11 @@ void sums(const Kernels& k) {
     const uint64_t whole = k.sum_exp(z.data(), largest, n);
     double exact = 0;
     for (const float v : z) exact += std::exp((double)v - largest);
-    CHECK(std::fabs((double)whole * 0x1p-40 / exact - 1) < 1e-6, "%s: sum of %d is %g, not %g", k.name, n, (double)whole * 0x1p-40, exact);
+    CHECK(std::fabs((double)whole * 0x1p-40 / exact - 1) < 1e-6, "%s: sum of %d is %g, not %g", k.name, n,
+          (double)whole * 0x1p-40, exact);
     for (int at = 0; at <= n; at += n < 100 ? 1 : 1 + n / 61)
-      CHECK(k.sum_exp(z.data(), largest, at) + k.sum_exp(z.data() + at, largest, n - at) == whole, "%s: a sum of %d split at %d", k.name, n,
-            at);
+      CHECK(k.sum_exp(z.data(), largest, at) + k.sum_exp(z.data() + at, largest, n - at) == whole,
+            "%s: a sum of %d split at %d", k.name, n, at);
   }
   for (int n = 1; n < 40; n++)  // NaN wins wherever it stands
     for (int at = 0; at < n; at++) {
@@ -316,8 +334,8 @@ void draws(const Kernels& k) {
   for (int token = 0; token < 50000; token++) {  // the noise of each token by itself: the logarithm's accuracy
     const Best best = k.draw(zeros.data(), -kInfinity, true, key, 77, token, token + 1);
     const double exact = gumbel(key, 77, (uint32_t)token);
-    CHECK(best.token == token && std::fabs(best.value - exact) <= 5e-7 * std::max(1.0, std::fabs(exact)), "%s: noise of %d is %g, not %g",
-          k.name, token, best.value, exact);
+    CHECK(best.token == token && std::fabs(best.value - exact) <= 5e-7 * std::max(1.0, std::fabs(exact)),
+          "%s: noise of %d is %g, not %g", k.name, token, best.value, exact);
   }
   Random random(5);
   for (int trial = 0; trial < 300; trial++) {
@@ -333,14 +351,16 @@ void draws(const Kernels& k) {
       if (z[i] >= least && value > most) most = value, expected = i;
     }
     const Best whole = k.draw(z.data(), least, noise, key, (uint32_t)trial, first, last);
-    CHECK(whole.token == expected, "%s: drew %d from %d..%d of %d, not %d", k.name, whole.token, first, last, n, expected);
+    CHECK(whole.token == expected, "%s: drew %d from %d..%d of %d, not %d", k.name, whole.token, first, last, n,
+          expected);
     const int at = first + random.below(last - first);
     if (at == first) continue;
     const Best a = k.draw(z.data(), least, noise, key, (uint32_t)trial, first, at),
                b = k.draw(z.data(), least, noise, key, (uint32_t)trial, at, last);
     const Best both = b.token >= 0 && (a.token < 0 || b.value > a.value) ? b : a;
     CHECK(both.token == whole.token, "%s: drew %d and %d in halves, %d at once", k.name, a.token, b.token, whole.token);
-    CHECK(whole.token < 0 || both.value == whole.value, "%s: %g in halves, %g at once", k.name, both.value, whole.value);
+    CHECK(whole.token < 0 || both.value == whole.value, "%s: %g in halves, %g at once", k.name, both.value,
+          whole.value);
   }
 }
 
@@ -373,7 +393,8 @@ void all_of(const Kernels& k) {
     halves(k, dtype);
     round_trips(k, dtype, expected);
 #if defined(__x86_64__)
-    _mm_setcsr(_mm_getcsr() | 0x8040);  // as the workers compute: subnormals count as zero, but are not lost when stored
+    _mm_setcsr(_mm_getcsr() |
+               0x8040);  // as the workers compute: subnormals count as zero, but are not lost when stored
     round_trips(k, dtype, expected);
     _mm_setcsr(_mm_getcsr() & ~0x8040u);
 #endif

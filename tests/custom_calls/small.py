@@ -42,30 +42,46 @@ def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[st
             return normal * (2 / math.sqrt(parameter.shape[-1]) if config.tie_word_embeddings else 1)
         return normal * (2 if path == "lm_head" else 1) / math.sqrt(parameter.shape[-1])
 
-    return {path: draw(path, parameter).astype(np.float32).astype(jnp.dtype(dtype)) for path, parameter in parameter_table(config).items()}
+    return {
+        path: draw(path, parameter).astype(np.float32).astype(jnp.dtype(dtype))
+        for path, parameter in parameter_table(config).items()
+    }
 
 
-def make_session(config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options) -> Session:
+def make_session(
+    config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options
+) -> Session:
     """options: of custom_calls.Session."""
     stored = weights["tok_embeddings"].dtype.name
-    source = types.SimpleNamespace(config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored)
+    source = types.SimpleNamespace(
+        config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
+    )
     session = Session(
-        kernel_shapes(source), config.schedule, rope_frequencies=rotary_frequencies(config)[0], windows=config.layer_windows, **options
+        kernel_shapes(source),
+        config.schedule,
+        rope_frequencies=rotary_frequencies(config)[0],
+        windows=config.layer_windows,
+        **options,
     )
     for path, weight in weights.items():
         session.pack(path, weight)
     return session
 
 
-def make_inputs(prompt, limit: int, *, start: int = 0, room: int | None = None, stops=(-1,), seed=(1, 2), top_k=0, **settings) -> Inputs:
+def make_inputs(
+    prompt, limit: int, *, start: int = 0, room: int | None = None, stops=(-1,), seed=(1, 2), top_k=0, **settings
+) -> Inputs:
     """room: size of the prompt's array. settings: temperature, top_p, min_p, penalty."""
     padded = np.zeros(room or len(prompt), np.int32)
     padded[: len(prompt)] = prompt
     values = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | settings
     return Inputs(
-        padded, np.array([len(prompt), start, limit, top_k], np.int32), np.array(list(values.values()), np.float32),
-        np.array(seed, np.uint32), np.array(stops, np.int32),
-    )  # fmt: skip
+        padded,
+        np.array([len(prompt), start, limit, top_k], np.int32),
+        np.array(list(values.values()), np.float32),
+        np.array(seed, np.uint32),
+        np.array(stops, np.int32),
+    )
 
 
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
@@ -93,7 +109,9 @@ def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -
     """Of tests/reference.py, float64 [s, vocab]."""
     table, arrays = parameter_table(config), {}
     for path, weight in weights.items():
-        arrays[table[path].file_name] = np.concatenate(list(weight), 1) if config.lm_head_type == "lane" and path == "lm_head" else weight
+        arrays[table[path].file_name] = (
+            np.concatenate(list(weight), 1) if config.lm_head_type == "lane" and path == "lm_head" else weight
+        )
     values = dataclasses.asdict(config)
     name, arguments = parse_layout(config.layout)
     if name == "laneformer":

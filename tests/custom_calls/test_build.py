@@ -1,4 +1,6 @@
-"""Building the native library: what it says where that is impossible, what makes a new one, and which one is not loaded."""
+"""Building the native library: what it says where that is impossible, what makes a new one, and which one is not
+loaded.
+"""
 
 import os
 import stat

@@ -1,4 +1,6 @@
-"""The decode kernel under jax.jit: the logits of every layout, head and size, bit for bit the same from any number of threads."""
+"""The decode kernel under jax.jit: the logits of every layout, head and size, bit for bit the same from any number of
+threads.
+"""
 
 from functools import partial
 
@@ -23,7 +25,9 @@ def run(config, weights, prompt, limit, *, compute="float32", capacity=64, room=
 
 
 def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-4, **options):
-    """Logits against `expected_logits(config, weights, ids)`, and the same bits from two and three threads and from a thread per lane."""
+    """Logits against `expected_logits(config, weights, ids)`, and the same bits from two and three threads and from a
+    thread per lane.
+    """
     ids = small.prompt_of(config, prompt)
     result = run(config, weights, ids, limit, threads=1, **options)
     outputs = result[0]
@@ -38,10 +42,29 @@ def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-
 
 
 LAYOUTS = [
-    ("tp", 2), ("tp", 3), ("parallel", 3), ("ladder", 2), ("desync(1)", 2), ("desync(2)", 3), ("desync(4)", 2), ("spd(0, 2)", 3),
-    ("caat(0.3)", 2), ("caat(1)", 3), ("kraken", 2), ("kraken", 5), ("track(1)", 2), ("track(2)", 3), ("dtp(0)", 2), ("dtp(1)", 3),
-    ("dtp(2)", 8), ("dtp(3)", 2), ("dtp(9)", 2), ("none", 3), ("tp", 1), ("desync(2)", 1),
-]  # fmt: skip
+    ("tp", 2),
+    ("tp", 3),
+    ("parallel", 3),
+    ("ladder", 2),
+    ("desync(1)", 2),
+    ("desync(2)", 3),
+    ("desync(4)", 2),
+    ("spd(0, 2)", 3),
+    ("caat(0.3)", 2),
+    ("caat(1)", 3),
+    ("kraken", 2),
+    ("kraken", 5),
+    ("track(1)", 2),
+    ("track(2)", 3),
+    ("dtp(0)", 2),
+    ("dtp(1)", 3),
+    ("dtp(2)", 8),
+    ("dtp(3)", 2),
+    ("dtp(9)", 2),
+    ("none", 3),
+    ("tp", 1),
+    ("desync(2)", 1),
+]
 
 
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS, ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS])
@@ -92,7 +115,9 @@ def test_configs(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"hidden_size": 33, "ff": 7, "lm_head_type": "lane", "lanes": 3}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"hidden_size": 33, "ff": 7, "lm_head_type": "lane", "lanes": 3}]
+)
 def test_weights_of_two_bytes_lose_nothing(dtype, changes):
     config = small.make_config(**changes)
     check(small.reference_logits, config, small.make_weights(config, dtype))
@@ -212,9 +237,16 @@ def test_tokens_are_drawn_as_infer_defines_it(sampling, model, call):
     parameters = sampling.parameters()
     prompt, count = [3, 5, 3, 11], 60
     inputs = small.make_inputs(
-        prompt, count, room=320, temperature=parameters.temperature, top_p=parameters.top_p, min_p=parameters.min_p,
-        penalty=parameters.repetition_penalty, top_k=parameters.top_k, seed=parameters.key,
-    )  # fmt: skip
+        prompt,
+        count,
+        room=320,
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        min_p=parameters.min_p,
+        penalty=parameters.repetition_penalty,
+        top_k=parameters.top_k,
+        seed=parameters.key,
+    )
     state = small.make_state(config, 320)
     outputs, after = call[0](inputs, state._replace(seen=state.seen.at[np.array(prompt)].set(1)))
     tokens, logits = outputs.tokens[:count].tolist(), outputs.logits[:count]
@@ -246,7 +278,9 @@ def test_the_cache_stays_where_it_is(model, call):
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)] == places
         results.append((outputs.tokens[:20], outputs.logits[:20]))
     assert small.same(results[0], results[1]) and small.same(results[0], results[2])
-    assert np.asarray(state.keys[0][:, :, :21]).any((0, 1, 3, 4)).all() and not np.asarray(state.keys[0][:, :, 21:]).any()
+    assert (
+        np.asarray(state.keys[0][:, :, :21]).any((0, 1, 3, 4)).all() and not np.asarray(state.keys[0][:, :, 21:]).any()
+    )
 
 
 def test_a_call_continues_where_the_last_one_ended(model, call):
@@ -285,14 +319,22 @@ def test_without_donation_xla_copies_the_cache(model, call):
 
 def chaos(lanes, count, chaos_us, **changes):
     config = small.make_config(
-        lanes=lanes, hidden_size=16, head_dim=4, num_hidden_layers=2, max_position_embeddings=count + 1, sliding_window=30,
-        sliding_window_n_layers=2, **changes,
-    )  # fmt: skip
+        lanes=lanes,
+        hidden_size=16,
+        head_dim=4,
+        num_hidden_layers=2,
+        max_position_embeddings=count + 1,
+        sliding_window=30,
+        sliding_window_n_layers=2,
+        **changes,
+    )
     weights = small.make_weights(config)
 
     def tokens(**options):
         call = small.jitted(small.make_session(config, weights, **options), room=count)
-        outputs, state = call(small.make_inputs([5], count, temperature=1.0, top_k=30), small.make_state(config, count + 1))
+        outputs, state = call(
+            small.make_inputs([5], count, temperature=1.0, top_k=30), small.make_state(config, count + 1)
+        )
         assert outputs.status[0] == count
         return outputs.tokens, outputs.logprobs, state
 
@@ -301,15 +343,19 @@ def chaos(lanes, count, chaos_us, **changes):
     assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "in shared memory"
 
 
-@pytest.mark.parametrize("layout", ["dtp(1)", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("kraken", "laneformer"))])
+@pytest.mark.parametrize(
+    "layout", ["dtp(1)", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("kraken", "laneformer"))]
+)
 def test_chaos_changes_nothing(layout):
     chaos(3, 300, 5, layout=layout, broadcast_delay=1)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param("laneformer", marks=pytest.mark.slow),
-     *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dtp(1)", "dtp(3)", "tp"))]
+    [
+        pytest.param("laneformer", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dtp(1)", "dtp(3)", "tp")),
+    ],
 )
 def test_chaos_changes_nothing_in_ten_thousand_tokens(layout):
     chaos(4, 10_000, 20, layout=layout, broadcast_delay=1)

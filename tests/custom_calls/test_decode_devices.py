@@ -1,4 +1,6 @@
-"""The decode kernel under jax.shard_map: on any number of devices, in any order, what one device gives; and devices that do not come."""
+"""The decode kernel under jax.shard_map: on any number of devices, in any order, what one device gives; and devices
+that do not come.
+"""
 
 import sys
 import time
@@ -73,7 +75,9 @@ def test_every_device_has_the_whole_answer(model, session, expected):
     mesh = laneformer.make_mesh(8, lane=4)
     outputs, state = call_of(session, mesh)(inputs(), small.make_state(model[0], CAPACITY, mesh=mesh))
     for array, wanted in zip([*outputs, state.seen], [*expected[0], expected[1].seen], strict=True):
-        assert [np.asarray(shard.data).tobytes() for shard in array.addressable_shards] == [np.asarray(wanted).tobytes()] * 4
+        assert [np.asarray(shard.data).tobytes() for shard in array.addressable_shards] == [
+            np.asarray(wanted).tobytes()
+        ] * 4
 
 
 def test_messages_between_lanes_on_devices(model, expected):
@@ -94,7 +98,9 @@ def test_devices_that_do_not_come_end_the_call_and_not_the_next(coming, model, e
     real = jax.ffi.ffi_call
 
     def of_eight(*arguments, **keywords):
-        return lambda *operands, **attributes: real(*arguments, **keywords)(*operands, **attributes | {"devices": np.int64(8)})
+        return lambda *operands, **attributes: real(*arguments, **keywords)(
+            *operands, **attributes | {"devices": np.int64(8)}
+        )
 
     mesh = Mesh(np.array(jax.devices()[:coming]).reshape(1, coming), ("data", "lane"))
     fewer = small.make_config(lanes=coming, layout="dtp(2)")  # one lane per device, as if there were eight

@@ -47,20 +47,32 @@ def works(model, call):
 
 
 REFUSED = {
-    "an empty prompt": (small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0], np.int32)), "prompt's length"),
-    "more prompt than there is": (small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)), "prompt's length"),
+    "an empty prompt": (
+        small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0], np.int32)),
+        "prompt's length",
+    ),
+    "more prompt than there is": (
+        small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)),
+        "prompt's length",
+    ),
     "a token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
     "a negative token": (small.make_inputs([-1], 4), "token -1 is outside"),
     "no token to draw": (small.make_inputs([1], 0), "a prompt of 1 tokens at position 0 and 0 more do not fit"),
     "more tokens than room": (small.make_inputs([1], ROOM + 1), "room for 48 tokens"),
-    "a prompt longer than the cache": (small.make_inputs([1] * 65, 1), "65 tokens at position 0 and 1 more do not fit a cache of 64"),
-    "an answer longer than the cache": (small.make_inputs([1] * 50, 16), "a prompt of 50 tokens at position 0 and 16 more do not fit"),
+    "a prompt longer than the cache": (
+        small.make_inputs([1] * 65, 1),
+        "65 tokens at position 0 and 1 more do not fit a cache of 64",
+    ),
+    "an answer longer than the cache": (
+        small.make_inputs([1] * 50, 16),
+        "a prompt of 50 tokens at position 0 and 16 more do not fit",
+    ),
     "a position behind the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
     "a negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
     "a short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "4, 4, 2 and 3 elements"),
     "a wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
     "a wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -99,7 +111,9 @@ STATES = {
 def test_refused_caches(name, model, session, works):
     change, words = STATES[name]
     with pytest.raises(JaxRuntimeError, match=words):
-        jax.block_until_ready(small.jitted(session, room=ROOM)(small.make_inputs([1], 1), change(small.make_state(model[0], CAPACITY))))
+        jax.block_until_ready(
+            small.jitted(session, room=ROOM)(small.make_inputs([1], 1), change(small.make_state(model[0], CAPACITY)))
+        )
 
 
 def test_a_closed_session_is_refused(model, works):
@@ -133,7 +147,9 @@ def test_refused_weights(name, dtype, words, session):
 
 def test_missing_weights_are_counted(model):
     config, weights = model
-    session = small.make_session(config, {path: weight for path, weight in weights.items() if path not in ("norm", "layers.1.ffn_norm")})
+    session = small.make_session(
+        config, {path: weight for path, weight in weights.items() if path not in ("norm", "layers.1.ffn_norm")}
+    )
     with pytest.raises(custom_calls.NativeError, match="2 weights have not been packed, among them norm of layer 0"):
         small.jitted(session, room=ROOM)(small.make_inputs([1], 2), small.make_state(config, CAPACITY))
     session.pack("norm", weights["norm"])

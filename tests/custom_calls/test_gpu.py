@@ -1,8 +1,8 @@
-"""The GPU kernel under jax.jit, on emulated GPUs (or real ones, see emulated.py): the logits of every layout, head and size, its sampling,
-its exchange under delays, its errors.
+"""The GPU kernel under jax.jit, on emulated GPUs (or real ones, see emulated.py): the logits of every layout, head and
+size, its sampling, its exchange under delays, its errors.
 
-What the emulator shows: the order of waits and what they wait for, that no copy is read before it has come or overtakes a read, every
-number. What it cannot show: the memory model of a GPU, and speed.
+What the emulator shows: the order of waits and what they wait for, that no copy is read before it has come or overtakes
+a read, every number. What it cannot show: the memory model of a GPU, and speed.
 """
 
 import re
@@ -34,7 +34,11 @@ AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=Fa
 def some(cases, fast):
     """Compiling a kernel for each takes its time: a few of the cases always, the others among the exhaustive tests."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=str(case), marks=() if case in fast else pytest.mark.exhaustive)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=str(case),
+            marks=() if case in fast else pytest.mark.exhaustive,
+        )
         for case in cases
     ]
 
@@ -48,7 +52,9 @@ def jitted(session, mesh=None, **sizes):
 def same(a, b) -> bool:
     """Whether two results are equal in every bit that is defined: rows of tokens that were drawn."""
     count = int(a.status[0])
-    cut = [[x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)]
+    cut = [
+        [x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)
+    ]
     return small.same(*cut)
 
 
@@ -110,11 +116,21 @@ def test_caches_of_two_bytes(dtype):
 def test_the_2b_on_the_machine_that_it_is_laid_out_for():
     """Three layers of it and a small vocabulary, on 128 CTAs of 256 threads: minutes, 6 GB."""
     config = laneformer_2b().model.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
-    check(small.model_logits, config, small.make_weights(config, "bfloat16"), prompt=1, limit=2, machine=H200, timeout_ms=600_000)
+    check(
+        small.model_logits,
+        config,
+        small.make_weights(config, "bfloat16"),
+        prompt=1,
+        limit=2,
+        machine=H200,
+        timeout_ms=600_000,
+    )
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize("changes", [{}, pytest.param({"lm_head_type": "lane", "lanes": 3}, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"lm_head_type": "lane", "lanes": 3}, marks=pytest.mark.exhaustive)]
+)
 def test_as_on_amd(changes):
     """Warps of 64 threads, weights through registers."""
     config = small.make_config(layout="dtp(1)", hidden_size=40, **changes)
@@ -133,7 +149,9 @@ def test_long_vectors_in_several_segments():
 def test_several_devices_give_the_bits_of_one(devices):
     config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
     weights, ids = small.make_weights(config), small.prompt_of(config, 5)
-    mesh = jax.make_mesh((1, devices), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (1, devices), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
+    )
     machine = Machine(warp_size=32, ctas=8 // devices, warps=2, shared_bytes=232_448, bulk_copies=True)
     one, _ = run(config, weights, ids, 6)
     several, state = run(config, weights, ids, 6, mesh=mesh, machine=machine, chaos_us=20)
@@ -194,9 +212,16 @@ def test_tokens_are_those_of_the_definition(sampling, model, call):
     config, _ = model
     values, ids = sampling.parameters(), [3, 4, 5]
     inputs = small.make_inputs(
-        ids, 30, room=ROOM, seed=values.key, top_k=int(values.top_k), temperature=values.temperature, top_p=values.top_p,
-        min_p=values.min_p, penalty=values.repetition_penalty,
-    )  # fmt: skip
+        ids,
+        30,
+        room=ROOM,
+        seed=values.key,
+        top_k=int(values.top_k),
+        temperature=values.temperature,
+        top_p=values.top_p,
+        min_p=values.min_p,
+        penalty=values.repetition_penalty,
+    )
     state = small.make_state(config, 160)
     state = state._replace(seen=state.seen.at[np.array(ids)].set(1))
     outputs, after = call(inputs, state)
@@ -205,7 +230,10 @@ def test_tokens_are_those_of_the_definition(sampling, model, call):
     seen[ids] = True
     for i in range(30):
         token, logprob = define(outputs.logits[i], jnp.asarray(seen), jnp.int32(len(ids) + i), values)
-        assert (int(outputs.tokens[i]), float(outputs.logprobs[i])) == (int(token), pytest.approx(float(logprob), abs=2e-6)), i
+        assert (int(outputs.tokens[i]), float(outputs.logprobs[i])) == (
+            int(token),
+            pytest.approx(float(logprob), abs=2e-6),
+        ), i
         seen[int(token)] = True
     np.testing.assert_array_equal(after.seen, seen)
 
@@ -225,7 +253,9 @@ def test_tokens_come_while_the_call_runs_and_it_can_be_cancelled(model, session,
     expected = call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))[0]
     session.begin()
     results = []
-    thread = threading.Thread(target=lambda: results.append(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))))
+    thread = threading.Thread(
+        target=lambda: results.append(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160)))
+    )
     thread.start()
     while session.wait(4) < 5:
         assert thread.is_alive()
@@ -239,7 +269,9 @@ def test_tokens_come_while_the_call_runs_and_it_can_be_cancelled(model, session,
     np.testing.assert_array_equal(drawn.top_tokens, expected.top_tokens[:5])
     np.testing.assert_array_equal(drawn.logprobs, outputs.logprobs[:5])
     assert (np.diff(drawn.times) > 0).all() and abs(drawn.times[-1] - time.monotonic()) < 60
-    assert same(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))[0], expected), "the next call is right"
+    assert same(call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))[0], expected), (
+        "the next call is right"
+    )
 
 
 REFUSED = {
@@ -277,7 +309,9 @@ def test_a_lane_that_does_not_come_is_an_error_in_time(model, monkeypatch):
 
 
 def fail_often(session, config, monkeypatch, calls: int) -> None:
-    """One CTA stands still in the middle of each call and comes back when the others have given it up: all tokens told are right."""
+    """One CTA stands still in the middle of each call and comes back when the others have given it up: all tokens told
+    are right.
+    """
     call = jitted(session, room=ROOM)
     for index in range(calls):
         inputs = small.make_inputs([3 + index % 5], 30, room=ROOM)
@@ -360,7 +394,9 @@ def test_spans(model, session, call):
 
 def test_weights_are_counted(model):
     config, weights = model
-    session = emulated.make_session(config, {path: weight for path, weight in weights.items() if path != "layers.1.ffn_norm"})
+    session = emulated.make_session(
+        config, {path: weight for path, weight in weights.items() if path != "layers.1.ffn_norm"}
+    )
     with pytest.raises(NativeError, match="1 weights have not been packed, among them ffn_norm of layer 1"):
         _ = session.operands
     with pytest.raises(NativeError, match=r"no weight called layers\.7\.ffn_norm"):
@@ -377,7 +413,9 @@ def misshapen(weight):
 
 @pytest.mark.parametrize("head", ["replicate", "lane", "vocab_parallel"])
 def test_weights_of_other_shapes_are_refused(head):
-    config = small.make_config(lanes=2, lm_head_type=head, qkv_bias=True, qk_norm=True, replicated_rmsn_scale=False, num_hidden_layers=1)
+    config = small.make_config(
+        lanes=2, lm_head_type=head, qkv_bias=True, qk_norm=True, replicated_rmsn_scale=False, num_hidden_layers=1
+    )
     weights = small.make_weights(config)
     session = emulated.make_session(config, weights)
     for path, weight in weights.items():
@@ -417,12 +455,16 @@ def test_closing_gives_the_memory_back(model):
 @emulated.only_emulated
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
-    [("EMULATOR_MULTIPROCESSORS", "4", "holds 4 of the .* CTAs that must run together"),
-     ("EMULATOR_PEERS", "0", "cannot write to each other's memory")],
-)  # fmt: skip
+    [
+        ("EMULATOR_MULTIPROCESSORS", "4", "holds 4 of the .* CTAs that must run together"),
+        ("EMULATOR_PEERS", "0", "cannot write to each other's memory"),
+    ],
+)
 def test_what_a_machine_cannot_do(variable, value, message, model, monkeypatch):
     monkeypatch.setenv(variable, value)
-    mesh = jax.make_mesh((1, 3), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:3])
+    mesh = jax.make_mesh(
+        (1, 3), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:3]
+    )
     with pytest.raises(NativeError, match=message):
         emulated.make_session(*model, mesh=mesh)
 

@@ -20,7 +20,9 @@ needs_clang = pytest.mark.skipif(
     gpu_build.clang() is None or not all(map(shutil.which, ("ld.lld-19", "llvm-objdump-19", "llvm-readelf-19"))),
     reason="clang-19, lld-19 and llvm-19 are not installed",
 )
-CASES = [pytest.param(lanes, dtype, id=f"lanes {lanes}, {dtype}") for lanes in (8, 1) for dtype in ("float16", "bfloat16")]
+CASES = [
+    pytest.param(lanes, dtype, id=f"lanes {lanes}, {dtype}") for lanes in (8, 1) for dtype in ("float16", "bfloat16")
+]
 pytestmark = pytest.mark.slow
 
 
@@ -39,17 +41,29 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
 
     def compile_with(folder, out, architecture):
         command = [
-            gpu_build.nvcc(), "-cubin", "-O3", *gpu_build.NVIDIA_FLAGS, "-Xptxas", "-v", "-gencode=arch=compute_90a,code=sm_90a",
-            str(folder / gpu_build.KERNEL), "-o", str(out),
-        ]  # fmt: skip
+            gpu_build.nvcc(),
+            "-cubin",
+            "-O3",
+            *gpu_build.NVIDIA_FLAGS,
+            "-Xptxas",
+            "-v",
+            "-gencode=arch=compute_90a,code=sm_90a",
+            str(folder / gpu_build.KERNEL),
+            "-o",
+            str(out),
+        ]
         said.append(gpu_build._run(command))
 
     assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with, source).startswith(b"\x7fELF")
     assert "warning" not in said[0]
     found = {}
     for part in said[0].split("Compiling entry function '")[1:]:
-        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg", part, re.S)
-        found[part.split("'")[0]] = dict(zip(("stack", "stores", "loads", "registers"), map(int, numbers.groups()), strict=True))
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg", part, re.S
+        )
+        found[part.split("'")[0]] = dict(
+            zip(("stack", "stores", "loads", "registers"), map(int, numbers.groups()), strict=True)
+        )
     return found
 
 
@@ -92,16 +106,22 @@ def test_nvidia_registers_of_steps(lanes_here):
 
 @needs_clang
 def test_amd_compiles_steps():
-    assert gpu_build.image(header(MI300X, 8, "float16"), "gfx942", gpu_build.compiler("gfx942"), gpu_build.STEPS).startswith(b"\x7fELF")
+    assert gpu_build.image(
+        header(MI300X, 8, "float16"), "gfx942", gpu_build.compiler("gfx942"), gpu_build.STEPS
+    ).startswith(b"\x7fELF")
 
 
 @needs_clang
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
 def test_amd_registers(lanes_here, dtype, folder):
-    """Two waves share a SIMD of 512 registers. What is spilled is kept over the loop of all passes: clang moves it out of there."""
+    """Two waves share a SIMD of 512 registers. What is spilled is kept over the loop of all passes: clang moves it out
+    of there.
+    """
     kernels, code = amd(lanes_here, dtype, folder)
     decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
-    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64 and decode["private_segment_fixed_size"] <= 256
+    assert (
+        decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64 and decode["private_segment_fixed_size"] <= 256
+    )
     assert (read["vgpr_spill_count"], read["sgpr_spill_count"], read["private_segment_fixed_size"]) == (0, 0, 0)
     assert decode["wavefront_size"] == 64
     assert len(re.findall(r"scratch_(?:load|store)", code)) < 100
@@ -114,17 +134,22 @@ def test_amd_instructions(lanes_here, dtype, folder):
     lines = code.splitlines()
     weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
     assert len(weights) >= 30, "weights come 16 bytes at a time, and do not stay in the cache"
-    assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, "all pointers but the call's settings are known to lead into memory"
+    assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, (
+        "all pointers but the call's settings are known to lead into memory"
+    )
     assert re.search(r"\bds_read", code) and re.search(r"\bds_write", code)
     words = [line for line in lines if re.search(r"\bglobal_(load|store)_dwordx2\b.*\bsc0 sc1\b", line)]
-    assert len([line for line in words if "store" in line]) >= 5 and len([line for line in words if "load" in line]) >= 5, "of system scope"
+    assert (
+        len([line for line in words if "store" in line]) >= 5 and len([line for line in words if "load" in line]) >= 5
+    ), "of system scope"
     assert not re.search(r"\bflat_(load|store)_dwordx2\b.*\bsc0 sc1\b", code)
 
 
 @needs_clang
 def test_amd_no_cache_is_written_back_between_weights(folder):
-    """buffer_wbl2 goes through a whole cache: it may stand beside a packet or an error, not within a product. (With one lane on a device
-    the products are short enough to have no loops.)"""
+    """buffer_wbl2 goes through a whole cache: it may stand beside a packet or an error, not within a product. (With one
+    lane on a device the products are short enough to have no loops.)
+    """
     _, code = amd(8, "float16", folder)
     assert "buffer_wbl2" in code
     loops = hot_loops(code)

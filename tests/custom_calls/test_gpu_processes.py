@@ -1,5 +1,6 @@
-"""One process per GPU, on emulated ones: the bits of one process with both, cancellations and failures that reach everyone, and what keeps
-processes from coming together."""
+"""One process per GPU, on emulated ones: the bits of one process with both, cancellations and failures that reach
+everyone, and what keeps processes from coming together.
+"""
 
 import json
 import os
@@ -25,6 +26,7 @@ from infer.gpu_engine import CudaBackend
 from laneformer.hf import save_hf
 
 pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
+
 
 @pytest.fixture(scope="module")
 def expected():
@@ -84,7 +86,9 @@ def test_either_process_can_cancel(by, job):
 def test_engines_generate_together(job):
     tokens, reason = job[1]["engine"]
     xla = infer.Engine(decode_process.with_lanes_own(), "xla")
-    assert tokens == [list(xla.generate(prompt, max_new_tokens=6)) for prompt in (small.prompt_of(xla.config, 100), [1])]
+    assert tokens == [
+        list(xla.generate(prompt, max_new_tokens=6)) for prompt in (small.prompt_of(xla.config, 100), [1])
+    ]
     assert reason == "cancelled", "by the other process"
 
 
@@ -98,14 +102,18 @@ def test_one_process_leads(job):
 @pytest.mark.slow
 def test_commands_join_the_job_and_the_first_process_speaks(job):
     folder = job[0]
-    (generate, bench), others = (json.loads((folder / f"commands{i}.json").read_text()) for i in range(decode_process.PROCESSES))
+    (generate, bench), others = (
+        json.loads((folder / f"commands{i}.json").read_text()) for i in range(decode_process.PROCESSES)
+    )
     tokens = infer.Engine(decode_process.with_lanes_own(), "xla").generate([3, 1, 4], max_new_tokens=6, stop_tokens=())
     assert generate[:2] == [0, ",".join(map(str, tokens)) + "\n"] and "backend cuda, 2 x" in generate[2]
     assert bench[0] == 0 and "model, cuda" in bench[1] and "run 1 of 1" in bench[2]
     assert others == [[0, "", ""]] * 2
     assert sorted(path.name for path in folder.glob("record*") if path.suffix == ".json") == ["record0.json"]
     spans = json.loads((folder / "trace0.json").read_text())["traceEvents"]
-    assert {span["tid"] for span in spans if span["ph"] == "X"} == set(range(decode_process.MACHINE.ctas)), "those of its own device"
+    assert {span["tid"] for span in spans if span["ph"] == "X"} == set(range(decode_process.MACHINE.ctas)), (
+        "those of its own device"
+    )
     assert not (folder / "trace1.json").exists()
 
 
@@ -119,12 +127,17 @@ def test_a_process_that_is_killed_is_an_error_in_the_others(job):
     _, told, seconds = job
     (drawn, end, _), failure = told["left alone"]
     assert end == len(ENDS) and 3 <= drawn < 500 and seconds < 30
-    assert re.fullmatch(rf"lane [01], layer \d: .* of lane [23] did not come within {decode_process.TIMEOUT_MS} ms", failure)
+    assert re.fullmatch(
+        rf"lane [01], layer \d: .* of lane [23] did not come within {decode_process.TIMEOUT_MS} ms", failure
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"machine": "another"}, "processes 0 and 1 are on different machines"), ({"model": "another"}, "have opened different models")],
+    [
+        ({"machine": "another"}, "processes 0 and 1 are on different machines"),
+        ({"model": "another"}, "have opened different models"),
+    ],
 )
 def test_processes_that_cannot_decode_together(changed, message, monkeypatch):
     """The second one of the job answers what the first has said, but for one thing."""

@@ -1,4 +1,5 @@
-"""A launch for each op of each pass, from a graph: the bits of the persistent kernel, on emulated GPUs (or real ones, see emulated.py).
+"""A launch for each op of each pass, from a graph: the bits of the persistent kernel, on emulated GPUs (or real ones,
+see emulated.py).
 
 The emulator runs the CTAs of an op one after the other wherever none of them may wait for another (emulator.cc).
 """
@@ -27,7 +28,11 @@ def both(config, weights, prompt=5, limit=6, *, compute="float32", mesh=None, **
     for launch in ("persistent", "graph"):
         session = emulated.make_session(config, weights, compute=compute, mesh=mesh, launch=launch, **options)
         call = jitted(session, mesh, room=limit, top=3, logits=True)
-        outputs.append(jax.block_until_ready(call(small.make_inputs(ids, limit, **DRAWN), small.make_state(config, 64, compute, mesh))[0]))
+        outputs.append(
+            jax.block_until_ready(
+                call(small.make_inputs(ids, limit, **DRAWN), small.make_state(config, 64, compute, mesh))[0]
+            )
+        )
         assert session.failure is None
     assert outputs[0].status.tolist() == [limit, ENDS.index("length"), prompt + limit]
     assert same(*outputs)
@@ -63,7 +68,9 @@ def test_as_on_amd():
 @pytest.mark.exhaustive
 def test_two_devices():
     config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
-    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (1, 2), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:2]
+    )
     both(config, small.make_weights(config), mesh=mesh, chaos_us=20)
 
 
@@ -92,7 +99,12 @@ def persistent(model):
     ("prompt", "limit", "sampling"),
     [
         pytest.param(1, 1, {}, id="one token"),
-        pytest.param(7, 12, {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02, "penalty": 1.3}, id="a prompt, filters and a penalty"),
+        pytest.param(
+            7,
+            12,
+            {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02, "penalty": 1.3},
+            id="a prompt, filters and a penalty",
+        ),
         pytest.param(1, 110, {}, id="keys in several splits and beyond the window", marks=pytest.mark.exhaustive),
     ],
 )
@@ -188,5 +200,8 @@ def test_overlapping_launches_give_the_same(model, persistent):
     config, weights = model
     session = emulated.make_session(config, weights, launch="overlapping graph")
     inputs = small.make_inputs(np.array([3, 4]), 5, room=ROOM)
-    outputs = [one(inputs, small.make_state(config, 160))[0] for one in (jitted(session, room=ROOM, top=3, logits=True), persistent)]
+    outputs = [
+        one(inputs, small.make_state(config, 160))[0]
+        for one in (jitted(session, room=ROOM, top=3, logits=True), persistent)
+    ]
     assert same(*outputs)

@@ -1,4 +1,6 @@
-"""The C++ tests beside this file, linked to the library as it ships, and to its sources under the compiler's checkers."""
+"""The C++ tests beside this file, linked to the library as it ships, and to its sources under the compiler's
+checkers.
+"""
 
 import os
 import shutil
@@ -21,24 +23,43 @@ ARM_EMULATOR = "qemu-aarch64"
 
 
 def run(
-    program: str, sanitizer: str | None, link: list[str], work: Path, cxx: list[str] | None = None, emulator: Sequence[str] = ()
+    program: str,
+    sanitizer: str | None,
+    link: list[str],
+    work: Path,
+    cxx: list[str] | None = None,
+    emulator: Sequence[str] = (),
 ) -> str:
     """What it printed."""
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     command = [
-        *(cxx or build.compiler()), "-std=c++17", "-O1", *checked, "-Wall", "-Wextra", "-Werror", f"-I{build.SOURCES[0]}",
-        str(HERE / f"{program}.cc"), *link, "-pthread", "-o", str(work / program),
-    ]  # fmt: skip
+        *(cxx or build.compiler()),
+        "-std=c++17",
+        "-O1",
+        *checked,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{build.SOURCES[0]}",
+        str(HERE / f"{program}.cc"),
+        *link,
+        "-pthread",
+        "-o",
+        str(work / program),
+    ]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
     env = os.environ | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
-    done = subprocess.run([*emulator, work / program], capture_output=True, text=True, check=False, env=env, timeout=600)
+    done = subprocess.run(
+        [*emulator, work / program], capture_output=True, text=True, check=False, env=env, timeout=600
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    "program", [pytest.param(program, marks=pytest.mark.slow if program == "decoder_test" else ()) for program in PROGRAMS]
+    "program",
+    [pytest.param(program, marks=pytest.mark.slow if program == "decoder_test" else ()) for program in PROGRAMS],
 )
 def test_as_shipped(program, tmp_path):
     library()  # compiled by now
@@ -48,11 +69,12 @@ def test_as_shipped(program, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_a_checker(sanitizer, tmp_path):
-    """Both programs in one test: what they share takes long to compile. The kernels are one source: the checkers see them with the vectors
-    of any machine and with the longest ones.
+    """Both programs in one test: what they share takes long to compile. The kernels are one source: the checkers see
+    them with the vectors of any machine and with the longest ones.
     """
     sets = {
-        name: flags if name in ("portable", "avx512") else (*flags, "-fno-sanitize=all") for name, flags in build.instruction_sets().items()
+        name: flags if name in ("portable", "avx512") else (*flags, "-fno-sanitize=all")
+        for name, flags in build.instruction_sets().items()
     }
     objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False, sets=sets)
     for program in PROGRAMS:
@@ -61,7 +83,9 @@ def test_under_a_checker(sanitizer, tmp_path):
 
 @pytest.mark.slow
 def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
-    """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by side."""
+    """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by
+    side.
+    """
     sets = {name: (*flags, "-DLF_DOT", "-O1") for name, flags in build.instruction_sets().items()}
     objects = build.compile_objects(build.compiler(), tmp_path, api=False, sets=sets)
     assert "portable" in run("kernels_test", None, objects, tmp_path)
@@ -69,7 +93,11 @@ def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
 
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.slow if name == "exchange_test" else pytest.mark.exhaustive) for name in PROGRAMS]
+    "program",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "exchange_test" else pytest.mark.exhaustive)
+        for name in PROGRAMS
+    ],
 )
 def test_on_arm(program, tmp_path):
     """As 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""

@@ -16,11 +16,16 @@ def layouts_of(n: int):
     """Strategy: the name of a layout and arguments that fit n layers."""
     flag, count = st.booleans(), st.integers(1, 2 * n + 2)
     arguments = {
-        "desync": st.tuples(count), "spd": st.sets(st.integers(0, n - 1)).map(tuple), "caat": st.tuples(st.floats(0.05, 1)),
-        "track": st.tuples(count), "dtp": st.tuples(st.one_of(st.integers(0, 2 * n + 2), st.floats(0, 2 * n + 2))),
+        "desync": st.tuples(count),
+        "spd": st.sets(st.integers(0, n - 1)).map(tuple),
+        "caat": st.tuples(st.floats(0.05, 1)),
+        "track": st.tuples(count),
+        "dtp": st.tuples(st.one_of(st.integers(0, 2 * n + 2), st.floats(0, 2 * n + 2))),
         "laneformer": st.tuples(st.integers(0, n + 1), flag, flag, flag, flag),
-    }  # fmt: skip
-    return st.sampled_from(sorted(LAYOUTS)).flatmap(lambda name: st.tuples(st.just(name), arguments.get(name, st.just(()))))
+    }
+    return st.sampled_from(sorted(LAYOUTS)).flatmap(
+        lambda name: st.tuples(st.just(name), arguments.get(name, st.just(())))
+    )
 
 
 cases = st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 5), layouts_of(n)))
@@ -115,7 +120,9 @@ def check(schedule, lanes, seed=0):
     rng = np.random.default_rng(seed)
     matrices = rng.normal(size=(schedule.num_modules, lanes, HIDDEN, HIDDEN))
     x = np.broadcast_to(rng.normal(size=HIDDEN), (lanes, HIDDEN))
-    np.testing.assert_allclose(run_words(schedule, matrices, x), run_definition(schedule, matrices, x), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        run_words(schedule, matrices, x), run_definition(schedule, matrices, x), rtol=0, atol=1e-4
+    )
 
 
 @given(case=cases)

@@ -59,7 +59,13 @@ def without(rope, *names):
 MODELS = {
     "llama2": (
         LlamaConfig,
-        {**SHAPE, "num_key_value_heads": 8, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_parameters": plain_rope(1e4)},
+        {
+            **SHAPE,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": plain_rope(1e4),
+        },
         {"max_shard_size": "120KB"},
         None,
     ),
@@ -77,7 +83,13 @@ MODELS = {
     ),
     "llama_linear": (
         LlamaConfig,
-        {**SHAPE, "hidden_size": 48, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_parameters": LINEAR_ROPE},
+        {
+            **SHAPE,
+            "hidden_size": 48,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": LINEAR_ROPE,
+        },
         {},
         {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
@@ -164,7 +176,9 @@ def write(name):
 @torch.no_grad()
 def check(folder, io, config):
     """The saved folder, read under `config`, gives the saved logits."""
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     np.testing.assert_allclose(model(torch.tensor(io["input_ids"])).logits.numpy(), io["logits"], atol=1e-5)
 
 

@@ -7,7 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Scripted:
-    """Answers requests in turn: a text is streamed in small pieces, a (status, error) refused. Use it in a `with` block."""
+    """Answers requests in turn: a text is streamed in small pieces, a (status, error) refused. Use it in a `with`
+    block.
+    """
 
     def __init__(self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None):
         """pause: seconds before the first piece, and half as many before each other. metrics: of the last chunk."""
@@ -26,7 +28,10 @@ class Scripted:
                 elif models is None:
                     self.say(404, {"error": {"message": "no list"}})
                 else:
-                    self.say(200, {"object": "list", "data": [{"id": name, "object": "model", "chat": chat} for name in models]})
+                    self.say(
+                        200,
+                        {"object": "list", "data": [{"id": name, "object": "model", "chat": chat} for name in models]},
+                    )
 
             def say(self, status, body):
                 data = json.dumps(body).encode()
@@ -56,8 +61,14 @@ class Scripted:
 
     def stream(self, handler, text, chat):
         def event(choices, **more):
-            body = {"id": "1", "object": "chat.completion.chunk" if chat else "text_completion", "created": 0, "model": "scripted",
-                    "choices": choices, **more}  # fmt: skip
+            body = {
+                "id": "1",
+                "object": "chat.completion.chunk" if chat else "text_completion",
+                "created": 0,
+                "model": "scripted",
+                "choices": choices,
+                **more,
+            }
             handler.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
             handler.wfile.flush()
 
@@ -71,8 +82,11 @@ class Scripted:
             event(choice(piece))
         event(choice("", "stop"))
         if self.usage:
-            event([], usage={"prompt_tokens": 7, "completion_tokens": 10 * len(pieces), "total_tokens": 7 + 10 * len(pieces)},
-                  **({"metrics": self.metrics} if self.metrics else {}))  # fmt: skip
+            event(
+                [],
+                usage={"prompt_tokens": 7, "completion_tokens": 10 * len(pieces), "total_tokens": 7 + 10 * len(pieces)},
+                **({"metrics": self.metrics} if self.metrics else {}),
+            )
         handler.wfile.write(b"data: [DONE]\n\n")
 
     def __enter__(self):

@@ -4,11 +4,16 @@ import json
 
 ADD = {
     "task_id": "HumanEval/0",
-    "prompt": "import math\n\n\ndef half(x):\n    return x / 2\n\n\n"
-    'def add(a: int, b: int) -> int:\n    """The sum.\n    >>> add(1, 2)\n    3\n    """\n',
+    "prompt": (
+        "import math\n\n\ndef half(x):\n    return x / 2\n\n\n"
+        'def add(a: int, b: int) -> int:\n    """The sum.\n    >>> add(1, 2)\n    3\n    """\n'
+    ),
     "entry_point": "add",
     "canonical_solution": "    return a + b\n",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    assert half(4) == 2\n",
+    "test": (
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    assert half(4)"
+        " == 2\n"
+    ),
 }
 TWICE = {
     "task_id": "HumanEval/1",

@@ -1,6 +1,8 @@
-"""`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s, and needs no model.
+"""`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
+and needs no model.
 
-With the prompt "crash" it does. --checkpoint no-chat is without chat template; one that is a path is loaded once there is a file.
+With the prompt "crash" it does. --checkpoint no-chat is without chat template; one that is a path is loaded once there
+is a file.
 """
 
 import itertools
@@ -56,9 +58,15 @@ class Echo(Iterator):
     def result(self):
         n, first, last = len(self.times), self.times[0], self.times[-1]
         return SimpleNamespace(
-            finish_reason="cancelled" if self.cancelled else "length", stop_reason=None, text="".join(self.texts), tokens=self.texts,
-            time_to_first_token=first, prefill_time=PREFILL, time_per_token=(last - first) / (n - 1) if n > 1 else None, total_time=last,
-        )  # fmt: skip
+            finish_reason="cancelled" if self.cancelled else "length",
+            stop_reason=None,
+            text="".join(self.texts),
+            tokens=self.texts,
+            time_to_first_token=first,
+            prefill_time=PREFILL,
+            time_per_token=(last - first) / (n - 1) if n > 1 else None,
+            total_time=last,
+        )
 
 
 class Engine:
@@ -90,11 +98,29 @@ def worker(connection, options):
     while file.is_absolute() and not file.exists():
         time.sleep(0.01)
     conditions = {
-        "model": "echo", "parameters": 2_000_000_000, "layout": "laneformer", "lanes": 8, "stored_dtype": "bfloat16", "backend": "none",
-        "weights_dtype": "bfloat16", "compute_dtype": "bfloat16", "kv_dtype": "bfloat16", "device": "no device", "devices": 8,
-        "batch_size": 1, "context": CONTEXT, "random_weights": False, "on_cpu": False, "simulated": True,
-    }  # fmt: skip
-    connection.send(("ready", {"name": "echo", "conditions": conditions, "chat": chat is not None, "fingerprint": "fp", "seconds": 0.0}))
+        "model": "echo",
+        "parameters": 2_000_000_000,
+        "layout": "laneformer",
+        "lanes": 8,
+        "stored_dtype": "bfloat16",
+        "backend": "none",
+        "weights_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "device": "no device",
+        "devices": 8,
+        "batch_size": 1,
+        "context": CONTEXT,
+        "random_weights": False,
+        "on_cpu": False,
+        "simulated": True,
+    }
+    connection.send(
+        (
+            "ready",
+            {"name": "echo", "conditions": conditions, "chat": chat is not None, "fingerprint": "fp", "seconds": 0.0},
+        )
+    )
     serve_worker._Worker(connection, Engine(), chat, "it has no template", {}).run()
 
 

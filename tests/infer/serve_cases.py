@@ -26,9 +26,15 @@ def save_checkpoint(folder):
     """Random weights, a tokenizer of single bytes and the two tokens that make the default chat template work."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     config = laneformer.ModelConfig(
-        vocab_size=len(alphabet) + 2, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=8, num_lanes=8, max_position_embeddings=CONTEXT,
-    )  # fmt: skip
+        vocab_size=len(alphabet) + 2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_lanes=8,
+        max_position_embeddings=CONTEXT,
+    )
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
     tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -42,7 +48,18 @@ class Server:
 
     def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
         env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
-        command = [sys.executable, "-W", "error", *program, "serve", "--checkpoint", str(checkpoint), "--port", "0", *map(str, args)]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            *program,
+            "serve",
+            "--checkpoint",
+            str(checkpoint),
+            "--port",
+            "0",
+            *map(str, args),
+        ]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8")
         first = self.process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+): loading", first)
@@ -86,7 +103,9 @@ class Server:
     @contextlib.contextmanager
     def stream(self, path="/v1/completions", headers=None, **fields):
         """An iterator over the events: comments as text, JSON read, and "[DONE]"."""
-        connection, response = self.connect("POST", path, json.dumps({**fields, "stream": True}), {**JSON, **(headers or {})})
+        connection, response = self.connect(
+            "POST", path, json.dumps({**fields, "stream": True}), {**JSON, **(headers or {})}
+        )
         with contextlib.closing(connection), response:
             assert response.status == 200, response.read()
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

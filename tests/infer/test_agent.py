@@ -1,4 +1,6 @@
-"""python -m infer agent: the example task with scripted answers, with our own server, and everything that can be wrong before that."""
+"""python -m infer agent: the example task with scripted answers, with our own server, and everything that can be wrong
+before that.
+"""
 
 import contextlib
 import json
@@ -66,12 +68,20 @@ def agent(*args):
 
 
 def start(*args):
-    return subprocess.Popen([sys.executable, "-m", "infer", *agent(*args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, encoding="utf-8")  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer", *agent(*args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
 
 
 def files_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -86,11 +96,17 @@ def test_first_wrong_then_right(task, tmp_path, capsys):
     first, second = server.requests
     assert (first["model"], first["stream"], first["seed"], first["temperature"]) == ("scripted", True, 3, 0)
     [asked] = first["messages"]
-    assert all(part in asked["content"] for part in ("# Merge intervals", "class MergeTest", "raise NotImplementedError"))
+    assert all(
+        part in asked["content"] for part in ("# Merge intervals", "class MergeTest", "raise NotImplementedError")
+    )
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][0] == asked and second["messages"][1]["content"] == WRONG
     told = second["messages"][2]["content"]
-    assert "FAIL: test_touching_ones_are_joined" in told and "ValueError not raised" in told and "FAILED (failures=4)" in told
+    assert (
+        "FAIL: test_touching_ones_are_joined" in told
+        and "ValueError not raised" in told
+        and "FAILED (failures=4)" in told
+    )
     assert files_of(task) == before, "the task's folder stays as it is"
     assert (work / "files/intervals.py").read_text() == PROGRAM
     out, err = capsys.readouterr()
@@ -101,7 +117,9 @@ def test_first_wrong_then_right(task, tmp_path, capsys):
     assert sum(split.values()) == pytest.approx(wall) and all(seconds > 0 for seconds in split.values())
     chunks = [turn["reply"]["tokens"] // 10 for turn in record["turns"]]
     until_first, queue = split["prompt, up to the first token"], 2 * 0.005
-    assert until_first >= 2 * 0.02 - queue and until_first + queue + split["decode"] >= sum(0.02 + 0.01 * (n - 1) for n in chunks)
+    assert until_first >= 2 * 0.02 - queue and until_first + queue + split["decode"] >= sum(
+        0.02 + 0.01 * (n - 1) for n in chunks
+    )
     assert split["waiting"] >= queue, "of which the server told"
     assert record["tokens"] == 10 * sum(chunks)
     assert record["tokens_per_second"] == pytest.approx(sum(10 * n - 1 for n in chunks) / split["decode"])
@@ -112,7 +130,11 @@ def test_first_wrong_then_right(task, tmp_path, capsys):
     fast = rows["3,000 tok/s"]
     assert fast["generating s"] == pytest.approx(record["tokens"] / 3000)
     assert fast["total s"] - fast["generating s"] == pytest.approx(wall - split["decode"], abs=1e-3)
-    assert "intervals: passed after 2 turns" in out.replace("task:", "intervals:") and "(projected)" in out and "(measured)" in out
+    assert (
+        "intervals: passed after 2 turns" in out.replace("task:", "intervals:")
+        and "(projected)" in out
+        and "(measured)" in out
+    )
 
 
 @pytest.mark.usefixtures("known_judge")
@@ -125,7 +147,16 @@ def test_turns_run_out_and_what_a_model_must_not_write(task, tmp_path, capsys):
         "No idea.",
     )
     with Scripted(*cheats) as server:
-        args = ("--base-url", server.url, "--workspace", tmp_path / "work", "--max-turns", 5, "--json", tmp_path / "out/r.json")
+        args = (
+            "--base-url",
+            server.url,
+            "--workspace",
+            tmp_path / "work",
+            "--max-turns",
+            5,
+            "--json",
+            tmp_path / "out/r.json",
+        )
         assert main(agent(task, *args)) == 1
     told = [request["messages"][-1]["content"] for request in server.requests[1:]]
     assert "test_intervals.py stays as it is" in told[0] and "../outside.py was not written" in told[1]
@@ -143,7 +174,10 @@ def test_a_model_that_only_continues_texts(task, tmp_path, capsys):
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
     first, second = (request["prompt"] for request in server.requests)
     assert first.startswith('"""\n# Merge intervals') and first.endswith("# intervals.py, complete:\n")
-    assert "# intervals.py, which fails these tests:\ndef merge(intervals):\n    return []\n" in second and "# FAILED (failures=" in second
+    assert (
+        "# intervals.py, which fails these tests:\ndef merge(intervals):\n    return []\n" in second
+        and "# FAILED (failures=" in second
+    )
     assert len(server.requests[0]["stop"]) <= 4
     (task / "more.py").write_text("")
     with Scripted(chat=False) as server:
@@ -163,7 +197,9 @@ def test_a_server_that_tells_little(task, tmp_path, capsys):
 @pytest.mark.usefixtures("known_judge")
 def test_a_command_of_its_own(task, tmp_path, capsys):
     (task / "test_intervals.py").unlink()
-    (task / "check.py").write_text("from intervals import merge\nassert merge([(1, 2), (2, 3)]) == [(1, 3)], 'not joined'\n")
+    (task / "check.py").write_text(
+        "from intervals import merge\nassert merge([(1, 2), (2, 3)]) == [(1, 3)], 'not joined'\n"
+    )
     (task / "task.md").write_text("Write merge.\n\nTest command: `python check.py`\n")
     with Scripted("```python check.py\npass\n```\n" + WRONG, RIGHT) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
@@ -208,42 +244,57 @@ def test_our_own_server(task, tmp_path, capfd):
     args = ("--backend", BACKEND, "--max-turns", 2, "--max-new-tokens", 30, "--workspace", tmp_path / "work")
     assert main(agent(task, "--checkpoint", checkpoint, *args)) == 1
     record = json.loads((tmp_path / "work/record.json").read_text())
-    assert [turn["reply"]["tokens"] for turn in record["turns"]] == [30, 30] and record["turns"][0]["reply"]["finish_reason"] == "length"
+    assert [turn["reply"]["tokens"] for turn in record["turns"]] == [30, 30] and record["turns"][0]["reply"][
+        "finish_reason"
+    ] == "length"
     served = record["conditions"]["server"]
-    assert served["backend"] == BACKEND and served["model"] == "small" and record["turns"][0]["reply"]["server"]["tokens_per_second"] > 0
+    assert (
+        served["backend"] == BACKEND
+        and served["model"] == "small"
+        and record["turns"][0]["reply"]["server"]["tokens_per_second"] > 0
+    )
     out, err = capfd.readouterr()
     assert f"small, backend {BACKEND}" in out and "cut off at --max-new-tokens" in err
     assert "stopped" in (tmp_path / "work/server.log").read_text()
     port = int(record["conditions"]["base_url"].split(":")[2].split("/")[0])
-    assert main(agent(task, "--base-url", f"http://127.0.0.1:{port}/v1", "--workspace", tmp_path / "two")) == 2, "the server has ended"
+    assert main(agent(task, "--base-url", f"http://127.0.0.1:{port}/v1", "--workspace", tmp_path / "two")) == 2, (
+        "the server has ended"
+    )
     assert "no server answers there" in capfd.readouterr().err
     assert main(agent(task, "--checkpoint", tmp_path / "no", "--workspace", tmp_path / "three")) == 2
     assert re.fullmatch(r"error: \S+/no is not a folder.*", capfd.readouterr().err.strip().splitlines()[-1])
 
 
 @pytest.mark.usefixtures("known_judge")
-@pytest.mark.parametrize(("change", "args", "message"), [
-    (None, (), "give either --base-url, a server's, or --checkpoint"),
-    (None, (*ONE, "--checkpoint", "x"), "give either --base-url"),
-    (None, (*ONE, "--threads", 2), "--threads goes with --checkpoint"),
-    (None, ("--checkpoint", "x", "--model", "y"), "--model goes with --base-url"),
-    (None, (*ONE, "--max-turns", 0), "--max-turns 0: give at least 1"),
-    (None, (*ONE, "--timeout", "nan"), "--timeout nan: give seconds"),
-    (None, (*ONE, "--model", "other"), "--model other: URL has one, two"),
-    (None, ONE, "--model: URL has one, two: name one"),
-    (None, ("--base-url", "127.0.0.1:1/v1"), "no server answers there"),
-    (None, (*ONE, "--workspace", "TASK/work"), "lies in the task's folder"),
-    (None, (*ONE, "--workspace", "TASK/../task"), "lies in the task's folder"),
-    (None, (*ONE, "--workspace", os.devnull), "is there already"),
-    (lambda task: (task / "task.md").unlink(), ONE, "says nowhere what is to be done"),
-    (lambda task: (task / "test_intervals.py").unlink(), ONE, "has no tests"),
-    (lambda task: (task / "test_intervals.py").write_text("x = 1\n"), (*ONE, "--model", "one"), "finds no test in test_intervals.py"),
-    (shutil.rmtree, ONE, "is not a folder"),
-    (lambda task: (task / "link").symlink_to("/etc/passwd"), ONE, "is no plain file"),
-    (lambda task: (task / "big.bin").write_bytes(bytes(5 << 20)), ONE, "at most 4,194,304"),
-    (lambda task: (task / "task.md").write_bytes(b"\xff"), ONE, "is not UTF-8"),
-    (lambda task: (task / "intervals.py").write_text(PROGRAM), (*ONE, "--model", "one"), "nothing to do"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "args", "message"),
+    [
+        (None, (), "give either --base-url, a server's, or --checkpoint"),
+        (None, (*ONE, "--checkpoint", "x"), "give either --base-url"),
+        (None, (*ONE, "--threads", 2), "--threads goes with --checkpoint"),
+        (None, ("--checkpoint", "x", "--model", "y"), "--model goes with --base-url"),
+        (None, (*ONE, "--max-turns", 0), "--max-turns 0: give at least 1"),
+        (None, (*ONE, "--timeout", "nan"), "--timeout nan: give seconds"),
+        (None, (*ONE, "--model", "other"), "--model other: URL has one, two"),
+        (None, ONE, "--model: URL has one, two: name one"),
+        (None, ("--base-url", "127.0.0.1:1/v1"), "no server answers there"),
+        (None, (*ONE, "--workspace", "TASK/work"), "lies in the task's folder"),
+        (None, (*ONE, "--workspace", "TASK/../task"), "lies in the task's folder"),
+        (None, (*ONE, "--workspace", os.devnull), "is there already"),
+        (lambda task: (task / "task.md").unlink(), ONE, "says nowhere what is to be done"),
+        (lambda task: (task / "test_intervals.py").unlink(), ONE, "has no tests"),
+        (
+            lambda task: (task / "test_intervals.py").write_text("x = 1\n"),
+            (*ONE, "--model", "one"),
+            "finds no test in test_intervals.py",
+        ),
+        (shutil.rmtree, ONE, "is not a folder"),
+        (lambda task: (task / "link").symlink_to("/etc/passwd"), ONE, "is no plain file"),
+        (lambda task: (task / "big.bin").write_bytes(bytes(5 << 20)), ONE, "at most 4,194,304"),
+        (lambda task: (task / "task.md").write_bytes(b"\xff"), ONE, "is not UTF-8"),
+        (lambda task: (task / "intervals.py").write_text(PROGRAM), (*ONE, "--model", "one"), "nothing to do"),
+    ],
+)
 def test_mistakes_are_one_line(task, tmp_path, monkeypatch, capsys, change, args, message):
     monkeypatch.chdir(tmp_path)
     if change is not None:
@@ -252,7 +303,12 @@ def test_mistakes_are_one_line(task, tmp_path, monkeypatch, capsys, change, args
         words = (str(word).replace("URL", server.url).replace("TASK", str(task)) for word in args)
         assert main(agent(task, *words)) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and message.replace("URL", server.url) in err and server.requests == []
+    assert (
+        err.startswith("error: ")
+        and err.count("\n") == 1
+        and message.replace("URL", server.url) in err
+        and server.requests == []
+    )
 
 
 def test_without_library_sandbox_or_key(task, tmp_path, monkeypatch, capsys):
@@ -272,20 +328,23 @@ def test_without_library_sandbox_or_key(task, tmp_path, monkeypatch, capsys):
     assert "is not installed: install bubblewrap" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("answer", "files"), [
-    ("```python\na = 1\n```", {"a.py": "a = 1\n"}),
-    ("```python\nlonger = 'program'\n```\nUse it:\n```\nx\n```", {"a.py": "longer = 'program'\n"}),
-    ("```python a.py\na = 1", {"a.py": "a = 1"}),
-    ("```a.py\n1\n```\n~~~python:b/c.py\n2\n~~~", {"a.py": "1\n", "b/c.py": "2\n"}),
-    ("**new.py**\n\n```python\n1\n```\nas in\n```\nnothing\n```", {"new.py": "1\n"}),
-    ("Here is `a.py`, corrected:\n```py\n1\n```", {"a.py": "1\n"}),
-    ("```python\n# ./a.py\nx = 1\n```", {"a.py": "# ./a.py\nx = 1\n"}),
-    ("```python a.py\n1\n```\n```python a.py\n2\n```", {"a.py": "2\n"}),
-    ("````md a.py\n```\ninside\n```\n````", {"a.py": "```\ninside\n```\n"}),
-    ("a = 1\n", {"a.py": "a = 1\n"}),
-    ("I think of 3.14 and e.g. this.", {}),
-    ("```python .git/hooks\n1\n```\n```python /etc/x.py\n1\n```", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "files"),
+    [
+        ("```python\na = 1\n```", {"a.py": "a = 1\n"}),
+        ("```python\nlonger = 'program'\n```\nUse it:\n```\nx\n```", {"a.py": "longer = 'program'\n"}),
+        ("```python a.py\na = 1", {"a.py": "a = 1"}),
+        ("```a.py\n1\n```\n~~~python:b/c.py\n2\n~~~", {"a.py": "1\n", "b/c.py": "2\n"}),
+        ("**new.py**\n\n```python\n1\n```\nas in\n```\nnothing\n```", {"new.py": "1\n"}),
+        ("Here is `a.py`, corrected:\n```py\n1\n```", {"a.py": "1\n"}),
+        ("```python\n# ./a.py\nx = 1\n```", {"a.py": "# ./a.py\nx = 1\n"}),
+        ("```python a.py\n1\n```\n```python a.py\n2\n```", {"a.py": "2\n"}),
+        ("````md a.py\n```\ninside\n```\n````", {"a.py": "```\ninside\n```\n"}),
+        ("a = 1\n", {"a.py": "a = 1\n"}),
+        ("I think of 3.14 and e.g. this.", {}),
+        ("```python .git/hooks\n1\n```\n```python /etc/x.py\n1\n```", {}),
+    ],
+)
 def test_code_blocks_and_their_files(answer, files):
     edits = read_edits(answer, ["a.py"], ["test_a.py"])
     assert edits.files == files and bool(edits.notes) == (not files)

@@ -35,7 +35,9 @@ def passes(problem, solution):
 BODY = "    return a + b\n"
 
 
-@pytest.mark.parametrize("rest", ["", "\n", "# done\n", "\nprint(add(1, 2)", "\nIt adds them.\n", "\n\nx = [1,\n2", '\n"""never closed\n'])
+@pytest.mark.parametrize(
+    "rest", ["", "\n", "# done\n", "\nprint(add(1, 2)", "\nIt adds them.\n", "\n\nx = [1,\n2", '\n"""never closed\n']
+)
 def test_a_completion_ends_with_a_whole_statement(add, rest):
     answer = from_completion(add, BODY + rest)
     assert answer.solution == add.prompt + answer.completion
@@ -53,8 +55,14 @@ def test_an_unfinished_function_fails(add):
     [
         "Sure!\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds.",
         "```\ndef add(a, b):\n    return a + b\n```",
-        "First try:\n```python\ndef add(a, b):\n    return a - b\n```\nbetter:\n```python\ndef add(a, b):\n    return a + b\n```\n",
-        "```python\ndef add(a, b):\n    return a + b\n```\nUse:\n```python\nprint(add(1, 2))\n```\nand\n```bash\npython add.py\n```",
+        (
+            "First try:\n```python\ndef add(a, b):\n    return a - b\n```\nbetter:\n```python\ndef add(a, b):\n   "
+            " return a + b\n```\n"
+        ),
+        (
+            "```python\ndef add(a, b):\n    return a + b\n```\nUse:\n```python\nprint(add(1,"
+            " 2))\n```\nand\n```bash\npython add.py\n```"
+        ),
         "def add(a, b):\n    return a + b\n",
         "```python\ndef add(a, b):\n    return a + b\n\nThis was cut",  # the block was not closed
         "```python\nadd = lambda a, b: a + b\n```",
@@ -86,7 +94,23 @@ def test_stops(add, least):
 
 
 LINES = st.lists(
-    st.sampled_from(["x = 1", "def f():", "    y = 2", "if x:", "prose here", "(", ")", '"""', "", "z = [1,", "  2]", "try:", "else:"])
+    st.sampled_from(
+        [
+            "x = 1",
+            "def f():",
+            "    y = 2",
+            "if x:",
+            "prose here",
+            "(",
+            ")",
+            '"""',
+            "",
+            "z = [1,",
+            "  2]",
+            "try:",
+            "else:",
+        ]
+    )
 )
 
 

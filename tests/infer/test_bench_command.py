@@ -22,8 +22,8 @@ from train.config import DataConfig, TrainConfig
 def small():
     data = DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1)
     return TrainConfig(name="small", steps=1, data=data, model=ModelConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, num_lanes=4,
-        max_position_embeddings=64, eos_token_id=tuple(range(48))))
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, num_lanes=4, max_position_embeddings=64, eos_token_id=tuple(range(48))))
 """
 NATIVE = custom_calls.unavailable() is None
 OUTPUT, RUNS = 9, 2
@@ -40,11 +40,35 @@ def recipe(tmp_path_factory):
 def done(recipe, tmp_path_factory):
     """What a run over both backends printed, and its folder."""
     folder = tmp_path_factory.mktemp("bench")
-    backends = ("--compare", "cpu,xla", "--trace", str(folder / "trace.json"), "--threads", "2") if NATIVE else ("--backend", "xla")
+    backends = (
+        ("--compare", "cpu,xla", "--trace", str(folder / "trace.json"), "--threads", "2")
+        if NATIVE
+        else ("--backend", "xla")
+    )
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["bench", "--checkpoint", recipe, *backends, "--context", "5,12", "--output-tokens", str(OUTPUT), "--runs", str(RUNS),
-                     "--warmup-runs", "1", "--temperature", "1", "--seed", "3", "--json", str(folder / "sub" / "out.json")])  # fmt: skip
+        code = main(
+            [
+                "bench",
+                "--checkpoint",
+                recipe,
+                *backends,
+                "--context",
+                "5,12",
+                "--output-tokens",
+                str(OUTPUT),
+                "--runs",
+                str(RUNS),
+                "--warmup-runs",
+                "1",
+                "--temperature",
+                "1",
+                "--seed",
+                "3",
+                "--json",
+                str(folder / "sub" / "out.json"),
+            ]
+        )
     assert code == 0, err.getvalue()
     return out.getvalue(), err.getvalue(), folder
 
@@ -60,7 +84,11 @@ def test_a_record_for_each_context_and_backend(done):
     arrays = np.load(raw)
     for record in records:
         c, m, prefix = record["conditions"], record["metrics"], record["raw"]["prefix"]
-        assert c["model"]["weights"] == "random" and c["model"]["name"] == "small" and c["precision"]["stored"] == "bfloat16"
+        assert (
+            c["model"]["weights"] == "random"
+            and c["model"]["name"] == "small"
+            and c["precision"]["stored"] == "bfloat16"
+        )
         assert c["output_tokens"] == OUTPUT and c["measured_runs"] == RUNS and c["warmup_runs"] == 1 and c["ignore_eos"]
         assert c["sampling"]["temperature"] == 1.0 and c["sampling"]["seed"] == 3
         assert record["raw"]["sha256"] == hashlib.sha256(raw.read_bytes()).hexdigest()
@@ -72,21 +100,34 @@ def test_a_record_for_each_context_and_backend(done):
         assert m["ttft_ms"]["max"] == pytest.approx(1e3 * max(arrivals[0] for arrivals, _ in runs))
         if NATIVE:
             share = m["mbu"]["effective"]["samples"]
-            assert share == pytest.approx([
-                m["mbu"]["bytes_per_token"] * rate / arrays[f"{prefix}run{i}.bandwidth_Bps"]
-                for i, rate in enumerate(m["decode_tps"]["samples"])
-            ])  # fmt: skip
+            assert share == pytest.approx(
+                [
+                    m["mbu"]["bytes_per_token"] * rate / arrays[f"{prefix}run{i}.bandwidth_Bps"]
+                    for i, rate in enumerate(m["decode_tps"]["samples"])
+                ]
+            )
 
 
 def test_runs_take_turns_and_the_table_has_conditions(done):
     out, err, _ = done
-    steps = [re.sub(r", [\d,.]+ tokens/s$", "", line) for line in err.splitlines() if line.startswith("prompt 5") and "tokens/s" in line]
+    steps = [
+        re.sub(r", [\d,.]+ tokens/s$", "", line)
+        for line in err.splitlines()
+        if line.startswith("prompt 5") and "tokens/s" in line
+    ]
     backends = ["cpu", "xla"] if NATIVE else ["xla"]
-    assert steps == [f"prompt 5, {b}: {step}" for step in ("warm-up 1 of 1", "run 1 of 2", "run 2 of 2") for b in backends]
+    assert steps == [
+        f"prompt 5, {b}: {step}" for step in ("warm-up 1 of 1", "run 1 of 2", "run 2 of 2") for b in backends
+    ]
     lines = out.splitlines()
     for backend in backends:
         row = next(n for n, line in enumerate(lines) if line.startswith(f"small, {backend}"))
-        assert "†" in lines[row] and "‡" in lines[row] and "random weights" in lines[row + 1] and "temperature 1.0" in lines[row + 1]
+        assert (
+            "†" in lines[row]
+            and "‡" in lines[row]
+            and "random weights" in lines[row + 1]
+            and "temperature 1.0" in lines[row + 1]
+        )
     assert "fewer than 1,000 output tokens" in out
 
 
@@ -145,14 +186,19 @@ def test_one_token_per_dispatch_gives_each_token_a_host_time(recipe, capsys, tmp
     assert m["itl_us"]["point"] == "engine_host" and m["itl_us"]["n"] == 58 and m["group_us"] is None
     assert c["output_tokens"] == 59  # all that the context of 64 has room for
     assert c["precision"]["activations"] == c["precision"]["kv_cache"] == "bfloat16"
-    assert m["mbu"]["peak_spec"]["samples"] == pytest.approx([m["mbu"]["bytes_per_token"] * m["decode_tps"]["samples"][0] / 1e11])
+    assert m["mbu"]["peak_spec"]["samples"] == pytest.approx(
+        [m["mbu"]["bytes_per_token"] * m["decode_tps"]["samples"][0] / 1e11]
+    )
     assert "of the specified 100 GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("--context", "60", "--output-tokens", "10"), "a prompt of 60 and 10 output tokens are more than the model's context of 64"),
+        (
+            ("--context", "60", "--output-tokens", "10"),
+            "a prompt of 60 and 10 output tokens are more than the model's context of 64",
+        ),
         (("--context", "64"), "more than the model's context of 64"),
         (("--context", "8,x"), "--context 8,x: write whole numbers"),
         (("--output-tokens", "1", "--context", "4"), "output_tokens = 1: give at least 2"),
@@ -197,14 +243,38 @@ def test_what_is_not_there_is_named(capsys, args, message):
 
 def test_layouts_of_one_shape_side_by_side(recipe, capsys, tmp_path):
     layouts = ("tp", "dtp(1)", "none")
-    assert main(["bench", "--checkpoint", recipe, "--backend", "cpu" if NATIVE else "xla", "--layouts", *layouts, "--context", "5",
-                 "--output-tokens", "9", "--runs", "2", "--warmup-runs", "0", "--json", str(tmp_path / "out.json")]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "bench",
+                "--checkpoint",
+                recipe,
+                "--backend",
+                "cpu" if NATIVE else "xla",
+                "--layouts",
+                *layouts,
+                "--context",
+                "5",
+                "--output-tokens",
+                "9",
+                "--runs",
+                "2",
+                "--warmup-runs",
+                "0",
+                "--json",
+                str(tmp_path / "out.json"),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     records = json.loads((tmp_path / "out.json").read_text())
     assert [r["conditions"]["model"]["layout"] for r in records] == list(layouts)
     counted = [r["conditions"]["parallelism"] for r in records]
     assert [(c["exchanges"], c["exposed"]) for c in counted] == [(4, 4), (3, 0), (0, 0)]
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(tuple(f"| {layout}," for layout in layouts))]
+    rows = [
+        line.split(" | ") for line in out.splitlines() if line.startswith(tuple(f"| {layout}," for layout in layouts))
+    ]
     microseconds = [1e6 / r["metrics"]["decode_tps"]["sustained_median"] for r in records]
     for row, time, record in zip(rows, microseconds, records, strict=True):
         assert float(row[3].replace(",", "")) == pytest.approx(time, abs=0.06)
@@ -218,8 +288,24 @@ def test_help_shows_the_options(capsys, monkeypatch):
         main(["bench", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and "bench" in shown
-    for option in ("--checkpoint STR", "--backend STR", "--compare STR", "--layouts LAYOUT", "--context STR", "--output-tokens INT",
-                   "--runs INT",
-                   "--warmup-runs INT", "--temperature FLOAT", "--tokens-per-dispatch INT", "--dtype", "--compute", "--threads INT",
-                   "--devices INT", "--bandwidth-spec GB/S", "--json FILE", "--trace FILE", "--table FILE"):  # fmt: skip
+    for option in (
+        "--checkpoint STR",
+        "--backend STR",
+        "--compare STR",
+        "--layouts LAYOUT",
+        "--context STR",
+        "--output-tokens INT",
+        "--runs INT",
+        "--warmup-runs INT",
+        "--temperature FLOAT",
+        "--tokens-per-dispatch INT",
+        "--dtype",
+        "--compute",
+        "--threads INT",
+        "--devices INT",
+        "--bandwidth-spec GB/S",
+        "--json FILE",
+        "--trace FILE",
+        "--table FILE",
+    ):
         assert option in shown

@@ -16,20 +16,42 @@ from infer.engine import Engine
 from laneformer import InputError, ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_lanes=2,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_lanes=2,
     max_position_embeddings=4096,
-)  # fmt: skip
+)
 NULLABLE = {
-    "conditions.precision.matmul_flag", "conditions.sliding_window", "conditions.parallelism.delay", "conditions.tokens_per_dispatch.asked",
-    *(f"conditions.hardware.{name}" for name in ("memory_bw_spec_Bps", "memory_bw_effective_Bps", "effective_source", "interconnect",
-                                                 "driver", "power_cap_w", "clocks")),
-    "conditions.software.git_sha", "conditions.software.dirty",
+    "conditions.precision.matmul_flag",
+    "conditions.sliding_window",
+    "conditions.parallelism.delay",
+    "conditions.tokens_per_dispatch.asked",
+    *(
+        f"conditions.hardware.{name}"
+        for name in (
+            "memory_bw_spec_Bps",
+            "memory_bw_effective_Bps",
+            "effective_source",
+            "interconnect",
+            "driver",
+            "power_cap_w",
+            "clocks",
+        )
+    ),
+    "conditions.software.git_sha",
+    "conditions.software.dirty",
     *(f"metrics.{name}" for name in ("itl_us", "group_us", "ici_us", "queue_ms")),
     *(f"metrics.{name}.p99.9" for name in ("ttft_ms", "itl_us", "group_us", "e2e_ms")),
-    "metrics.decode_tps.peak", "metrics.decode_tps.peak_window_tokens",
+    "metrics.decode_tps.peak",
+    "metrics.decode_tps.peak_window_tokens",
     *(f"metrics.mbu.{name}" for name in ("peak_spec", "effective", "read_pass")),
-    "correctness.matches_reference", "raw",
-}  # fmt: skip
+    "correctness.matches_reference",
+    "raw",
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +143,17 @@ def test_wrong_values_are_refused(complete, path, value, message):
 def test_the_figures_of_known_times(complete):
     m, c = complete["metrics"], complete["conditions"]
     assert m["decode_tps"]["samples"] == pytest.approx([1000, 500])
-    assert m["decode_tps"]["sustained_median"] == pytest.approx(750) and m["decode_tps"]["sustained_min"] == pytest.approx(500)
+    assert m["decode_tps"]["sustained_median"] == pytest.approx(750) and m["decode_tps"][
+        "sustained_min"
+    ] == pytest.approx(500)
     assert m["decode_tps"]["window_tokens"] == 1000
     assert m["decode_tps"]["peak"] == pytest.approx(1000) and m["decode_tps"]["peak_window_tokens"] == 256
     assert m["ttft_ms"]["p50"] == pytest.approx(250) and m["ttft_ms"]["n"] == 2
-    assert m["itl_us"]["n"] == 2000 and m["itl_us"]["mean"] == pytest.approx(1500) and m["itl_us"]["max"] == pytest.approx(2000)
+    assert (
+        m["itl_us"]["n"] == 2000
+        and m["itl_us"]["mean"] == pytest.approx(1500)
+        and m["itl_us"]["max"] == pytest.approx(2000)
+    )
     assert m["itl_us"]["point"] == "engine_host" and m["group_us"] is None
     assert m["e2e_ms"]["max"] == pytest.approx(2250)
     assert m["e2e_tps"]["min"] == pytest.approx(1001 / 2.25)
@@ -133,7 +161,9 @@ def test_the_figures_of_known_times(complete):
     assert size == c["model"]["weight_bytes_per_token"] + 2 * 2 * 16 * 4 * (c["context_mean"] + 1)
     assert m["mbu"]["effective"]["samples"] == pytest.approx([size / 1e6, size / 2e6])
     assert m["mbu"]["effective"]["min"] == pytest.approx(size / 2e6)
-    assert m["mbu"]["peak_spec"]["median"] == pytest.approx(750 * size / 4e9)  # eight devices made of one processor are one memory
+    assert m["mbu"]["peak_spec"]["median"] == pytest.approx(
+        750 * size / 4e9
+    )  # eight devices made of one processor are one memory
     assert m["mbu"]["read_pass"] is None and c["hardware"]["memory_bw_effective_Bps"] == 1e9
     assert complete["correctness"]["matches_reference"] and c["compile_s"] == {"cold": 2.0, "cached": 0.5}
     assert c["model"]["weights"] == "random" and any("random weights" in note for note in complete["notes"])
@@ -147,7 +177,11 @@ def test_groups_give_no_figure_per_token(measured):
     grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, None, None, None))
     record = make_record(grouped, random_weights=False)
     m = record["metrics"]
-    assert m["itl_us"] is None and m["group_us"]["p99"] == pytest.approx(1e6) and m["group_us"]["per_token_p50"] == pytest.approx(1e4)
+    assert (
+        m["itl_us"] is None
+        and m["group_us"]["p99"] == pytest.approx(1e6)
+        and m["group_us"]["per_token_p50"] == pytest.approx(1e4)
+    )
     assert m["decode_tps"]["sustained_median"] == pytest.approx(100) and m["decode_tps"]["peak_window_tokens"] == 300
     assert record["conditions"]["tokens_per_dispatch"] == {"asked": None, "median": 100.0, "max": 100}
     assert m["mbu"]["effective"] is None and record["conditions"]["hardware"]["effective_source"] is None
@@ -180,7 +214,12 @@ def test_files_hold_raw_times_with_their_hash(complete, measured, tmp_path):
 
 def test_a_file_that_is_no_record_is_refused(complete, tmp_path):
     file = tmp_path / "bad.json"
-    for text, message in (("{", "is not JSON"), ("[]", "holds no record"), ("[{}]", "schema is missing"), ("3", "is not an object")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds no record"),
+        ("[{}]", "schema is missing"),
+        ("3", "is not an object"),
+    ):
         file.write_text(text)
         with pytest.raises(InputError, match=message):
             read(file)
@@ -199,9 +238,18 @@ def test_tables_mark_figures_and_put_conditions_below(measured):
         for n in rows:
             below = text.splitlines()[n + 1]
             assert text.splitlines()[n].count("†") == 5  # every cell with a figure
-            for part in ("random weights", "layout laneformer, 2 lanes", "float32 (stored as bfloat16)", "batch 1", "greedy",
-                         "engine host over 1,000 tokens", "3 warm-up and 2 measured runs", "as the engine chose (median 1)", "jax ",
-                         "commit "):  # fmt: skip
+            for part in (
+                "random weights",
+                "layout laneformer, 2 lanes",
+                "float32 (stored as bfloat16)",
+                "batch 1",
+                "greedy",
+                "engine host over 1,000 tokens",
+                "3 warm-up and 2 measured runs",
+                "as the engine chose (median 1)",
+                "jax ",
+                "commit ",
+            ):
                 assert part in below
         assert "† random weights" in text.splitlines()[-1]
     trained = make_record(measured, random_weights=False)

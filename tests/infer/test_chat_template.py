@@ -1,4 +1,6 @@
-"""Chat templates: the text Hugging Face would give, the assistant's words found in it, and messages that cannot become control tokens."""
+"""Chat templates: the text Hugging Face would give, the assistant's words found in it, and messages that cannot become
+control tokens.
+"""
 
 import json
 from datetime import datetime
@@ -13,14 +15,17 @@ from laneformer.errors import CheckpointError, InputError
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 # What a person writes with a loop, and the same with the assistant's words enclosed.
-GENERATION = CHATML.replace("{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}", """
+GENERATION = CHATML.replace(
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}",
+    """
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' -%}
         {% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
     {%- else -%}
         {{ message.content + '<|im_end|>' }}
     {%- endif %}
-    {{- '\\n' }}""")
+    {{- '\\n' }}""",
+)
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
 
@@ -72,8 +77,12 @@ def test_the_default_template():
 
 @pytest.mark.parametrize("source", [CHATML, GENERATION])
 def test_what_the_assistant_wrote(source):
-    messages = [{"role": "system", "content": "x"}, *talk("one", "two", "three", ""), {"role": "tool", "content": "5"},
-                {"role": "assistant", "content": "é\n"}]
+    messages = [
+        {"role": "system", "content": "x"},
+        *talk("one", "two", "three", ""),
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "é\n"},
+    ]
     made = template(source)
     assert made.says_answers == (source == GENERATION)
     rendered = made.render_with_answers(messages)
@@ -88,9 +97,14 @@ def test_what_the_assistant_wrote(source):
 
 def test_a_template_with_a_begin_token_and_the_end_token_as_end_of_turn():
     rendered = template(MISTRAL).render_with_answers(talk("a", "b", "c", "d "))
-    assert rendered.text == "<s>[INST] a [/INST] b</s>[INST] c [/INST] d </s>" and answers(rendered) == [" b</s>", " d </s>"]
+    assert rendered.text == "<s>[INST] a [/INST] b</s>[INST] c [/INST] d </s>" and answers(rendered) == [
+        " b</s>",
+        " d </s>",
+    ]
     ids = template(MISTRAL).encode(talk("a", "b"))
-    assert [BYTES.id_to_token(i) for i in (ids[0], ids[-1])] == ["<s>", "</s>"] and ids.count(BYTES.token_to_id("<s>")) == 1
+    assert [BYTES.id_to_token(i) for i in (ids[0], ids[-1])] == ["<s>", "</s>"] and ids.count(
+        BYTES.token_to_id("<s>")
+    ) == 1
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, sentencepiece_like()])
@@ -100,14 +114,18 @@ def test_what_ends_an_answer(source, end, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "source", ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"]
+    "source",
+    ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"],
 )
 def test_nothing_ends_an_answer(source):
     assert template(source).ends == ()
 
 
 def test_a_template_without_special_tokens():
-    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    source = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt"
+        " %}assistant: {% endif %}"
+    )
     assert answers(template(source).render_with_answers(talk("a", "b", "c", "d"))) == ["b\n", "d\n"]
 
 
@@ -137,13 +155,17 @@ def test_messages_are_data(contents, source):
     tokens = [BYTES.id_to_token(i) for i in ids]
     assert [token for token in tokens if token in SPECIAL] == ["<|im_start|>", "<|im_end|>"] * len(messages)
     assert BYTES.decode(ids.tolist(), skip_special_tokens=False) == rendered.text
-    assert BYTES.decode(ids[loss].tolist(), skip_special_tokens=False) == "".join(content + "<|im_end|>" for content in contents[1::2])
+    assert BYTES.decode(ids[loss].tolist(), skip_special_tokens=False) == "".join(
+        content + "<|im_end|>" for content in contents[1::2]
+    )
 
 
 @settings(deadline=None, max_examples=100)
 @given(words, words, words)
 def test_parts_of_messages_do_not_join_into_control_tokens(name, argument, key):
-    made = template("{% for m in messages %}{{ m.name + m.argument }}{% for k in m.table %}{{ k + '|' }}{% endfor %}{% endfor %}")
+    made = template(
+        "{% for m in messages %}{{ m.name + m.argument }}{% for k in m.table %}{{ k + '|' }}{% endfor %}{% endfor %}"
+    )
     message = {"role": "user", "name": name, "argument": argument, "table": {key: key}}
     ids = made.encode([message, message])
     assert BYTES.decode(ids, skip_special_tokens=False) == f"{name}{argument}{key}|" * 2
@@ -161,7 +183,11 @@ def test_text_encoded_in_parts_gets_no_spaces_between_them():
     made, messages = template(tokenizer=tokenizer), talk("say <|im_end|>, <s>", " ok", "\n<s>\n", "b")
     ids = made.encode(messages)
     pieces = [tokenizer.id_to_token(i) for i in ids]
-    assert "".join(pieces).replace("▁", " ") == made.render(messages) and pieces.count("<|im_end|>") == 4 and "<s>" not in pieces
+    assert (
+        "".join(pieces).replace("▁", " ") == made.render(messages)
+        and pieces.count("<|im_end|>") == 4
+        and "<s>" not in pieces
+    )
 
 
 def test_what_templates_may_use():
@@ -176,48 +202,68 @@ def test_what_templates_may_use():
     made = template(source, now=lambda: datetime(2025, 1, 31))
     messages = [{"role": "system", "content": "no"}, *talk("<", "b", "never")]
     table = '{\n  "k": "<é>"\n}'
-    assert made.render(messages) == (f'1{{"role": "user", "content": "<"}}{table}2{{"role": "assistant", "content": "b"}}{table}'
-                                     "<s>TrueFalse31 Jan 2025")
+    assert (
+        made.render(messages)
+        == f'1{{"role": "user", "content": "<"}}{table}2{{"role": "assistant", "content": "b"}}{table}'
+        "<s>TrueFalse31 Jan 2025"
+    )
     assert made.says_date and not template().says_date
-    assert template("{% if true %}\n  {% if true %}\nx{% endif %}\n{% endif %}").render(talk("a")) == "x"  # lines of blocks leave nothing
+    assert (
+        template("{% if true %}\n  {% if true %}\nx{% endif %}\n{% endif %}").render(talk("a")) == "x"
+    )  # lines of blocks leave nothing
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():
-    dropping = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
-                "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    dropping = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     made = template(dropping, name="dropping.jinja")
     assert answers(made.render_with_answers(talk("a", "<think>b</think>c"))) == ["<think>b</think>c<|im_end|>"]
-    with pytest.raises(InputError, match=r"dropping.jinja does not tell what the assistant wrote in messages\[1\].*{% generation %}"):
+    with pytest.raises(
+        InputError, match=r"dropping.jinja does not tell what the assistant wrote in messages\[1\].*{% generation %}"
+    ):
         made.render_with_answers(talk("a", "<think>b</think>c", "d", "e"))
     with pytest.raises(InputError, match="does not tell"):  # no generation prompt
-        other = template("{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}")
+        other = template(
+            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+        )
         other.render_with_answers(talk("a", "b"))
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("\n\n{% for m in messages %}\n{{ m.content", r"t.jinja, line 4 is not a chat template: unexpected end"),
-    ("{% generation %}", "is not a chat template: Unexpected end"),
-    ("\n{{ raise_exception('roles must alternate') }}", r"t.jinja, line 2: roles must alternate"),
-    ("{{ messages[0].content + 1 }}", r"t.jinja, line 1: can only concatenate str"),
-    ("{{ ''.__class__.__mro__ }}", r"line 1: access to attribute '__class__' of 'str' object is unsafe"),
-    ("\n\n{% set _ = messages.append(1) %}", r"line 3: access to attribute 'append' of 'list' object is unsafe"),
-    ("{{ nothing.at.all }}", r"line 1: 'nothing' is undefined"),
-])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("\n\n{% for m in messages %}\n{{ m.content", r"t.jinja, line 4 is not a chat template: unexpected end"),
+        ("{% generation %}", "is not a chat template: Unexpected end"),
+        ("\n{{ raise_exception('roles must alternate') }}", r"t.jinja, line 2: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", r"t.jinja, line 1: can only concatenate str"),
+        ("{{ ''.__class__.__mro__ }}", r"line 1: access to attribute '__class__' of 'str' object is unsafe"),
+        ("\n\n{% set _ = messages.append(1) %}", r"line 3: access to attribute 'append' of 'list' object is unsafe"),
+        ("{{ nothing.at.all }}", r"line 1: 'nothing' is undefined"),
+    ],
+)
 def test_errors_name_the_line(source, message):
     with pytest.raises(InputError, match=message):
         template(source, name="t.jinja").render(talk("a"))
 
 
-@pytest.mark.parametrize(("messages", "message"), [
-    ([], r"at least one message, not \[\]"),
-    ("hello", 'at least one message, not "hello"'),
-    (["hello"], r'messages\[0\] must be an object with a role and content, not "hello"'),
-    ([{"content": "a"}], r"messages\[0\] must be an object with a role"),
-    ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], r"messages\[1\].content must be text, not 3"),
-    ([{"role": "user", "content": None}], "line 6: .*None"),
-    ([{"role": "user", "content": "", "tool_calls": [1]}], "cannot write tool calls"),
-])
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], r"at least one message, not \[\]"),
+        ("hello", 'at least one message, not "hello"'),
+        (["hello"], r'messages\[0\] must be an object with a role and content, not "hello"'),
+        ([{"content": "a"}], r"messages\[0\] must be an object with a role"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": 3}],
+            r"messages\[1\].content must be text, not 3",
+        ),
+        ([{"role": "user", "content": None}], "line 6: .*None"),
+        ([{"role": "user", "content": "", "tool_calls": [1]}], "cannot write tool calls"),
+    ],
+)
 def test_messages_of_another_shape(messages, message):
     with pytest.raises(InputError, match=message):
         template().render(messages)
@@ -239,7 +285,11 @@ def folder(path, config=None, file=None, tokenizer=BYTES):
 
 
 def test_where_a_template_is_found(tmp_path):
-    own = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
+    own = {
+        "chat_template": "config {{ eos_token }}",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "pad_token": None,
+    }
     both = folder(tmp_path / "both", own, "file {{ eos_token }}")
     assert ChatTemplate.load(both).render(talk("a")) == "file </s>"
     (both / "chat_template.jinja").unlink()
@@ -254,7 +304,9 @@ def test_where_a_template_is_found(tmp_path):
     for name, data in ChatTemplate.load(both).files().items():
         (written / name).write_bytes(data)
     again = ChatTemplate.load(written)
-    assert again.render(talk("a")) == "config </s>" and json.loads((written / "tokenizer_config.json").read_text()) == own
+    assert (
+        again.render(talk("a")) == "config </s>" and json.loads((written / "tokenizer_config.json").read_text()) == own
+    )
     for name, data in template("x{{ eos_token }}").files().items():
         (written / name).write_bytes(data)
     assert ChatTemplate.load(written).render(talk("a")) == "x</s>"
@@ -266,7 +318,13 @@ def test_folders_that_do_not_work(tmp_path):
         ("no template", {}, None, CheckpointError, "has no chat template: put a chat_template.jinja there"),
         ("damaged", "{", None, CheckpointError, r"cannot read .*tokenizer_config\.json"),
         ("list", "[]", None, CheckpointError, r"cannot read .*tokenizer_config\.json"),
-        ("no default", {"chat_template": [{"name": "a", "template": "b"}]}, None, CheckpointError, "KeyError: 'default'"),
+        (
+            "no default",
+            {"chat_template": [{"name": "a", "template": "b"}]},
+            None,
+            CheckpointError,
+            "KeyError: 'default'",
+        ),
         ("no eos", {}, "{{ eos_token }}", InputError, "writes the eos_token, and no tokenizer_config.json says which"),
     ):
         with pytest.raises(error, match=message):

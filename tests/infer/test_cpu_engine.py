@@ -1,4 +1,6 @@
-"""The engine on its CPU backend, the native decode kernel: tokens of the references and of the XLA backend, streaming, ends, errors."""
+"""The engine on its CPU backend, the native decode kernel: tokens of the references and of the XLA backend, streaming,
+ends, errors.
+"""
 
 import signal
 import subprocess
@@ -25,9 +27,18 @@ from laneformer.precision import Precision
 ORACLE = Path(__file__).parent.parent / "oracle"
 CASES = sorted(path.name for path in ORACLE.glob("case_*"))
 CONFIG = laneformer.ModelConfig(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    num_lanes=8, max_position_embeddings=1100, sliding_window=40, sliding_window_n_layers=1, eos_token_id=(),
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=8,
+    max_position_embeddings=1100,
+    sliding_window=40,
+    sliding_window_n_layers=1,
+    eos_token_id=(),
+)
 RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -63,10 +74,13 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
 
 SAMPLINGS = st.builds(
     Sampling,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]), top_k=st.sampled_from([0, 1, 2, 17, 96, 5000]),
-    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]), min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]), seed=st.integers(0, 2**64 - 1),
-)  # fmt: skip
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 17, 96, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    seed=st.integers(0, 2**64 - 1),
+)
 
 
 @settings(max_examples=60)
@@ -125,7 +139,10 @@ def test_tokens_do_not_depend_on_threads_devices_exchange_or_instructions(engine
 def test_16_bit_weights_are_exact_in_float32_and_close_when_activations_are_rounded(dtype):
     stored = model(dtype=dtype)  # on a CPU products are float32
     exact = Engine(stored, "cpu")
-    assert exact.conditions["weights_dtype"] == dtype and exact.conditions["compute_dtype"] == exact.conditions["kv_dtype"] == "float32"
+    assert (
+        exact.conditions["weights_dtype"] == dtype
+        and exact.conditions["compute_dtype"] == exact.conditions["kv_dtype"] == "float32"
+    )
     expected = Engine(stored, "xla").generate(PROMPT, max_new_tokens=20).result
     result = exact.generate(PROMPT, max_new_tokens=20).result
     assert result.tokens == expected.tokens
@@ -138,7 +155,9 @@ def test_16_bit_weights_are_exact_in_float32_and_close_when_activations_are_roun
     result = engine.generate(PROMPT, max_new_tokens=20).result
     logprobs = jnp.take_along_axis(jax_log_softmax(rounded(text)), text[0, 1:, None], 1)[7:, 0]
     np.testing.assert_allclose(result.logprobs, logprobs, atol=0.15 if dtype == "bfloat16" else 0.02)
-    assert np.abs(np.array(result.logprobs) - expected.logprobs).max() > 1e-4 or result.tokens != expected.tokens  # it does round
+    assert (
+        np.abs(np.array(result.logprobs) - expected.logprobs).max() > 1e-4 or result.tokens != expected.tokens
+    )  # it does round
 
 
 def jax_log_softmax(logits):
@@ -188,7 +207,9 @@ def test_between_two_looks_an_answer_can_end_and_be_cancelled(monkeypatch):
     threading.Timer(0.1, generation.cancel).start()
     assert generation.result.finish_reason == "cancelled"
     assert time.perf_counter() - began < 50
-    assert len(list(slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1))) == 400, "who wants each token does not wait"
+    assert len(list(slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1))) == 400, (
+        "who wants each token does not wait"
+    )
     assert time.perf_counter() - began < 50
 
 
@@ -229,7 +250,12 @@ def test_nothing_of_an_earlier_generation_stays(engine):
 
 def test_the_cache_stays_in_place_and_programs_are_compiled_once():
     def pointers():
-        return [shard.data.unsafe_buffer_pointer() for layers in backend._cache for c in layers for shard in c.addressable_shards]
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for layers in backend._cache
+            for c in layers
+            for shard in c.addressable_shards
+        ]
 
     for mesh in (None, laneformer.make_mesh(8)):
         backend = Engine(model(mesh), "cpu")._backend
@@ -240,7 +266,9 @@ def test_the_cache_stays_in_place_and_programs_are_compiled_once():
 
 
 def request(**changes):
-    return Request(**{"prompt": np.array(PROMPT, np.int32), "limit": 8, "sampling": Sampling(), "stop_tokens": (), **changes})
+    return Request(
+        **{"prompt": np.array(PROMPT, np.int32), "limit": 8, "sampling": Sampling(), "stop_tokens": (), **changes}
+    )
 
 
 def test_weights_that_are_not_numbers_are_an_error():

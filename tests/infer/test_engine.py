@@ -1,4 +1,6 @@
-"""The engine on its XLA backend: reference tokens, seeds, meshes, caches, limits and errors; how a backend is chosen."""
+"""The engine on its XLA backend: reference tokens, seeds, meshes, caches, limits and errors; how a backend is
+chosen.
+"""
 
 import tracemalloc
 from pathlib import Path
@@ -19,9 +21,18 @@ from laneformer.precision import Precision
 ORACLE = Path(__file__).parent.parent / "oracle"
 CASES = sorted(path.name for path in ORACLE.glob("case_*"))
 CONFIG = laneformer.ModelConfig(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    num_lanes=8, max_position_embeddings=1100, sliding_window=40, sliding_window_n_layers=1, eos_token_id=(),
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=8,
+    max_position_embeddings=1100,
+    sliding_window=40,
+    sliding_window_n_layers=1,
+    eos_token_id=(),
+)
 RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -29,7 +40,9 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def model(mesh=None, **changes):
     """Random weights, large enough for logits that differ."""
     made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
-    return laneformer.Laneformer(made.config, {path: 8 * w if w.ndim > 1 else w for path, w in made.weights().items()}, None, mesh)
+    return laneformer.Laneformer(
+        made.config, {path: 8 * w if w.ndim > 1 else w for path, w in made.weights().items()}, None, mesh
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +52,12 @@ def engine():
 
 @pytest.mark.parametrize(
     ("case", "devices"),
-    [pytest.param(case, devices, marks=() if (n % 2 == 0) == (devices == 8) else pytest.mark.slow)
-     for n, case in enumerate(CASES) for devices in (1, 8)],
-)  # fmt: skip
+    [
+        pytest.param(case, devices, marks=() if (n % 2 == 0) == (devices == 8) else pytest.mark.slow)
+        for n, case in enumerate(CASES)
+        for devices in (1, 8)
+    ],
+)
 def test_greedy_tokens_of_the_reference_models(case, devices):
     lanes = 8 if case in ("case_03", "case_12") else 4
     data = np.load(ORACLE / case / "io.npz")
@@ -91,7 +107,9 @@ def test_seeded_tokens_do_not_depend_on_chunks_or_devices(engine):
         assert set(generation.result.tokens_per_dispatch[1:-1]) <= {chunk}
     spread = Engine(model(laneformer.make_mesh(8)), "xla")
     assert list(spread.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
-    other = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=RANDOM.seed + 2**32)
+    other = Sampling(
+        temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=RANDOM.seed + 2**32
+    )
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=other)) != expected
 
 
@@ -108,7 +126,12 @@ def test_the_cache_is_decoded_in_place_by_programs_compiled_once(where):
     backend = engine._backend
 
     def pointers():
-        return [shard.data.unsafe_buffer_pointer() for layers in backend._cache for c in layers for shard in c.addressable_shards]
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for layers in backend._cache
+            for c in layers
+            for shard in c.addressable_shards
+        ]
 
     engine.warmup(8, 8)
     generation = engine.generate(PROMPT, max_new_tokens=8, tokens_per_dispatch=3)
@@ -123,7 +146,9 @@ def test_stop_tokens_end_the_decode_loop(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     stop = next(token for n, token in enumerate(expected) if n > 5 and token not in expected[:n])
     for tokens in (stop, [0, stop], list(range(stop, stop + 1)) * 9):
-        result = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, stop_tokens=tokens, tokens_per_dispatch=1000).result
+        result = engine.generate(
+            PROMPT, max_new_tokens=30, sampling=RANDOM, stop_tokens=tokens, tokens_per_dispatch=1000
+        ).result
         stops = {tokens} if isinstance(tokens, int) else set(tokens)
         wanted = next(n for n, token in enumerate(expected) if token in stops)
         assert result.tokens == tuple(expected[:wanted])
@@ -177,11 +202,18 @@ def test_chunks_grow_while_they_are_short(engine):
 
 def test_warmup_leaves_nothing_to_compile(engine):
     def compiled():
-        return [program._cache_size() for program in (engine._backend._absorb, engine._backend._begin, engine._backend._decode)]
+        return [
+            program._cache_size()
+            for program in (engine._backend._absorb, engine._backend._begin, engine._backend._decode)
+        ]
 
     engine.warmup(515, 300)
     before = compiled()
-    list(engine.generate(np.arange(520) % 96, max_new_tokens=100, sampling=RANDOM, stop_tokens=[1, 2], tokens_per_dispatch=20))
+    list(
+        engine.generate(
+            np.arange(520) % 96, max_new_tokens=100, sampling=RANDOM, stop_tokens=[1, 2], tokens_per_dispatch=20
+        )
+    )
     assert compiled() == before
 
 
@@ -240,10 +272,18 @@ def test_the_conditions_of_a_speed():
     conditions = engine.conditions
     assert conditions.pop("device") and conditions.pop("parameters") == laneformer.parameter_count(engine.config)
     assert conditions == {
-        "model": "case_12", "layout": engine.config.layout, "lanes": 8, "stored_dtype": "bfloat16", "weights_dtype": "float32",
-        "compute_dtype": "float32", "kv_dtype": "float32", "backend": "xla", "devices": 2, "batch_size": 1,
+        "model": "case_12",
+        "layout": engine.config.layout,
+        "lanes": 8,
+        "stored_dtype": "bfloat16",
+        "weights_dtype": "float32",
+        "compute_dtype": "float32",
+        "kv_dtype": "float32",
+        "backend": "xla",
+        "devices": 2,
+        "batch_size": 1,
         "context": engine.config.max_position_embeddings,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -255,8 +295,12 @@ def test_products_in_the_dtype_that_is_asked_for(compute, devices):
     assert engine.conditions["compute_dtype"] == engine.conditions["kv_dtype"] == compute
     result = engine.generate(PROMPT, max_new_tokens=10).result
     text = np.array([[*PROMPT, *result.tokens]])
-    exact, rounded = (jax.nn.log_softmax(load(precision=p)(text))[0, 7:-1] for p in (Precision(), Precision(compute=compute)))
-    off, near = (np.abs(x[np.arange(10), list(result.tokens)] - np.array(result.logprobs)).max() for x in (exact, rounded))
+    exact, rounded = (
+        jax.nn.log_softmax(load(precision=p)(text))[0, 7:-1] for p in (Precision(), Precision(compute=compute))
+    )
+    off, near = (
+        np.abs(x[np.arange(10), list(result.tokens)] - np.array(result.logprobs)).max() for x in (exact, rounded)
+    )
     assert near < off / 2
 
 
@@ -340,7 +384,9 @@ def test_backends_by_name(with_stubs):
     assert Engine(model(), "xla").backend == "xla"
     with pytest.raises(ConfigError, match=r"hip is not available \(not built here\); available: cpu, xla"):
         Engine(model(), "hip")
-    with pytest.raises(ConfigError, match=r"cuda is not available \(no CUDA device for 8 lanes: install one\); available: cpu, xla"):
+    with pytest.raises(
+        ConfigError, match=r"cuda is not available \(no CUDA device for 8 lanes: install one\); available: cpu, xla"
+    ):
         Engine(model(), "cuda")
     with pytest.raises(ConfigError, match="known are auto, cuda, hip, cpu, xla"):
         Engine(model(), "tpu")
@@ -371,7 +417,9 @@ def test_a_backend_is_given_a_source_and_reads_it_itself(with_stubs, monkeypatch
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_model_held_by_the_caller_is_a_source_of_its_weights(devices):
-    made = model(None if devices == 1 else laneformer.make_mesh(8), vocab_size=9000, lm_head_type="lane")  # a head of 9.2 MB
+    made = model(
+        None if devices == 1 else laneformer.make_mesh(8), vocab_size=9000, lm_head_type="lane"
+    )  # a head of 9.2 MB
     source = ModelSource(made)
     assert source.model() is made
     tracemalloc.start()

@@ -50,7 +50,9 @@ def pair(monkeypatch):
 
 
 def request(**fields):
-    return Request(**{"prompt": np.array([3, 1], np.int32), "limit": 5, "sampling": Sampling(), "stop_tokens": ()} | fields)
+    return Request(
+        **{"prompt": np.array([3, 1], np.int32), "limit": 5, "sampling": Sampling(), "stop_tokens": ()} | fields
+    )
 
 
 def same(a: Request, b: Request) -> bool:
@@ -63,9 +65,11 @@ def test_requests_arrive_as_they_were(pair):
     leader, asked, thread = pair
     drawn = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=2**64 - 1)
     given = [
-        request(), request(limit=13), request(sampling=drawn, stop_tokens=(0, 7), tokens_per_dispatch=4, top_logprobs=3),
+        request(),
+        request(limit=13),
+        request(sampling=drawn, stop_tokens=(0, 7), tokens_per_dispatch=4, top_logprobs=3),
         request(prompt=np.arange(2000, dtype=np.int32)),
-    ]  # fmt: skip
+    ]
     for one in given:
         leader.announce(one)
     leader.end()
@@ -95,12 +99,30 @@ def test_one_process_leads_nobody(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "index"),
     [
-        ({}, 0), ({"JAX_PROCESS_ID": "3"}, 3), ({"JAX_PROCESS_ID": "x"}, 0),
-        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, 5),
-        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2",
-          "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2),
+        ({}, 0),
+        ({"JAX_PROCESS_ID": "3"}, 3),
+        ({"JAX_PROCESS_ID": "x"}, 0),
+        (
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_NODELIST": "a[1-2]",
+                "SLURM_NTASKS": "8",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+            },
+            5,
+        ),
+        (
+            {
+                "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            },
+            2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_which_process_clients_talk_to_is_known_before_it_joins(environment, index, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_PROCESS", "KUBERNETES_"))]:
         monkeypatch.delenv(name)
@@ -125,7 +147,9 @@ JOB = ("--backend", "xla", "--devices", 2, "--distributed")
 @pytest.mark.slow
 def test_serving_with_two_processes(checkpoint):
     """The text of one process, also after clients that left; both processes end with the server."""
-    expected = Engine.load(checkpoint, "xla", devices=2).generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
+    expected = (
+        Engine.load(checkpoint, "xla", devices=2).generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
+    )
     first, second = several.environments(2)
     follower = several.start(second, "-m", "infer", "serve", "--checkpoint", checkpoint, *JOB)
     server = Server(checkpoint, *JOB, environment=first)
@@ -135,7 +159,10 @@ def test_serving_with_two_processes(checkpoint):
             with server.stream(prompt=[3], max_tokens=CONTEXT, ignore_eos=True) as stream:
                 next(stream)
             server.wait_for_metric("num_requests_running", 0)
-            assert server.complete([3, 1, 4], max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]["text"] == expected
+            assert (
+                server.complete([3, 1, 4], max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]["text"]
+                == expected
+            )
         code, err, _ = server.end(signal.SIGTERM)
         follower.wait(30)
         said = follower.stdout.read()
@@ -151,16 +178,38 @@ def test_serving_with_two_processes(checkpoint):
 def test_humaneval_with_two_processes(checkpoint, tmp_path):
     """The samples and the files of one process."""
     write_jsonl(tmp_path / "he.jsonl", [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(3)])
-    command = ("-m", "infer", "humaneval", "--checkpoint", checkpoint, "--data", tmp_path / "he.jsonl", "--max-new-tokens", 12,
-               "--generate-only", "--backend", "xla", "--devices", 2, "--samples")  # fmt: skip
+    command = (
+        "-m",
+        "infer",
+        "humaneval",
+        "--checkpoint",
+        checkpoint,
+        "--data",
+        tmp_path / "he.jsonl",
+        "--max-new-tokens",
+        12,
+        "--generate-only",
+        "--backend",
+        "xla",
+        "--devices",
+        2,
+        "--samples",
+    )
     together = [
         several.start(environment, *command, tmp_path / f"{index}.jsonl", "--distributed")
         for index, environment in enumerate(several.environments(2))
     ]
     said = [process.communicate(timeout=200)[0] for process in together]
     assert [process.returncode for process in together] == [0, 0], said
-    assert f"{tmp_path / '0.jsonl'}: 3 samples" in said[0] and "samples" not in said[1] and not (tmp_path / "1.jsonl").exists()
+    assert (
+        f"{tmp_path / '0.jsonl'}: 3 samples" in said[0]
+        and "samples" not in said[1]
+        and not (tmp_path / "1.jsonl").exists()
+    )
     alone = several.start(several.environments(1)[0], *command, tmp_path / "alone.jsonl")
     assert "3 samples" in alone.communicate(timeout=200)[0]
-    texts = [[json.loads(line)["raw"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("0", "alone")]
+    texts = [
+        [json.loads(line)["raw"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("0", "alone")
+    ]
     assert texts[0] == texts[1] and any(texts[0])

@@ -26,9 +26,16 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints") / "small"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     config = laneformer.ModelConfig(
-        vocab_size=len(alphabet), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=8, num_lanes=8, max_position_embeddings=20000, bos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_lanes=8,
+        max_position_embeddings=20000,
+        bos_token_id=0,
+    )
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
     tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -41,28 +48,73 @@ def command(*args):
 
 
 def run(*args, text=None):
-    return subprocess.run(command(*args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=120, check=False, encoding="utf-8")
+    return subprocess.run(
+        command(*args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=120, check=False, encoding="utf-8"
+    )
 
 
 def test_text_streams_to_stdout_and_the_summary_to_stderr(checkpoint):
     sampling = ("--temperature", 1, "--seed", 3)
-    done = run("generate", "--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", 40, "--backend", "xla", *sampling, text=PROMPT)
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt",
+        "-",
+        "--max-new-tokens",
+        40,
+        "--backend",
+        "xla",
+        *sampling,
+        text=PROMPT,
+    )
     assert done.returncode == 0, done.stderr
     engine = infer.Engine.load(checkpoint, "xla")
     expected = engine.generate(PROMPT, max_new_tokens=40, sampling=infer.Sampling(temperature=1.0, seed=3)).result
     assert done.stdout == expected.text + "\n"
     summary = done.stderr.strip()
-    for part in ("40 tokens (length)", "tokens/s sustained", "first token after", "small: ", " parameters", "weights float32",
-                 "backend xla", "1 x ", "batch 1", f"prompt {len(PROMPT) + 1} tokens", "context 20000",
-                 "temperature 1.0, seed 3"):  # fmt: skip
+    for part in (
+        "40 tokens (length)",
+        "tokens/s sustained",
+        "first token after",
+        "small: ",
+        " parameters",
+        "weights float32",
+        "backend xla",
+        "1 x ",
+        "batch 1",
+        f"prompt {len(PROMPT) + 1} tokens",
+        "context 20000",
+        "temperature 1.0, seed 3",
+    ):
         assert part in summary
 
 
 def test_json_over_eight_devices_with_a_stop_string(checkpoint):
-    text = infer.Engine.load(checkpoint, "xla").generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
+    text = (
+        infer.Engine.load(checkpoint, "xla")
+        .generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0))
+        .result.text
+    )
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
-    done = run("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 30, "--temperature", 1, "--devices", 8,
-               "--stop", text[start : start + 2], "--stop", "never", "--json")  # fmt: skip
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        30,
+        "--temperature",
+        1,
+        "--devices",
+        8,
+        "--stop",
+        text[start : start + 2],
+        "--stop",
+        "never",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["text"] == text[:start] and report["stop_reason"] == text[start : start + 2]
@@ -71,8 +123,22 @@ def test_json_over_eight_devices_with_a_stop_string(checkpoint):
 
 @pytest.mark.slow
 def test_json_with_top_logprobs_of_products_in_bfloat16(checkpoint):
-    done = run("generate", "--checkpoint", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--backend", "xla", "--json",
-               "--compute", "bfloat16", "--top-logprobs", 2)  # fmt: skip
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt-ids",
+        "1,2",
+        "--max-new-tokens",
+        3,
+        "--backend",
+        "xla",
+        "--json",
+        "--compute",
+        "bfloat16",
+        "--top-logprobs",
+        2,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     engine = infer.Engine.load(checkpoint, "xla", precision=laneformer.Precision(compute="bfloat16"))
@@ -94,9 +160,13 @@ def test_the_summary_says_in_what_dtype_it_multiplied_and_auto_what_it_took(chec
 
 def test_control_c_ends_with_a_summary(checkpoint):
     running = subprocess.Popen(
-        command("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"),
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command(
+            "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
+        ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     early = running.stdout.read(12)  # it generates
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
@@ -105,7 +175,9 @@ def test_control_c_ends_with_a_summary(checkpoint):
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
-    first, *rest = command("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1")
+    first, *rest = command(
+        "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
+    )
     running = subprocess.Popen([first, *rest], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     running.stdout.read(1)
     running.stdout.close()
@@ -151,9 +223,26 @@ def test_help_shows_every_option_with_type_default_and_meaning(capsys, monkeypat
         main(["generate", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    for option in ("--checkpoint PATH", "--prompt STR", "--prompt-file FILE", "--prompt-ids STR", "--max-new-tokens INT", "--stop STR",
-                   "--temperature FLOAT", "--top-k INT", "--top-p FLOAT", "--min-p FLOAT", "--repetition-penalty FLOAT", "--seed INT",
-                   "--backend STR", "--devices INT", "--dtype", "--compute", "--top-logprobs INT", "--json"):  # fmt: skip
+    for option in (
+        "--checkpoint PATH",
+        "--prompt STR",
+        "--prompt-file FILE",
+        "--prompt-ids STR",
+        "--max-new-tokens INT",
+        "--stop STR",
+        "--temperature FLOAT",
+        "--top-k INT",
+        "--top-p FLOAT",
+        "--min-p FLOAT",
+        "--repetition-penalty FLOAT",
+        "--seed INT",
+        "--backend STR",
+        "--devices INT",
+        "--dtype",
+        "--compute",
+        "--top-logprobs INT",
+        "--json",
+    ):
         assert option in shown
     assert "(default: 256)" in shown
 

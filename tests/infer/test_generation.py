@@ -51,7 +51,11 @@ class Player:
                     chunk()
                     continue
                 tokens = list(chunk.encode() if isinstance(chunk, str) else chunk)
-                yield Chunk(tokens, [-1.0] * len(tokens), [[(token, -1.0), (0, -2.0)][: request.top_logprobs] for token in tokens])
+                yield Chunk(
+                    tokens,
+                    [-1.0] * len(tokens),
+                    [[(token, -1.0), (0, -2.0)][: request.top_logprobs] for token in tokens],
+                )
         finally:
             self.closed = True
 

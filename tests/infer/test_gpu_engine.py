@@ -1,4 +1,6 @@
-"""Backend "cuda" on emulated GPUs (tests/custom_calls/emulated.py): the same answers as the other backends, as they come."""
+"""Backend "cuda" on emulated GPUs (tests/custom_calls/emulated.py): the same answers as the other backends, as they
+come.
+"""
 
 import json
 import sys
@@ -44,7 +46,9 @@ def available():
 
 
 def make_engine(model, backend="cuda", **options):
-    return infer.Engine(model, backend, **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()}))
+    return infer.Engine(
+        model, backend, **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +62,17 @@ def xla(model):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)], ids=["greedy", "drawn"]
+    "sampling",
+    [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)],
+    ids=["greedy", "drawn"],
 )
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_the_answers_of_backend_xla(length, sampling, engine, xla, model):
     """Prompts through the kernel alone, and through XLA first."""
     prompt = small.prompt_of(model.config, length)
-    expected, result = (one.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=2).result for one in (xla, engine))
+    expected, result = (
+        one.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=2).result for one in (xla, engine)
+    )
     assert result.tokens == expected.tokens
     assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     for own, other in zip(result.top_logprobs, expected.top_logprobs, strict=True):
@@ -89,7 +97,10 @@ def test_closing_an_answer_leaves_the_engine_ready(engine, model):
 def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
     graph = make_engine(model, "cuda-graph")
     prompt = small.prompt_of(model.config, 20)
-    answers = [one.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=0.9, seed=3)).result for one in (engine, graph)]
+    answers = [
+        one.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=0.9, seed=3)).result
+        for one in (engine, graph)
+    ]
     assert answers[0].tokens == answers[1].tokens and answers[0].logprobs == answers[1].logprobs
     told = {"backend": "cuda-graph", "launch": "one kernel per op, under a CUDA graph"}
     told["launches_per_token"] = 5 * model.config.num_hidden_layers + 3
@@ -98,14 +109,20 @@ def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
 
 def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
     for backend in (CudaBackend, infer.BACKENDS["cpu"]):
-        monkeypatch.setattr(backend, "unavailable", classmethod(lambda cls, source: None if cls is CudaGraphBackend else "no"))
+        monkeypatch.setattr(
+            backend, "unavailable", classmethod(lambda cls, source: None if cls is CudaGraphBackend else "no")
+        )
     assert infer.Engine(model).backend == "xla"
 
 
 def test_conditions_and_a_trace(engine, tmp_path, model):
     conditions = engine.conditions
     layout = engine.session.layout
-    assert [conditions[name] for name in ("backend", "threads_per_cta", "ctas")] == ["cuda", layout.threads, layout.grid]
+    assert [conditions[name] for name in ("backend", "threads_per_cta", "ctas")] == [
+        "cuda",
+        layout.threads,
+        layout.grid,
+    ]
     engine.session.trace(spans_needed(model.config.num_hidden_layers, 1, 3))
     list(engine.generate([1], max_new_tokens=3))
     count = write_perfetto(tmp_path / "trace.json", engine.session)
@@ -135,9 +152,14 @@ def test_why_it_is_not_available(model):
     assert unavailable(CudaBackend, ModelSource(model)) == "JAX's devices here are cpu: it needs GPUs of NVIDIA"
     source = ModelSource(model)
     client = SimpleNamespace(platform_version="cuda 13000")
-    device = SimpleNamespace(platform="gpu", client=client, device_kind="NVIDIA A100", compute_capability="8.0", process_index=0)
+    device = SimpleNamespace(
+        platform="gpu", client=client, device_kind="NVIDIA A100", compute_capability="8.0", process_index=0
+    )
     source.mesh = SimpleNamespace(devices=np.array([device]))
-    assert unavailable(CudaBackend, source) == "NVIDIA A100 has compute capability 8.0: the kernel is written for 9.0 (H100 and H200)"
+    assert (
+        unavailable(CudaBackend, source)
+        == "NVIDIA A100 has compute capability 8.0: the kernel is written for 9.0 (H100 and H200)"
+    )
     device.compute_capability, device.core_count = "9.0", 114
     assert unavailable(CudaBackend, source) is None
     assert machine_of("cuda", device).ctas == 114 and machine_of("cuda", SimpleNamespace(core_count=132)).ctas == 128

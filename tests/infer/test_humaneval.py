@@ -16,7 +16,10 @@ from infer.sandbox import HarnessError, Outcome
 from infer.scoring import Judge
 from laneformer.errors import ConfigError, InputError
 
-RIGHT, WRONG = {"add": "    return a + b\n", "twice": "    return text + text\n"}, {"add": "    return a\n", "twice": "    return 3\n"}
+RIGHT, WRONG = (
+    {"add": "    return a + b\n", "twice": "    return text + text\n"},
+    {"add": "    return a\n", "twice": "    return 3\n"},
+)
 
 
 class Scripted:
@@ -35,8 +38,14 @@ class Scripted:
         prompt = "".join(map(chr, ids))
         self.asked.append((prompt, sampling, stop_strings))
         self.stop_tokens = stop_tokens
-        text = next(answer(sampling) if callable(answer) else answer for name, answer in self.answers.items() if f"def {name}(" in prompt)
-        result = types.SimpleNamespace(text=text, finish_reason="stop", tokens=tuple(text), total_time=0.5, time_per_token=0.01)
+        text = next(
+            answer(sampling) if callable(answer) else answer
+            for name, answer in self.answers.items()
+            if f"def {name}(" in prompt
+        )
+        result = types.SimpleNamespace(
+            text=text, finish_reason="stop", tokens=tuple(text), total_time=0.5, time_per_token=0.01
+        )
         return types.SimpleNamespace(result=result)
 
 
@@ -61,13 +70,23 @@ def test_a_report(problems, judge):
     assert (found["passed"], found["total"], found["pass@1"], found["problems_without_samples"]) == (1, 2, 0.5, 0)
     assert found["sandbox"]["level"] == "rlimits" and found["sandbox"]["network"] is True
     assert found["verdicts"][1] | {"cpu_seconds": 0} == {
-        "task_id": "HumanEval/1", "sample": 0, "passed": False, "verdict": "failed", "error": "AssertionError: ", "cpu_seconds": 0,
-        "tokens": len(WRONG["twice"]), "generation_seconds": 0.5,
-    }  # fmt: skip
+        "task_id": "HumanEval/1",
+        "sample": 0,
+        "passed": False,
+        "verdict": "failed",
+        "error": "AssertionError: ",
+        "cpu_seconds": 0,
+        "tokens": len(WRONG["twice"]),
+        "generation_seconds": 0.5,
+    }
     made = found["generation"]
     assert made["mode"] == "completion" and made["max_new_tokens"] == 50 and made["conditions"]["model"] == "scripted"
     tokens = len(RIGHT["add"]) + len(WRONG["twice"])
-    assert made["tokens"] == tokens and made["tokens_per_second"] == tokens and made["decode_tokens_per_second_median"] == 100
+    assert (
+        made["tokens"] == tokens
+        and made["tokens_per_second"] == tokens
+        and made["decode_tokens_per_second_median"] == 100
+    )
     assert "1/2 passed, pass@1 50.0 %" in report.summary and "tokens/s" in report.summary
 
 
@@ -76,11 +95,15 @@ def test_several_samples_have_seeds_of_their_own(problems, judge):
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=5)
     report = evaluate(engine, problems, max_new_tokens=50, samples=10, sampling=sampling, judge=judge)
     seeds = [asked.seed for _, asked, _ in engine.asked]
-    assert len(set(seeds)) == 20 and all(asked == dataclasses.replace(sampling, seed=asked.seed) for _, asked, _ in engine.asked)
+    assert len(set(seeds)) == 20 and all(
+        asked == dataclasses.replace(sampling, seed=asked.seed) for _, asked, _ in engine.asked
+    )
     passed = sum(seed % 2 for seed in seeds[:10])
     assert report.counts == {"HumanEval/0": (10, passed), "HumanEval/1": (10, 10)}
     assert report.pass_at[1] == pytest.approx((passed / 10 + 1) / 2) and set(report.pass_at) == {1, 10}
-    again = list(generate(Scripted(RIGHT), problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9}))
+    again = list(
+        generate(Scripted(RIGHT), problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9})
+    )
     assert len(again) == 11
     later = Scripted(RIGHT)
     list(generate(later, problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9}))
@@ -125,10 +148,18 @@ def test_every_request_size_is_compiled_before_it_is_timed(problems):
 def test_a_real_model(problems, judge):
     """A model of random weights is run, and fails."""
     config = laneformer.ModelConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        num_lanes=1, max_position_embeddings=256,
-    )  # fmt: skip
-    tokenizer = types.SimpleNamespace(encode=lambda text: list(text.encode()), token_bytes=lambda token, first=False: bytes([token]))
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_lanes=1,
+        max_position_embeddings=256,
+    )
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text: list(text.encode()), token_bytes=lambda token, first=False: bytes([token])
+    )
     model = laneformer.Laneformer.init(config, 1)
     report = evaluate(model, problems.first(1), max_new_tokens=8, tokenizer=tokenizer, judge=judge)
     assert len(report.verdicts) == 1 and report.pass_at[1] == 0 and report.speed["tokens"] == 8
@@ -156,7 +187,10 @@ def test_no_generation_where_nothing_can_be_judged(tmp_path, judge):
 
 
 def test_both_published_forms_of_samples(tmp_path, problems, judge):
-    rows = [{"task_id": "HumanEval/0", "completion": RIGHT["add"]}, {"task_id": "HumanEval/1", "solution": "def twice(s): return 2 * s"}]
+    rows = [
+        {"task_id": "HumanEval/0", "completion": RIGHT["add"]},
+        {"task_id": "HumanEval/1", "solution": "def twice(s): return 2 * s"},
+    ]
     samples = read_samples(write_jsonl(tmp_path / "s.jsonl", rows), problems)
     report = score(samples, problems, judge)
     assert report.pass_at == {1: 1.0} and report.as_json()["generation"] is None and report.speed is None
@@ -210,7 +244,10 @@ def test_a_sample_file_goes_on_where_it_was_cut(tmp_path, problems):
 
 
 def test_known_verdicts_are_not_run_again(tmp_path, problems, judge):
-    samples = [Sample(task_id="HumanEval/0", solution=problems["HumanEval/0"].reference), Sample(task_id="HumanEval/1", solution="1 / 0")]
+    samples = [
+        Sample(task_id="HumanEval/0", solution=problems["HumanEval/0"].reference),
+        Sample(task_id="HumanEval/1", solution="1 / 0"),
+    ]
     path, conditions = tmp_path / "v.jsonl", {"data": "d"}
     with VerdictFile(path, conditions) as verdicts:
         report = score(samples, problems, judge, verdicts=verdicts)

@@ -33,9 +33,15 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("humaneval")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     config = laneformer.ModelConfig(
-        vocab_size=len(alphabet) + 2, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, num_lanes=1, max_position_embeddings=1024,
-    )  # fmt: skip
+        vocab_size=len(alphabet) + 2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_lanes=1,
+        max_position_embeddings=1024,
+    )
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder / "model")
     tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -52,7 +58,9 @@ def humaneval(*args):
 
 
 def start(*args):
-    return subprocess.Popen([sys.executable, "-m", "infer", *humaneval(*args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer", *humaneval(*args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def kill_when(running, path, lines):
@@ -68,8 +76,22 @@ def kill_when(running, path, lines):
 
 
 def generation(folder, name):
-    return ("--checkpoint", folder / "model", "--data", folder / "he.jsonl", "--samples", folder / f"{name}.jsonl",
-            "--max-new-tokens", 40, "--temperature", 1, "--seed", 3, "--samples-per-problem", 2)  # fmt: skip
+    return (
+        "--checkpoint",
+        folder / "model",
+        "--data",
+        folder / "he.jsonl",
+        "--samples",
+        folder / f"{name}.jsonl",
+        "--max-new-tokens",
+        40,
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--samples-per-problem",
+        2,
+    )
 
 
 @pytest.mark.slow
@@ -82,7 +104,10 @@ def test_generation_killed_and_started_again_is_the_same(folder, capsys):
     assert main(humaneval(*generation(folder, "killed"))) == 0
     assert killed.read_bytes().startswith(before)
     assert main([*humaneval(*generation(folder, "straight")), "--generate-only"]) == 0
-    ours, whole = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("killed.jsonl", "straight.jsonl"))
+    ours, whole = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("killed.jsonl", "straight.jsonl")
+    )
     assert len(ours) == 12
     for a, b in zip(ours, whole, strict=True):
         assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
@@ -115,11 +140,29 @@ def test_scoring_killed_and_started_again(folder, capsys):
 
 def test_scoring_alone(folder, capsys):
     right, fake = TWICE["canonical_solution"], "    import os; os._exit(0)"
-    write_jsonl(folder / "alone.jsonl", [{"task_id": f"HumanEval/{n}", "completion": text} for n, text in enumerate((right, fake))])
-    assert main(humaneval("--data", folder / "he.jsonl", "--samples", folder / "alone.jsonl", "--json", folder / "out" / "alone.json")) == 0
+    write_jsonl(
+        folder / "alone.jsonl",
+        [{"task_id": f"HumanEval/{n}", "completion": text} for n, text in enumerate((right, fake))],
+    )
+    assert (
+        main(
+            humaneval(
+                "--data",
+                folder / "he.jsonl",
+                "--samples",
+                folder / "alone.jsonl",
+                "--json",
+                folder / "out" / "alone.json",
+            )
+        )
+        == 0
+    )
     report = json.loads((folder / "out" / "alone.json").read_text())
     assert (report["passed"], report["total"], report["pass@1"]) == (1, 2, 0.5)
-    assert [(each["task_id"], each["passed"]) for each in report["verdicts"]] == [("HumanEval/0", True), ("HumanEval/1", False)]
+    assert [(each["task_id"], each["passed"]) for each in report["verdicts"]] == [
+        ("HumanEval/0", True),
+        ("HumanEval/1", False),
+    ]
     assert report["sandbox"]["level"] in ("bwrap", "unshare", "rlimits") and report["sandbox"]["self_test"] == "passed"
     assert "1/2 passed" in capsys.readouterr().out
     assert main(humaneval("--data", folder / "he.jsonl", "--samples", folder / "alone.jsonl", "--limit", 1)) == 0
@@ -133,7 +176,16 @@ def test_chat_mode_and_generation_alone(folder, capsys):
     settings = json.loads((folder / "chat.samples.settings.json").read_text())
     assert settings["mode"] == "chat" and len(settings["template_sha256"]) == 64
     assert settings["conditions"]["compute_dtype"] == "float32"
-    bfloat16 = ("--checkpoint", folder / "model", "--data", folder / "mbpp.jsonl", "--max-new-tokens", 5, "--compute", "bfloat16")
+    bfloat16 = (
+        "--checkpoint",
+        folder / "model",
+        "--data",
+        folder / "mbpp.jsonl",
+        "--max-new-tokens",
+        5,
+        "--compute",
+        "bfloat16",
+    )
     assert main(humaneval(*bfloat16, "--samples", folder / "low.jsonl", "--generate-only")) == 0
     assert json.loads((folder / "low.settings.json").read_text())["conditions"]["compute_dtype"] == "bfloat16"
     capsys.readouterr()

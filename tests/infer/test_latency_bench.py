@@ -18,14 +18,28 @@ from laneformer import ConfigError, ModelConfig, make_mesh
 from laneformer.parameters import parameter_table
 
 CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, num_lanes=2,
-    max_position_embeddings=64, qkv_bias=True,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_lanes=2,
+    max_position_embeddings=64,
+    qkv_bias=True,
+)
 
 
 def run_of(arrivals, counts, drawn=None) -> Run:
     tokens = tuple(range(sum(counts)))
-    return Run(tokens, np.array(arrivals, float), np.array(counts), None if drawn is None else np.array(drawn, float), None, None)
+    return Run(
+        tokens,
+        np.array(arrivals, float),
+        np.array(counts),
+        None if drawn is None else np.array(drawn, float),
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 37, 9_999, 10_000])
@@ -69,16 +83,22 @@ class FakeEngine:
         assert stop_tokens == () and len(prompt) == 4
         self._log.append(f"{self.backend} runs")
         times = tuple(float(n + 1) for n in range(max_new_tokens))
-        return SimpleNamespace(result=SimpleNamespace(tokens=(1,) * len(times), token_times=times, tokens_per_dispatch=(1,) * len(times)))
+        return SimpleNamespace(
+            result=SimpleNamespace(tokens=(1,) * len(times), token_times=times, tokens_per_dispatch=(1,) * len(times))
+        )
 
 
 def test_engines_take_turns_and_every_run_lies_between_reads_of_the_memory(monkeypatch):
     log, speeds, passes = [], iter(range(100)), iter([9, 1, 2, 3, 4, 8, 6, 7, 5, 5] * 2)
-    session = SimpleNamespace(read_pass=lambda: next(passes), drawn=lambda first, count: SimpleNamespace(times=2.0 * np.arange(count)))
+    session = SimpleNamespace(
+        read_pass=lambda: next(passes), drawn=lambda first, count: SimpleNamespace(times=2.0 * np.arange(count))
+    )
     engines = [FakeEngine("a", log), FakeEngine("b", log, session)]
     monkeypatch.setattr(custom_calls, "unavailable", lambda: None)
     monkeypatch.setattr(custom_calls, "default_threads", lambda: 2)
-    monkeypatch.setattr(custom_calls, "read_bandwidth", lambda size, threads: log.append("reads") or float(next(speeds)))
+    monkeypatch.setattr(
+        custom_calls, "read_bandwidth", lambda size, threads: log.append("reads") or float(next(speeds))
+    )
     case = Case(prompt_tokens=4, output_tokens=6, runs=2, warmup_runs=1)
     a, b = bench.measure(engines, case, lambda line: None)
     reads = ["reads"] * bench.READS
@@ -123,7 +143,11 @@ def test_the_peak_is_the_fastest_stretch_between_arrivals(largest):
 def test_where_runs_begin_to_differ():
     a = [SimpleNamespace(tokens=(1, 2, 3, 4)), SimpleNamespace(tokens=(5, 6, 7, 8))]
     b = [SimpleNamespace(tokens=(1, 2, 3, 9)), SimpleNamespace(tokens=(5, 0, 7, 8))]
-    assert bench.first_difference(a, a) is None and bench.first_difference(a, b) == 1 and bench.first_difference(a[:1], b[:1]) == 3
+    assert (
+        bench.first_difference(a, a) is None
+        and bench.first_difference(a, b) == 1
+        and bench.first_difference(a[:1], b[:1]) == 3
+    )
 
 
 def test_bytes_of_a_token_are_weights_and_the_mean_of_keys_and_values():
@@ -180,8 +204,15 @@ def test_a_random_model_has_the_random_weights(devices):
 
 def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
     assert recipe_config("stdlib").num_lanes == 8
-    assert recipe_config("tiny").max_position_embeddings > recipe_config("stdlib").max_position_embeddings  # as its last phase leaves it
-    assert is_recipe("stdlib") and is_recipe("some/file.py:mine") and not is_recipe("runs/stdlib") and not is_recipe(str(tmp_path))
+    assert (
+        recipe_config("tiny").max_position_embeddings > recipe_config("stdlib").max_position_embeddings
+    )  # as its last phase leaves it
+    assert (
+        is_recipe("stdlib")
+        and is_recipe("some/file.py:mine")
+        and not is_recipe("runs/stdlib")
+        and not is_recipe(str(tmp_path))
+    )
     with pytest.raises(ConfigError, match=r"--checkpoint nothing: not a folder, and as a recipe: .*stdlib, tiny"):
         recipe_config("nothing")
 
@@ -191,7 +222,9 @@ def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     kind = np.dtype([("op", "i4"), ("layer", "i4"), ("begin_ns", "i8"), ("end_ns", "i8")])
     first = np.array([(5, 0, 10_000, 10_500), (0, 2, 10_500, 12_750)], kind)
     second = np.array([(7, 1, 9_000, 9_250), (8, 3, 20_000, 21_000)], kind)
-    session = SimpleNamespace(ops=custom_calls.Session.ops, worker="worker", spans=lambda: iter([(0, first), (1, second), (2, first[:0])]))
+    session = SimpleNamespace(
+        ops=custom_calls.Session.ops, worker="worker", spans=lambda: iter([(0, first), (1, second), (2, first[:0])])
+    )
     assert write_perfetto(tmp_path / name, session, "a model") == 4
     read = gzip.decompress if name.endswith(".gz") else bytes
     events = json.loads(read((tmp_path / name).read_bytes()))["traceEvents"]
@@ -200,9 +233,11 @@ def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     assert [e["args"]["name"] for e in names if e["name"] == "process_name"] == ["a model"]
     spans = [(e["name"], e["tid"], e["ts"], e["dur"], e.get("args")) for e in events if e["ph"] == "X"]
     assert spans == [
-        ("embed", 0, 1.0, 0.5, None), ("qkv", 0, 1.5, 2.25, {"layer": 2}),
-        ("exchange", 1, 0.0, 0.25, {"layer": 1}), ("sample", 1, 11.0, 1.0, None),
-    ]  # fmt: skip
+        ("embed", 0, 1.0, 0.5, None),
+        ("qkv", 0, 1.5, 2.25, {"layer": 2}),
+        ("exchange", 1, 0.0, 0.25, {"layer": 1}),
+        ("sample", 1, 11.0, 1.0, None),
+    ]
     assert {e["pid"] for e in events} == {1}
 
 

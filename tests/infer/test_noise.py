@@ -48,7 +48,9 @@ def test_known_answers():
 @settings(deadline=None, max_examples=50)
 def test_equals_independent_implementations(key, counter):
     assert words(key, counter) == threefry(key, counter)
-    assert words(key, counter) == tuple(int(w) for w in jax_threefry(np.array(key, np.uint32), np.array(counter, np.uint32)))
+    assert words(key, counter) == tuple(
+        int(w) for w in jax_threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
+    )
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))

@@ -28,16 +28,23 @@ def test_every_name_is_there_and_editors_see_the_same(name):
         exec(f"from {name} import nothing", {})
 
 
-@pytest.mark.parametrize("code", [
-    "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
-    "import infer.__main__, infer.cli_serve",
-    "import infer.cli_roofline, infer.roofline_hf, infer.roofline_moe",
-    "import train.cluster",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
+        "import infer.__main__, infer.cli_serve",
+        "import infer.cli_roofline, infer.roofline_hf, infer.roofline_moe",
+        "import train.cluster",
+    ],
+)
 def test_what_needs_no_jax_does_not_import_it(code):
-    subprocess.run([sys.executable, "-c", f"import sys\n{code}\nassert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nassert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60
+    )
 
 
 def test_all_names_at_once():
-    code = "from laneformer import *\nfrom infer import *\nassert Engine.load and make_mesh and isinstance(LAYOUTS, dict)"
+    code = (
+        "from laneformer import *\nfrom infer import *\nassert Engine.load and make_mesh and isinstance(LAYOUTS, dict)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,4 +1,6 @@
-"""The playground in a real browser (LANEFORMER_CHROMIUM may name it), with an engine that repeats its prompt at 3,000 tokens/s."""
+"""The playground in a real browser (LANEFORMER_CHROMIUM may name it), with an engine that repeats its prompt at 3,000
+tokens/s.
+"""
 
 import json
 import os
@@ -30,18 +32,43 @@ NUMBER = (int, float)
 NULL = bench_schema.Null
 # Of a downloaded record, as bench_schema.FIELDS of one of `infer bench`.
 FIELDS = {
-    "schema": str, "status": str, "date_utc": str, "model": str, "conditions": dict, "request": {"path": str, "body": dict},
-    "seed": NULL(int), "finish_reason": NULL(str), "complete": bool, "text": str,
-    "timings": NULL({**dict.fromkeys(("prompt_n", "predicted_n"), int), "prompt_ms": NUMBER, "prompt_per_second": NUMBER,
-                     "predicted_ms": NUMBER, "predicted_per_second": NULL(NUMBER)}),
-    "metrics": NULL(dict.fromkeys(("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"),
-                                  NULL(NUMBER))),
+    "schema": str,
+    "status": str,
+    "date_utc": str,
+    "model": str,
+    "conditions": dict,
+    "request": {"path": str, "body": dict},
+    "seed": NULL(int),
+    "finish_reason": NULL(str),
+    "complete": bool,
+    "text": str,
+    "timings": NULL(
+        {
+            **dict.fromkeys(("prompt_n", "predicted_n"), int),
+            "prompt_ms": NUMBER,
+            "prompt_per_second": NUMBER,
+            "predicted_ms": NUMBER,
+            "predicted_per_second": NULL(NUMBER),
+        }
+    ),
+    "metrics": NULL(
+        dict.fromkeys(
+            ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"),
+            NULL(NUMBER),
+        )
+    ),
     "tokens": {"point": str, "time_ms": list, "end": list},
     "between_arrivals_ms": NULL({"point": str, "n": int, **dict.fromkeys(("p50", "p95", "p99", "max"), NUMBER)}),
-    "client": {"point": str, "user_agent": str, "arrival_ms": list, "tokens": list, "tokens_per_second": NULL(NUMBER),
-               "elapsed_ms": NUMBER},
+    "client": {
+        "point": str,
+        "user_agent": str,
+        "arrival_ms": list,
+        "tokens": list,
+        "tokens_per_second": NULL(NUMBER),
+        "elapsed_ms": NUMBER,
+    },
     "notes": list,
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -85,7 +112,9 @@ def open_page(browser):
         contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+        )
         page.goto(f"http://127.0.0.1:{server.port}{path}")
         if ready:
             expect(page.locator("#conditions")).to_contain_text("batch 1")
@@ -133,17 +162,27 @@ def seconds_busy(session):
 
 
 def test_files(server, strict):
-    for path, kind in (("/", "text/html"), ("/playground/app.js", "text/javascript"), ("/playground/style.css", "text/css"),
-                       ("/playground/icon.svg", "image/svg+xml")):  # fmt: skip
+    for path, kind in (
+        ("/", "text/html"),
+        ("/playground/app.js", "text/javascript"),
+        ("/playground/style.css", "text/css"),
+        ("/playground/icon.svg", "image/svg+xml"),
+    ):
         for each in (server, strict):  # with a key too: the page has to ask for it
             status, body, headers = each.get(path, HTML)
             assert status == 200 and body and headers["content-type"].startswith(kind), path
             policy = headers["content-security-policy"]
             assert policy.startswith("default-src 'self'; ") and "unsafe" not in policy
-            assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-cache" and headers["vary"] == "Accept"
+            assert (
+                headers["x-content-type-options"] == "nosniff"
+                and headers["cache-control"] == "no-cache"
+                and headers["vary"] == "Accept"
+            )
             status, body, again = each.get(path, {**HTML, "If-None-Match": headers["etag"]})
             assert (status, body, again["etag"]) == (304, "", headers["etag"])
-    assert server.get("/")[1]["models"] == "/v1/models" and server.get("/", {"Accept": "*/*"})[1]["server"] == "laneformer"
+    assert (
+        server.get("/")[1]["models"] == "/v1/models" and server.get("/", {"Accept": "*/*"})[1]["server"] == "laneformer"
+    )
     assert strict.get("/")[0] == strict.get("/v1/models", HTML)[0] == 401
     assert server.get("/playground/nothing.js")[0] == server.get("/playground/..%2fserve.py")[0] == 404
     assert re.findall(r"(?:src|href)=\"(?!playground/)", server.get("/", HTML)[1]) == []
@@ -160,7 +199,11 @@ def test_the_timeline_of_an_answer(server, path):
     times = [ms for _, ms in timeline]
     for each in (timeline, streamed):
         assert "".join(text for text, _ in each) == answer(CODE, 40) and len(each) == 40
-    assert status == 200 and times == sorted(times) and times[0] == pytest.approx(whole["metrics"]["time_to_first_token_ms"], abs=1e-3)
+    assert (
+        status == 200
+        and times == sorted(times)
+        and times[0] == pytest.approx(whole["metrics"]["time_to_first_token_ms"], abs=1e-3)
+    )
     assert times[-1] - times[0] == pytest.approx(whole["timings"]["predicted_ms"], abs=2e-3)
     status, refused = server.post(path, return_timeline=1, **prompt)
     assert status == 400 and refused["error"]["param"] == "return_timeline"
@@ -187,13 +230,26 @@ def test_the_figures_are_those_of_the_record(server, open_page):
     record = record_of(page)
     bench_schema._check(record, FIELDS, "record", "")
     assert (record["schema"], record["status"], record["complete"]) == ("laneformer.playground/1", "simulated", True)
-    body = {"model": "echo", "prompt": CODE, "max_tokens": 1200, "temperature": 0.8, "top_p": 0.95, "top_k": 7, "seed": 5, "stream": True,
-            "return_timeline": True}  # fmt: skip
+    body = {
+        "model": "echo",
+        "prompt": CODE,
+        "max_tokens": 1200,
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "top_k": 7,
+        "seed": 5,
+        "stream": True,
+        "return_timeline": True,
+    }
     assert record["request"] == {"path": "v1/completions", "body": body} and record["seed"] == 5
     assert record["conditions"] == server.get("/v1/models")[1]["data"][0]["conditions"]
     units = len(record["text"].encode("utf-16-le")) // 2
     times, ends = np.array(record["tokens"]["time_ms"]), record["tokens"]["end"]
-    assert record["text"] == answer(CODE, 1200) and len(times) == len(ends) == 1200 and (ends[-1], ends) == (units, sorted(ends))
+    assert (
+        record["text"] == answer(CODE, 1200)
+        and len(times) == len(ends) == 1200
+        and (ends[-1], ends) == (units, sorted(ends))
+    )
 
     gaps = np.diff(times)
     told = record["between_arrivals_ms"]
@@ -207,19 +263,36 @@ def test_the_figures_are_those_of_the_record(server, open_page):
     timings, metrics, client = record["timings"], record["metrics"], record["client"]
     assert number(page, "#rate") == pytest.approx(timings["predicted_per_second"], abs=0.5)
     assert timings["predicted_per_second"] == pytest.approx(1199e3 / (times[-1] - times[0]), rel=1e-3)
-    for selector, value in (("#first", metrics["time_to_first_token_ms"]), ("#prompt-ms", timings["prompt_ms"]),
-                            ("#decode-ms", timings["predicted_ms"]), ("#mean-ms", metrics["mean_itl_ms"]),
-                            ("#queue-ms", metrics["queue_time_ms"])):  # fmt: skip
+    for selector, value in (
+        ("#first", metrics["time_to_first_token_ms"]),
+        ("#prompt-ms", timings["prompt_ms"]),
+        ("#decode-ms", timings["predicted_ms"]),
+        ("#mean-ms", metrics["mean_itl_ms"]),
+        ("#queue-ms", metrics["queue_time_ms"]),
+    ):
         assert number(page, selector) == pytest.approx(value, rel=0.006), selector
     assert number(page, "#prompt-n") == timings["prompt_n"] == len(CODE.encode())
     arrivals, counts = client["arrival_ms"], client["tokens"]
-    assert len(arrivals) == len(counts) and counts[-1] == 1200 and arrivals == sorted(arrivals) and arrivals[-1] <= client["elapsed_ms"]
+    assert (
+        len(arrivals) == len(counts)
+        and counts[-1] == 1200
+        and arrivals == sorted(arrivals)
+        and arrivals[-1] <= client["elapsed_ms"]
+    )
     assert client["tokens_per_second"] == pytest.approx(1e3 * (1200 - counts[0]) / (arrivals[-1] - arrivals[0]))
     assert number(page, "#client-rate") == pytest.approx(client["tokens_per_second"], abs=0.5)
 
     conditions = page.locator(".conditions")
-    for words in ("simulated", "2B parameters", "weights bfloat16, compute bfloat16", "8 × no device", "backend none", "batch 1",
-                  f"prompt {len(CODE.encode())} tokens", "temperature 0.8, top_p 0.95, top_k 7, seed 5"):  # fmt: skip
+    for words in (
+        "simulated",
+        "2B parameters",
+        "weights bfloat16, compute bfloat16",
+        "8 × no device",
+        "backend none",
+        "batch 1",
+        f"prompt {len(CODE.encode())} tokens",
+        "temperature 0.8, top_p 0.95, top_k 7, seed 5",
+    ):
         expect(conditions).to_contain_text(words)
     expect(page.locator("mark")).to_have_text(["simulated"])
 
@@ -249,7 +322,9 @@ def test_keys_focus_and_what_a_screen_reader_hears(server, open_page):
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
     expect(page.locator("#state")).to_have_text("complete")
-    expect(page.locator("#announcement")).to_contain_text(re.compile(r"^Finished: 50 tokens at [\d,]+ tokens per second\.$"))
+    expect(page.locator("#announcement")).to_contain_text(
+        re.compile(r"^Finished: 50 tokens at [\d,]+ tokens per second\.$")
+    )
     for pane in ("#answer", "#replay"):
         expect(page.locator(pane)).to_have_attribute("aria-live", "off")
     page.keyboard.press("Meta+Enter")
@@ -264,10 +339,25 @@ def test_keys_focus_and_what_a_screen_reader_hears(server, open_page):
         if page.evaluate("document.activeElement !== document.body"):
             assert outline == "solid", f"{name}: nothing shows that it has the focus"
             reached.append(name)
-    for name in ("LRU cache", "mode", "temperature", "seed", "run", "stop", "answer", "copy-text", "download", "play", "speed", "3,000"):
+    for name in (
+        "LRU cache",
+        "mode",
+        "temperature",
+        "seed",
+        "run",
+        "stop",
+        "answer",
+        "copy-text",
+        "download",
+        "play",
+        "speed",
+        "3,000",
+    ):
         assert name in reached
-    unnamed = page.evaluate("""[...document.querySelectorAll('button, input, textarea, pre')]
-        .filter((e) => !(e.textContent || e.labels?.length || e.getAttribute('aria-labelledby'))).map((e) => e.outerHTML)""")
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('button, input, textarea, pre')]
+        .filter((e) => !(e.textContent || e.labels?.length || e.getAttribute('aria-labelledby'))).map((e) => e.outerHTML)"""
+    )
     assert unnamed == []
 
 
@@ -379,7 +469,10 @@ def test_chat(server, open_page):
     record = record_of(page)
     assert record["request"]["path"] == "v1/chat/completions"
     assert record["request"]["body"]["messages"] == [{"role": "user", "content": "Hello you. "}]
-    assert shown(page) == record["text"] == answer("Hello you. ", 40) and page.locator("#answer .prompt").text_content() == ""
+    assert (
+        shown(page) == record["text"] == answer("Hello you. ", 40)
+        and page.locator("#answer .prompt").text_content() == ""
+    )
 
 
 @pytest.mark.slow
@@ -392,7 +485,9 @@ def test_text_and_command_to_take_away(server, open_page):
     assert page.evaluate("navigator.clipboard.readText()") == answer(prompt, 33)
     page.click("#copy-curl")
     expect(page.locator("#copy-curl")).to_have_text("Copied")
-    curl, option, url, _, header, data, body = shlex.split(page.evaluate("navigator.clipboard.readText()").replace("\\\n", ""))
+    curl, option, url, _, header, data, body = shlex.split(
+        page.evaluate("navigator.clipboard.readText()").replace("\\\n", "")
+    )
     assert (curl, option, url, data) == ("curl", "-N", f"http://127.0.0.1:{server.port}/v1/completions", "-d")
     body = json.loads(body)
     assert header == "Content-Type: application/json" and body["seed"] == record_of(page)["seed"]
@@ -418,7 +513,9 @@ def test_a_key_is_asked_for_and_kept_in_memory(strict, open_page):
     page.click("#copy-curl")
     expect(page.locator("#copy-curl")).to_have_text("Copied")
     assert "Bearer $LANEFORMER_API_KEY" in page.evaluate("navigator.clipboard.readText()")
-    kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, document.body.outerHTML])")
+    kept = page.evaluate(
+        "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, document.body.outerHTML])"
+    )
     assert KEY not in kept and KEY not in json.dumps(record_of(page)) and page.input_value("#key") == ""
     page.reload()
     expect(page.locator("#key-form")).to_be_visible()
@@ -462,7 +559,9 @@ def test_refusals_in_plain_words(server, open_page):
             expect(problem).to_contain_text("run again in 1 s or more")
     server.wait_for_metric("num_requests_running", 0)
     ask(page, "a" * 100_000, 5)
-    expect(problem).to_contain_text("The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten it")
+    expect(problem).to_contain_text(
+        "The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten it"
+    )
     ask(page, CODE, 5, temperature=1e-7)
     assert page.evaluate("document.activeElement.name") == "temperature", "refused by the browser, with its own words"
     page.evaluate("document.querySelector('[name=temperature]').step = 'any'")
@@ -470,7 +569,9 @@ def test_refusals_in_plain_words(server, open_page):
     expect(problem).to_contain_text("The server refused the request. Temperature = 1e-07: write 0 for greedy")
     expect(page.locator("#announcement")).to_be_empty()
     expect(problem).to_have_attribute("role", "alert")
-    page.route("**/v1/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, "model": "older"}))
+    page.route(
+        "**/v1/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, "model": "older"})
+    )
     ask(page, CODE, 5, temperature=0)
     expect(problem).to_have_text("The server has another model now. Reload this page.")
     page.unroute("**/v1/completions")
@@ -491,7 +592,9 @@ def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
         server.end(15)
         expect(page.locator("#problem")).to_contain_text("The server was stopped. Start it again")
         ask(page, CODE, 5)
-        expect(page.locator("#problem")).to_contain_text("The server cannot be reached. See in its terminal whether it still runs")
+        expect(page.locator("#problem")).to_contain_text(
+            "The server cannot be reached. See in its terminal whether it still runs"
+        )
 
 
 @pytest.mark.slow

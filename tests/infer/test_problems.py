@@ -25,13 +25,17 @@ def test_mbpp(tmp_path):
     problems = load_problems(write_jsonl(tmp_path / "mbpp.jsonl", [LEAST, FIRST_MBPP]))
     least, area = problems
     assert problems.kind == "MBPP" and problems[7] is problems["7"] is problems["Mbpp/7"] is least
-    assert least.prompt == '"""\nWrite a function to find the least of some numbers. \nassert least([3, 1, 2]) == 1\n"""\n'
+    assert (
+        least.prompt == '"""\nWrite a function to find the least of some numbers. \nassert least([3, 1, 2]) == 1\n"""\n'
+    )
     assert (least.entry_point, area.entry_point) == ("least", "area")  # not round, which the test calls first
     assert "assert least([5]) == 5" in least.test
 
 
 def test_plus_sets(tmp_path):
-    problems = load_problems(write_jsonl(tmp_path / "a.jsonl", [{**ADD, "test": "def check(candidate):\n    inputs = []\n"}]))
+    problems = load_problems(
+        write_jsonl(tmp_path / "a.jsonl", [{**ADD, "test": "def check(candidate):\n    inputs = []\n"}])
+    )
     assert problems.kind == "HumanEval+" and problems["HumanEval/0"].seconds == 60
     problems = load_problems(write_jsonl(tmp_path / "b.jsonl", [{**LEAST, "test": "assert least([9]) == 9\n"}]))
     assert problems.kind == "MBPP+" and "least([9])" in problems[7].test and "least([5])" not in problems[7].test
@@ -41,17 +45,35 @@ def test_plus_sets(tmp_path):
 def test_published_tests_that_are_wrong_are_repaired(tmp_path):
     (none_passed, _, _), (all_passed, _, _) = REPAIRS
     roots = "def check(candidate):\n    inputs = [[[2, 1]]]\n    for inp in inputs:\n"
-    find_zero = {**ADD, "task_id": "HumanEval/32", "entry_point": "find_zero",
-                 "test": f"def _poly(xs, x): return xs[0] + xs[1] * x\n{roots}{none_passed}\n"}  # fmt: skip
+    find_zero = {
+        **ADD,
+        "task_id": "HumanEval/32",
+        "entry_point": "find_zero",
+        "test": f"def _poly(xs, x): return xs[0] + xs[1] * x\n{roots}{none_passed}\n",
+    }
     problems = load_problems(write_jsonl(tmp_path / "a.jsonl", [find_zero]))
     assert outcome(problems["HumanEval/32"], "def find_zero(xs): return -xs[0] / xs[1]")
-    assert not outcome(problems["HumanEval/32"], "def find_zero(xs): return -3 * xs[0]")  # below zero, which is not near it
-    assert problems.notes == ("HumanEval/32: test repaired (no solution passed: coefficients and result in the wrong places)",)
-    compare = f"def assertion(out, exp):\n    if isinstance(out, bool):\n        exact_match = out == exp\n    else:\n{all_passed}"
-    found = {"task_id": 737, "prompt": "Find a.", "code": "def found(s):\n    return 'a' in s", "test_list": ["assert found('a')"]}
+    assert not outcome(
+        problems["HumanEval/32"], "def find_zero(xs): return -3 * xs[0]"
+    )  # below zero, which is not near it
+    assert problems.notes == (
+        "HumanEval/32: test repaired (no solution passed: coefficients and result in the wrong places)",
+    )
+    compare = (
+        "def assertion(out, exp):\n    if isinstance(out, bool):\n        exact_match = out == exp\n   "
+        f" else:\n{all_passed}"
+    )
+    found = {
+        "task_id": 737,
+        "prompt": "Find a.",
+        "code": "def found(s):\n    return 'a' in s",
+        "test_list": ["assert found('a')"],
+    }
     found["test"] = compare + "assertion(found('a'), True)\nassertion(found('b'), False)\n"
     problems = load_problems(write_jsonl(tmp_path / "b.jsonl", [found]))
-    assert outcome(problems[737], problems[737].reference) and outcome(problems[737], "def found(s): return 1 if 'a' in s else None")
+    assert outcome(problems[737], problems[737].reference) and outcome(
+        problems[737], "def found(s): return 1 if 'a' in s else None"
+    )
     for wrong in ("def found(s): return object()", "def found(s): return None", "def found(s): return True"):
         assert not outcome(problems[737], wrong)
     assert "every solution passed" in problems.notes[0]
@@ -94,7 +116,7 @@ def test_any_packing(tmp_path):
         (json.dumps({**LEAST, "code": "def ("}).encode(), "is not a whole MBPP file"),
         ((json.dumps(ADD) + "\n").encode() * 2, "stands there twice"),
     ],
-)  # fmt: skip
+)
 def test_files_that_cannot_work(tmp_path, content, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)

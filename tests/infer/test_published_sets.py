@@ -1,4 +1,6 @@
-"""The published data sets, where LANEFORMER_EVALUATION_DATA names the folder of their files: reference solutions pass, wrong ones fail."""
+"""The published data sets, where LANEFORMER_EVALUATION_DATA names the folder of their files: reference solutions pass,
+wrong ones fail.
+"""
 
 import dataclasses
 import gzip
@@ -20,7 +22,9 @@ FILES = {
     "MbppPlus-OriginFmt.jsonl.gz": ("MBPP+", 378),
 }
 DATA = Path(os.environ.get("LANEFORMER_EVALUATION_DATA", "/nonexistent"))
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="LANEFORMER_EVALUATION_DATA names no folder with the published files")
+pytestmark = pytest.mark.skipif(
+    not DATA.is_dir(), reason="LANEFORMER_EVALUATION_DATA names no folder with the published files"
+)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -35,7 +39,10 @@ def test_prompts_of_mbpp_are_those_of_evalplus():
     with gzip.open(DATA / "MbppPlus.jsonl.gz", "rt") as file:
         theirs = {row["task_id"]: row for row in map(json.loads, file)}
     for problem in load_problems(DATA / "MbppPlus-OriginFmt.jsonl.gz"):
-        assert (problem.prompt, problem.entry_point) == (theirs[problem.task_id]["prompt"], theirs[problem.task_id]["entry_point"])
+        assert (problem.prompt, problem.entry_point) == (
+            theirs[problem.task_id]["prompt"],
+            theirs[problem.task_id]["entry_point"],
+        )
 
 
 @pytest.mark.slow
@@ -43,7 +50,10 @@ def test_prompts_of_mbpp_are_those_of_evalplus():
 def test_reference_solutions_pass_and_wrong_ones_fail(file):
     problems = load_problems(DATA / file)
     wrong = [
-        Sample(task_id=problem.task_id, solution=f"{problem.prompt}\n\ndef {problem.entry_point}(*_, **__):\n    return object()\n")
+        Sample(
+            task_id=problem.task_id,
+            solution=f"{problem.prompt}\n\ndef {problem.entry_point}(*_, **__):\n    return object()\n",
+        )
         for problem in problems
     ]
     with Judge() as judge:

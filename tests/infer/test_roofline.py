@@ -26,13 +26,27 @@ from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
 
 # The published 2B, whose sums stand in docs/roofline.md.
 LARGE = ModelConfig(
-    vocab_size=32_000, hidden_size=3072, intermediate_size=12_288, num_hidden_layers=15, num_attention_heads=32, num_key_value_heads=16,
-    max_position_embeddings=4096, num_lanes=8, sliding_window=512, sliding_window_n_layers=10,
-)  # fmt: skip
+    vocab_size=32_000,
+    hidden_size=3072,
+    intermediate_size=12_288,
+    num_hidden_layers=15,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    max_position_embeddings=4096,
+    num_lanes=8,
+    sliding_window=512,
+    sliding_window_n_layers=10,
+)
 SMALL = ModelConfig(
-    vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, num_lanes=4,
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=4,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 H200 = {"device": "h200", "devices": 8}
 
 
@@ -51,8 +65,12 @@ def test_public_ceilings_launches_and_shares():
     assert exactly.ceiling == pytest.approx(8400)
     launches = token_of_bytes(4e9, make_node("mi300x", 8, launches=250, launch=4.5e-6), None).terms[-1]
     assert 1 / launches.seconds == pytest.approx(890, rel=0.002)
-    assert share(2100, h200) == pytest.approx(0.273, abs=5e-4) and share(3000, exactly) == pytest.approx(0.357, abs=5e-4)
-    assert share_of_spec(2100, h200) == pytest.approx(0.219, abs=5e-4) and share_of_spec(3000, mi300x) == pytest.approx(0.283, abs=5e-4)
+    assert share(2100, h200) == pytest.approx(0.273, abs=5e-4) and share(3000, exactly) == pytest.approx(
+        0.357, abs=5e-4
+    )
+    assert share_of_spec(2100, h200) == pytest.approx(0.219, abs=5e-4) and share_of_spec(3000, mi300x) == pytest.approx(
+        0.283, abs=5e-4
+    )
 
 
 def test_the_table_of_references_is_close():
@@ -63,28 +81,44 @@ def test_the_table_of_references_is_close():
     assert under[3] == pytest.approx(50_000 / 3000) and under[3] < under[1]
 
 
-@pytest.mark.parametrize(("devices", "ceiling", "megabytes"), [(8, 7742, 555.4), (4, 3871, 1110.8), (2, 1935, 2221.7), (1, 968, 4443.3)])
+@pytest.mark.parametrize(
+    ("devices", "ceiling", "megabytes"), [(8, 7742, 555.4), (4, 3871, 1110.8), (2, 1935, 2221.7), (1, 968, 4443.3)]
+)
 def test_the_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
     found = token(LARGE, make_node("h200", devices, bandwidth=4.3e12), Work())
     # Floors of the kernel's design, without keys and values (0.25 MB are written) and the embedding's row.
-    assert found.ceiling == pytest.approx(ceiling, abs=1) and found.bytes / devices / 1e6 == pytest.approx(megabytes, rel=2e-4)
+    assert found.ceiling == pytest.approx(ceiling, abs=1) and found.bytes / devices / 1e6 == pytest.approx(
+        megabytes, rel=2e-4
+    )
     edges = next(term for term in found.terms if term.name == "dependent operations")
     assert edges.count == 77 and edges.seconds == pytest.approx(77 * 0.65e-6)
     assert len(found.terms) == (2 if devices == 1 else 5)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tie_word_embeddings": True}, {"lm_head_type": "lane"}, {"lm_head_type": "vocab_parallel"}, {"qkv_bias": True, "qk_norm": True},
-    {"replicated_rmsn_scale": False}, {"sliding_window": 8, "sliding_window_n_layers": 3},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"lm_head_type": "lane"},
+        {"lm_head_type": "vocab_parallel"},
+        {"qkv_bias": True, "qk_norm": True},
+        {"replicated_rmsn_scale": False},
+        {"sliding_window": 8, "sliding_window_n_layers": 3},
+    ],
+)
 def test_parts_and_modules_are_all_bytes(changes):
     config = SMALL.replace(**changes)
     for work in (Work(), Work("fp8", "float32", 20)):
         kv = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv])
         parts, modules = bytes_by_part(config, work), module_bytes(config, work)
         assert sum(parts.values()) == pytest.approx(weight_bytes_per_token(config, PRECISIONS[work.weights]) + kv)
-        final_norm = config.hidden_size * (config.num_lanes if config.lane_norm_scales[1] else 1) * PRECISIONS[work.weights]
-        assert sum(modules) == pytest.approx(sum(parts.values()) - parts["head"] - parts["row of the embedding"] - final_norm)
+        final_norm = (
+            config.hidden_size * (config.num_lanes if config.lane_norm_scales[1] else 1) * PRECISIONS[work.weights]
+        )
+        assert sum(modules) == pytest.approx(
+            sum(parts.values()) - parts["head"] - parts["row of the embedding"] - final_norm
+        )
         assert list(parts.values())[-1] == kv
     # A sliding layer reads its window, a full one the context.
     if "sliding_window" in changes:
@@ -95,7 +129,9 @@ def test_waits_by_hand():
     four = [1.0] * 4
 
     def waited(layout, exchange, modules=four):
-        return waits(make_schedule(SMALL.replace(num_hidden_layers=2, layout=layout)), modules, bare(exchange=exchange), 32)
+        return waits(
+            make_schedule(SMALL.replace(num_hidden_layers=2, layout=layout)), modules, bare(exchange=exchange), 32
+        )
 
     assert waited("tp", 2.5) == pytest.approx(4 * 2.5)
     assert waited("parallel", 2.5) == pytest.approx(2 * 2.5)
@@ -147,7 +183,9 @@ def test_every_layout_between_none_and_tp():
 def test_delays_hide_more_and_more():
     table = by_delay(LARGE, make_node(**H200 | {"exchange": 20e-6}), Work())
     waited, rates, hides = (column(table, name) for name in ("wait us", "tok/s", "hides up to us"))
-    assert waited == sorted(waited, reverse=True) and waited[0] == pytest.approx(30 * 20.19, rel=1e-3) and waited[-1] == 0
+    assert (
+        waited == sorted(waited, reverse=True) and waited[0] == pytest.approx(30 * 20.19, rel=1e-3) and waited[-1] == 0
+    )
     assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] and hides[0] == "-"
     assert hides[1:] == sorted(hides[1:])
 
@@ -177,7 +215,9 @@ def test_waiting_explains_a_measured_speed():
     found = token(LARGE, make_node(**H200), Work())
     sync = found.sync_for(3000)
     assert token(LARGE, make_node(**H200, sync=sync), Work()).rate == pytest.approx(3000)
-    assert found.sync_for(2 * found.ceiling) is None and token_of_bytes(1e9, make_node(**H200), None).sync_for(100) is None
+    assert (
+        found.sync_for(2 * found.ceiling) is None and token_of_bytes(1e9, make_node(**H200), None).sync_for(100) is None
+    )
 
 
 def test_sums_and_overrides():
@@ -206,23 +246,26 @@ def test_agent_time():
     assert alone.even_rate is None and agent_table(alone, {"one": (50.0, "example")}).rows[0][7] == 100
 
 
-@pytest.mark.parametrize(("act", "words"), [
-    (lambda: make_node("h900", 8), "h900: known are h100, h200"),
-    (lambda: make_node("h200", 9), "9: the fast links"),
-    (lambda: make_node("h200", 0), "at least 1"),
-    (lambda: make_node("custom", 1), "give --bandwidth"),
-    (lambda: make_node("custom", 2, bandwidth=1e9, sync=0.0), "give --exchange-us"),
-    (lambda: make_node("custom", 1, bandwidth=1e9), "give --sync-us"),
-    (lambda: make_node("h200", 8, share=1.5), "at most 1"),
-    (lambda: make_node("h200", 8, bandwidth=math.nan), "above 0"),
-    (lambda: make_node("h200", 8, exchange=-1e-6), "--exchange-us -1"),
-    (lambda: token(SMALL, make_node("h200", 3), Work()), "4 lanes spread over 1, 2, 4 devices"),
-    (lambda: token(SMALL, make_node("h200", 4), Work(context=65)), "longest context is 64"),
-    (lambda: Work("fp3"), "--precision fp3: known are"),
-    (lambda: Work(context=-1), "--context -1"),
-    (lambda: AgentTask(tokens=0).check(), "--tokens 0"),
-    (lambda: AgentTask(test_seconds=-1).check(), "--test-seconds -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: make_node("h900", 8), "h900: known are h100, h200"),
+        (lambda: make_node("h200", 9), "9: the fast links"),
+        (lambda: make_node("h200", 0), "at least 1"),
+        (lambda: make_node("custom", 1), "give --bandwidth"),
+        (lambda: make_node("custom", 2, bandwidth=1e9, sync=0.0), "give --exchange-us"),
+        (lambda: make_node("custom", 1, bandwidth=1e9), "give --sync-us"),
+        (lambda: make_node("h200", 8, share=1.5), "at most 1"),
+        (lambda: make_node("h200", 8, bandwidth=math.nan), "above 0"),
+        (lambda: make_node("h200", 8, exchange=-1e-6), "--exchange-us -1"),
+        (lambda: token(SMALL, make_node("h200", 3), Work()), "4 lanes spread over 1, 2, 4 devices"),
+        (lambda: token(SMALL, make_node("h200", 4), Work(context=65)), "longest context is 64"),
+        (lambda: Work("fp3"), "--precision fp3: known are"),
+        (lambda: Work(context=-1), "--context -1"),
+        (lambda: AgentTask(tokens=0).check(), "--tokens 0"),
+        (lambda: AgentTask(test_seconds=-1).check(), "--test-seconds -1"),
+    ],
+)
 def test_mistakes(act, words):
     with pytest.raises(ConfigError, match=words):
         act()

@@ -9,13 +9,29 @@ from infer.__main__ import main
 from laneformer.layout import LAYOUTS
 
 VALUES = {
-    "model_type": "laneformer_tp", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "num_lanes": 4, "max_position_embeddings": 64, "use_comm": True,
-}  # fmt: skip
+    "model_type": "laneformer_tp",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_lanes": 4,
+    "max_position_embeddings": 64,
+    "use_comm": True,
+}
 QWEN = {
-    "model_type": "qwen3", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -46,8 +62,28 @@ def test_all_of_a_laneformer(folder, capsys):
 
 
 def test_config_file_layout_device_and_simulated_rate(folder, capsys):
-    assert main(["roofline", "--checkpoint", str(folder / "config.json"), "--layout", "tp", "--device", "mi300x", "--devices", "2",
-                 "--launches", "250", "--rate", "500", "--rate-status", "simulated"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "roofline",
+                "--checkpoint",
+                str(folder / "config.json"),
+                "--layout",
+                "tp",
+                "--device",
+                "mi300x",
+                "--devices",
+                "2",
+                "--launches",
+                "250",
+                "--rate",
+                "500",
+                "--rate-status",
+                "simulated",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "waits of layout tp" in out and "8 exposed landings" in out and "2 x AMD Instinct MI300X" in out
     assert re.search(r"kernel launches +250 x 4.5 us +1,125.00 +[\d.]+ +889\n", out)
@@ -59,12 +95,29 @@ def test_a_dense_model_and_measured_figures(tmp_path, capsys):
     node = ("--device", "custom", "--bandwidth", "100", "--sync-us", "0", "--context", "0", "--precision", "float32")
     assert main(["roofline", "--checkpoint", str(tmp_path), *node]) == 0
     alone = capsys.readouterr().out
-    # By hand: per layer q, k, v, o of 32x32 + 2x16x32 + 32x32, three of 64x32, norms 2x32 + 2x8; final norm, tied head, a row: all times 4,
-    # and keys and values 2 x 2 x 2 x 8 of bfloat16.
+    # By hand: per layer q, k, v, o of 32x32 + 2x16x32 + 32x32, three of 64x32, norms 2x32 + 2x8; final norm, tied head,
+    # a row: all times 4, and keys and values 2 x 2 x 2 x 8 of bfloat16.
     size = 4 * (2 * (3 * 1024 + 3 * 2048 + 64 + 16) + 32 + 48 * 32 + 32) + 2 * 64
     assert f"{size / 1e9:.4f}" in alone and "1 x custom" in alone and "100% of 100 GB/s given" in alone
     assert f"{1e11 / size:,.0f}" in alone
-    assert main(["roofline", "--gigabytes", "4", "--device", "custom", "--devices", "1", "--bandwidth", "33", "--sync-us", "0"]) == 0
+    assert (
+        main(
+            [
+                "roofline",
+                "--gigabytes",
+                "4",
+                "--device",
+                "custom",
+                "--devices",
+                "1",
+                "--bandwidth",
+                "33",
+                "--sync-us",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert re.search(r"ceiling: reading alone +8.2 +100.0 +unknown", capsys.readouterr().out)
     assert main(["roofline", "--checkpoint", str(tmp_path), "--lanes", "2", *node, "--exchange-us", "7"]) == 0
     assert "4 exchanges of 7.00 us, 4 exposed landings" in capsys.readouterr().out
@@ -72,26 +125,69 @@ def test_a_dense_model_and_measured_figures(tmp_path, capsys):
 
 def test_moe_models(tmp_path, capsys):
     picture = tmp_path / "moe.png"
-    assert main(["roofline", "--moe", "all", "--png", str(picture), "--sweep", "precision", "--json", str(tmp_path / "moe.json")]) == 0
+    assert (
+        main(
+            [
+                "roofline",
+                "--moe",
+                "all",
+                "--png",
+                str(picture),
+                "--sweep",
+                "precision",
+                "--json",
+                str(tmp_path / "moe.json"),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert picture.stat().st_size > 10_000 and out.count("Bytes of one token of") == 4
     assert "whether the weights fit in memory is unknown" in out and "weights of 595.00 GB fit in 1,211 GB" in out
-    assert "Note: deepseek-v4-flash: what it reads of its cache is not known and not counted: give --kv-megabytes" in out
-    tables = [t for t in json.loads((tmp_path / "moe.json").read_text())["tables"] if t["table"] == "precision of kimi-k2.6"]
+    assert (
+        "Note: deepseek-v4-flash: what it reads of its cache is not known and not counted: give --kv-megabytes" in out
+    )
+    tables = [
+        t for t in json.loads((tmp_path / "moe.json").read_text())["tables"] if t["table"] == "precision of kimi-k2.6"
+    ]
     rows = {row["weights"]: row for row in tables[0]["rows"]}
     assert rows["bfloat16"]["tok/s"] < rows["as published"]["tok/s"] < rows["mxfp4"]["tok/s"]
 
 
 def test_a_published_config(tmp_path, capsys):
     values = {
-        "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32_000, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14_336, "num_local_experts": 8, "num_experts_per_tok": 2,
-    }  # fmt: skip
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "vocab_size": 32_000,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "mixtral-8x7b.json").write_text(json.dumps(values))
     files = ("--json", str(tmp_path / "r.json"), "--png", str(tmp_path / "r.png"))
-    assert main(["roofline", str(tmp_path / "mixtral-8x7b.json"), "--sweep", "precision", "--rate", "500", "--context", "0", *files]) == 0
+    assert (
+        main(
+            [
+                "roofline",
+                str(tmp_path / "mixtral-8x7b.json"),
+                "--sweep",
+                "precision",
+                "--rate",
+                "500",
+                "--context",
+                "0",
+                *files,
+            ]
+        )
+        == 0
+    )
     out, tables = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())["tables"]
-    assert [table["table"] for table in tables] == ["bytes", "time", "speed", "precision of mixtral-8x7b"], "nobody gave nominal figures"
+    assert [table["table"] for table in tables] == ["bytes", "time", "speed", "precision of mixtral-8x7b"], (
+        "nobody gave nominal figures"
+    )
     # By hand: experts 2 x 3 x 14,336 x 4,096 and attention 4,096 x 128 x 80 in each layer, the router, the head.
     size = 2 * (32 * (2 * 3 * 14_336 * 4096 + 4096 * 128 * 80 + 8 * 4096) + 32_000 * 4096)
     assert f"{size / 1e9:.4f}" in out and "mixtral-8x7b.json; all in bfloat16" in out and "read 2026" not in out
@@ -122,48 +218,57 @@ def test_a_cache_that_is_given(capsys):
 def test_bytes_references_and_agent_alone(tmp_path, capsys):
     assert main(["roofline", "--gigabytes", "4", "--rate", "2100"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"ceiling: reading alone +7,680 ", out) and re.search(r"measured +2,100 +27.3 +21.9 +measured", out)
+    assert re.search(r"ceiling: reading alone +7,680 ", out) and re.search(
+        r"measured +2,100 +27.3 +21.9 +measured", out
+    )
     assert main(["roofline", "--gigabytes", "4", "--layers", "15"]) == 0
     assert "77 x 0.65 us" in capsys.readouterr().out
     assert main(["roofline", "--references"]) == 0
     assert "250 launches of 4.5 us alone" in capsys.readouterr().out
-    assert main(["roofline", "--agent", "--iterations", "3", "--test-seconds", "0", "--png", str(tmp_path / "a.png")]) == 0
+    assert (
+        main(["roofline", "--agent", "--iterations", "3", "--test-seconds", "0", "--png", str(tmp_path / "a.png")]) == 0
+    )
     assert "in 3 rounds: generating takes more than half of the time below 16,667 tok/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "give CONFIG.json, --checkpoint, --moe or --gigabytes"),
-    (["--checkpoint", "x:y", "--moe", "all"], "give one model"),
-    (["--checkpoint", "no_such_recipe"], "no_such_recipe"),
-    (["--moe", "gpt"], "--moe gpt: known are"),
-    (["--moe", "all", "--rate", "5"], "one model"),
-    (["--moe", "all", "--sweep", "layout"], "--sweep layout needs a model of --checkpoint; of --moe: precision"),
-    (["--moe", "all", "--layout", "tp"], "--layout is for --checkpoint"),
-    (["--gigabytes", "0"], "--gigabytes 0: it must be above 0"),
-    (["--gigabytes", "4", "--layers", "0"], "--layers 0"),
-    (["--gigabytes", "4", "--precision", "fp8"], "--precision is for --checkpoint"),
-    (["--gigabytes", "4", "--context", "9"], "--context and --kv-precision need a model"),
-    (["--moe", "all", "--kv-megabytes", "9"], "only with --moe NAME"),
-    (["--gigabytes", "4", "--device", "a100"], "--device a100: known are"),
-    (["--gigabytes", "4", "--rate", "-1"], "--rate -1"),
-    (["--gigabytes", "4", "--sweep", "context"], "needs a model of --checkpoint"),
-    (["--references", "--png", "r.png"], "--png draws"),
-    (["--agent", "--png", "r.svg"], "ends in .png"),
-    (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
-    (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
-    (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
-    (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
-    (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),
-    (["--checkpoint", "{folder}/other.json"], "must be called config.json"),
-    (["{folder}/none.json"], "none.json does not exist"),
-    (["{folder}/other.json"], "other.json: model_type = None: known mixtures of experts are"),
-    (["{folder}/other.json", "--lanes", "2"], "--lanes is for --checkpoint"),
-    (["{folder}/other.json", "--moe", "all"], "CONFIG.json and --moe: give one model"),
-    (["{folder}/wrong.json"], "wrong.json: hidden_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give CONFIG.json, --checkpoint, --moe or --gigabytes"),
+        (["--checkpoint", "x:y", "--moe", "all"], "give one model"),
+        (["--checkpoint", "no_such_recipe"], "no_such_recipe"),
+        (["--moe", "gpt"], "--moe gpt: known are"),
+        (["--moe", "all", "--rate", "5"], "one model"),
+        (["--moe", "all", "--sweep", "layout"], "--sweep layout needs a model of --checkpoint; of --moe: precision"),
+        (["--moe", "all", "--layout", "tp"], "--layout is for --checkpoint"),
+        (["--gigabytes", "0"], "--gigabytes 0: it must be above 0"),
+        (["--gigabytes", "4", "--layers", "0"], "--layers 0"),
+        (["--gigabytes", "4", "--precision", "fp8"], "--precision is for --checkpoint"),
+        (["--gigabytes", "4", "--context", "9"], "--context and --kv-precision need a model"),
+        (["--moe", "all", "--kv-megabytes", "9"], "only with --moe NAME"),
+        (["--gigabytes", "4", "--device", "a100"], "--device a100: known are"),
+        (["--gigabytes", "4", "--rate", "-1"], "--rate -1"),
+        (["--gigabytes", "4", "--sweep", "context"], "needs a model of --checkpoint"),
+        (["--references", "--png", "r.png"], "--png draws"),
+        (["--agent", "--png", "r.svg"], "ends in .png"),
+        (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
+        (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
+        (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
+        (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
+        (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),
+        (["--checkpoint", "{folder}/other.json"], "must be called config.json"),
+        (["{folder}/none.json"], "none.json does not exist"),
+        (["{folder}/other.json"], "other.json: model_type = None: known mixtures of experts are"),
+        (["{folder}/other.json", "--lanes", "2"], "--lanes is for --checkpoint"),
+        (["{folder}/other.json", "--moe", "all"], "CONFIG.json and --moe: give one model"),
+        (["{folder}/wrong.json"], "wrong.json: hidden_size"),
+    ],
+)
 def test_mistakes_are_one_line(folder, capsys, arguments, words):
     (folder / "other.json").write_text("{}")
-    (folder / "wrong.json").write_text(json.dumps({name: value for name, value in VALUES.items() if name != "hidden_size"}))
+    (folder / "wrong.json").write_text(
+        json.dumps({name: value for name, value in VALUES.items() if name != "hidden_size"})
+    )
     assert main(["roofline", *(word.format(folder=folder) for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err

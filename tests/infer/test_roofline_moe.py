@@ -20,7 +20,9 @@ GIGABYTES = {"qwen3-coder-next": 3.92, "gpt-oss-120b": 5.00, "deepseek-v4-flash"
 @pytest.mark.parametrize("name", MOE)
 def test_bytes_by_hand(name):
     model = MOE[name]
-    assert [part.weights / 1e9 for part in model.parts] == pytest.approx([weights for weights, _ in HAND[name]], abs=0.0055)
+    assert [part.weights / 1e9 for part in model.parts] == pytest.approx(
+        [weights for weights, _ in HAND[name]], abs=0.0055
+    )
     assert model.weight_bytes / 1e9 == pytest.approx(sum(weights * size for weights, size in HAND[name]), rel=2e-3)
     assert model.weight_bytes / 1e9 == pytest.approx(GIGABYTES[name], rel=4e-3)
 

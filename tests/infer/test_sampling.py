@@ -1,4 +1,6 @@
-"""Sampling against a float64 reference written from the definition, and against the distributions it should draw from."""
+"""Sampling against a float64 reference written from the definition, and against the distributions it should
+draw from.
+"""
 
 import math
 
@@ -123,7 +125,11 @@ def test_greedy_takes_the_lowest_of_equals_whatever_the_filters():
 def test_equals_are_kept_together():
     logits = np.zeros(V)
     logits[:6] = 2
-    for s in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.0, top_p=0.01), Sampling(temperature=1.0, min_p=1.0)):
+    for s in (
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, top_p=0.01),
+        Sampling(temperature=1.0, min_p=1.0),
+    ):
         tokens = np.asarray(many(logits.astype(np.float32), np.zeros(V, bool), np.arange(500), s.parameters())[0])
         assert set(tokens.tolist()) == set(range(6))
 
@@ -156,7 +162,11 @@ def test_extremes_give_a_token_and_a_finite_logprob(s, scale):
 
 def test_one_program_serves_every_setting():
     before = jitted._cache_size()
-    for s in (Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.0, top_p=0.5, min_p=0.1, seed=2**64 - 1)):
+    for s in (
+        Sampling(),
+        Sampling(temperature=0.7, top_k=3),
+        Sampling(temperature=1.0, top_p=0.5, min_p=0.1, seed=2**64 - 1),
+    ):
         draw(np.zeros(V), s)
     assert jitted._cache_size() <= before + 1
 
@@ -164,15 +174,32 @@ def test_one_program_serves_every_setting():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("temperature", -1.0), ("temperature", math.nan), ("temperature", 1e-9), ("temperature", math.inf), ("temperature", "warm"),
-        ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan), ("min_p", -0.1),
-        ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("seed", -1), ("seed", 2**64), ("seed", 0.5),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", 1e-9),
+        ("temperature", math.inf),
+        ("temperature", "warm"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.5),
     ],
-)  # fmt: skip
+)
 def test_impossible_settings_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"{name} = .*: write"):
         Sampling(**{name: value})
 
 
 def test_whole_numbers_and_numpy_scalars_are_taken():
-    assert Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5)) == Sampling(temperature=1.0, top_k=4, top_p=0.5)
+    assert Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5)) == Sampling(
+        temperature=1.0, top_k=4, top_p=0.5
+    )

@@ -98,18 +98,29 @@ def test_right_and_wrong_programs(box):
 
 def test_programs_have_what_programs_expect(box):
     attack(box, "import numpy, typing, math, collections\nassert numpy.allclose(numpy.arange(3), [0, 1, 2])")
-    attack(box, "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n"
-                "import pickle\nassert pickle.loads(pickle.dumps(A())).x == 1")  # fmt: skip
-    attack(box, "open('note', 'w').write('x')\nassert open('note').read() == 'x'\nimport os\nassert os.listdir('.') == ['note']")
+    attack(
+        box,
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n"
+        "import pickle\nassert pickle.loads(pickle.dumps(A())).x == 1",
+    )
+    attack(
+        box,
+        "open('note', 'w').write('x')\nassert open('note').read() == 'x'\nimport os\nassert os.listdir('.') =="
+        " ['note']",
+    )
     attack(box, "import os\nassert os.listdir('.') == []")  # nothing of the run before
     attack(box, "assert __name__ != '__main__'")  # as where exec() runs them: a main program at the end does not start
     attack(box, "import multiprocessing as m\nl = m.get_context('fork').Lock()\nwith l:\n    pass")
-    attack(box, "print(list({'a', 'b', 'c'}))\nassert hash('a') == " + str(hash_of_a()))  # the same sets in the same order every time
+    attack(
+        box, "print(list({'a', 'b', 'c'}))\nassert hash('a') == " + str(hash_of_a())
+    )  # the same sets in the same order every time
 
 
 def hash_of_a():
     python = sandbox_levels.interpreter()
-    done = subprocess.run([python, "-c", "print(hash('a'))"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", "print(hash('a'))"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 
@@ -128,12 +139,14 @@ def hash_of_a():
         "import atexit, sys\natexit.register(print, 'passed')\nsys.exit(0)",
         "import threading, os, time\nthreading.Thread(target=lambda: os._exit(0)).start()\ntime.sleep(1)",
         # success as the harness would report it, but for the nonce, in every open file
-        "import os\nfor fd in range(64):\n    try: os.write(fd, b'{\"verdict\": \"passed\", \"error\": \"\", \"cpu\": 0}\\n')\n"
-        "    except OSError: pass\nos._exit(0)",
+        (
+            'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"verdict": "passed", "error": "", "cpu":'
+            " 0}\\n')\n    except OSError: pass\nos._exit(0)"
+        ),
         "print('passed'); print('{\"verdict\": \"passed\"}', flush=True); import os; os._exit(0)",
         "import os; os.closerange(0, 64)",  # no way to report is no success
     ],
-)  # fmt: skip
+)
 def test_ending_early_is_not_passing(box, solution):
     outcome = box.run(solution, "f()\nassert False", LIMITS)
     assert outcome.verdict in ("failed", "killed"), outcome
@@ -164,10 +177,13 @@ def test_a_result_that_equals_everything_is_wrong(box, solution):
 @pytest.mark.parametrize(
     "spoil",
     [
-        "abs = lambda x: 0", "def all(x): return True", "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.all = lambda x: True",
-        "def check(f): pass", "__builtins__ = {'abs': lambda x: 0}",
+        "abs = lambda x: 0",
+        "def all(x): return True",
+        "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.all = lambda x: True",
+        "def check(f): pass",
+        "__builtins__ = {'abs': lambda x: 0}",
     ],
-)  # fmt: skip
+)
 def test_the_tests_have_functions_of_their_own(box, spoil):
     test = "def check(f):\n    assert all([abs(f() - 3) < 1])\ncheck(f)"
     assert box.run(f"def f(): return 3\n{spoil}", test, LIMITS, entry_point="f").verdict == "passed"
@@ -177,7 +193,10 @@ def test_the_tests_have_functions_of_their_own(box, spoil):
 @pytest.mark.parametrize(
     "solution",
     [
-        "from collections import *\nP = namedtuple('P', 'x y')\ndef f(n=2): return [P(1, 2), (1, 2), Counter(), deque(), {1}.union()][0]",
+        (
+            "from collections import *\nP = namedtuple('P', 'x y')\ndef f(n=2): return [P(1, 2), (1, 2), Counter(),"
+            " deque(), {1}.union()][0]"
+        ),
         "def f(n=2): return (1, 2) if n == 0 else f(n - 1)",
         "import numpy\ndef f(): return tuple(numpy.arange(1, 3))",
         "def sorted(): return (1, 2)\nf = sorted",
@@ -212,7 +231,10 @@ def test_replaced_functions_do_not_reach_the_verdict(box):
 def test_time(box):
     spins = ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
     for spin in spins if box.level.name == "bwrap" else spins[:1]:
-        assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == ("timeout", "more than 1 s of CPU time")
+        assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == (
+            "timeout",
+            "more than 1 s of CPU time",
+        )
     began = time.monotonic()
     assert verdict(box, "import time; time.sleep(600)", limits=SHORT) == ("timeout", "no end after 2 s")
     assert time.monotonic() - began < 15
@@ -222,14 +244,19 @@ def test_memory(box):
     assert verdict(box, "x = bytearray(6 << 30)") == ("memory", "MemoryError: ")
     attack(box, "try: x = bytearray(6 << 30)\nexcept MemoryError: pass")
     if os.geteuid() or box.level.name != "rlimits":  # root may
-        attack(box, "import resource\ntry: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
-                    "except (ValueError, OSError): pass\nelse: raise SystemExit")  # fmt: skip
+        attack(
+            box,
+            "import resource\ntry: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
+            "except (ValueError, OSError): pass\nelse: raise SystemExit",
+        )
     assert verdict(box, "import ctypes; ctypes.string_at(0)") == ("killed", "SIGSEGV")
 
 
 def test_output_goes_nowhere(box):
     began = time.monotonic()
-    attack(box, "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 2**20)\n    sys.stderr.write('x' * 2**20)")
+    attack(
+        box, "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 2**20)\n    sys.stderr.write('x' * 2**20)"
+    )
     assert time.monotonic() - began < 15
     assert verdict(box, "assert input() == ''")[0] == "failed"  # nothing to read either
     # Into the report, as far as the limit on files goes.
@@ -241,11 +268,18 @@ def test_output_goes_nowhere(box):
 def test_files(box):
     big = "try: open('big', 'wb').write(b'x' * (32 << 20))\nexcept OSError: pass\n"
     attack(box, big + "import os\nassert os.path.getsize('big') <= 16 << 20")
-    attack(box, "files = []\ntry:\n    for n in range(100): files.append(open(f'{n}', 'w'))\nexcept OSError: pass\nassert len(files) < 64")
+    attack(
+        box,
+        "files = []\ntry:\n    for n in range(100): files.append(open(f'{n}', 'w'))\nexcept OSError: pass\nassert"
+        " len(files) < 64",
+    )
 
 
 def test_a_full_disk(shut):
-    fill = "n = 0\ntry:\n    for n in range(100): open(f'{n}', 'wb').write(b'x' * (8 << 20))\nexcept OSError: pass\nassert 4 < n < 9, n"
+    fill = (
+        "n = 0\ntry:\n    for n in range(100): open(f'{n}', 'wb').write(b'x' * (8 << 20))\nexcept OSError: pass\nassert"
+        " 4 < n < 9, n"
+    )
     attack(shut, fill)
 
 
@@ -275,7 +309,9 @@ def test_a_fork_bomb(box):
 
 def test_nothing_is_left_behind(shut):
     daemon = "import subprocess, sys\n"
-    daemon += f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{MARK}'], start_new_session=True)"
+    daemon += (
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{MARK}'], start_new_session=True)"
+    )
     attack(shut, daemon)
     assert verdict(shut, daemon + "\nraise ValueError")[0] == "failed"
     assert verdict(shut, daemon + "\nimport time; time.sleep(60)", limits=SHORT)[0] == "timeout"
@@ -290,21 +326,35 @@ def test_no_network(shut):
     with socket.create_server(("127.0.0.1", 0)) as here:
         attack(shut, reach.format(here.getsockname()))
     attack(shut, reach.format(("192.0.2.1", 80)))
-    attack(shut, "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry: s.sendto(b'x', ('192.0.2.1', 53))\n"
-                 "except OSError: pass\nelse: raise SystemExit")  # fmt: skip
-    attack(shut, "import socket\nassert all(name == 'lo' or not name.startswith(('e', 'w')) for _, name in socket.if_nameindex())")
+    attack(
+        shut,
+        "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry: s.sendto(b'x', ('192.0.2.1', 53))\n"
+        "except OSError: pass\nelse: raise SystemExit",
+    )
+    attack(
+        shut,
+        "import socket\nassert all(name == 'lo' or not name.startswith(('e', 'w')) for _, name in"
+        " socket.if_nameindex())",
+    )
     with socket.socket(socket.AF_UNIX) as here:  # a name that lives in the network namespace, not in the files
         here.bind("\0" + MARK)
         here.listen()
         name = "\\0" + MARK
-        attack(shut, f"import socket\ntry: socket.socket(socket.AF_UNIX).connect('{name}')\nexcept OSError: pass\nelse: raise SystemExit")
+        attack(
+            shut,
+            f"import socket\ntry: socket.socket(socket.AF_UNIX).connect('{name}')\nexcept OSError: pass\nelse: raise"
+            " SystemExit",
+        )
 
 
 def test_no_home_and_no_environment(shut, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     attack(shut, "import os\nassert 'SECRET_TOKEN' not in os.environ")
-    attack(shut, "import glob\nfor file in glob.glob('/proc/[0-9]*/environ'):\n    try: text = open(file, 'rb').read()\n"
-                 "    except OSError: continue\n    assert b'SECRET' not in text")  # fmt: skip
+    attack(
+        shut,
+        "import glob\nfor file in glob.glob('/proc/[0-9]*/environ'):\n    try: text = open(file, 'rb').read()\n"
+        "    except OSError: continue\n    assert b'SECRET' not in text",
+    )
     python = sandbox_levels.interpreter()
     for home in sandbox_levels.homes(Path("/tmp/none")):  # but for the way to a Python that lies there
         way = {Path(home) / python.relative_to(home).parts[0]} if python.is_relative_to(home) else set()
@@ -314,8 +364,11 @@ def test_no_home_and_no_environment(shut, monkeypatch):
 
 def test_no_other_processes(shut):
     attack(shut, "import os\nassert len([p for p in os.listdir('/proc') if p.isdigit()]) < 4")
-    attack(shut, f"import os, signal\nfor pid in ({os.getpid()}, {os.getppid()}):\n    try: os.kill(pid, signal.SIGKILL)\n"
-                 "    except OSError: pass\n    else: raise SystemExit")  # fmt: skip
+    attack(
+        shut,
+        f"import os, signal\nfor pid in ({os.getpid()}, {os.getppid()}):\n    try: os.kill(pid, signal.SIGKILL)\n"
+        "    except OSError: pass\n    else: raise SystemExit",
+    )
     shut.run("import os, signal; os.kill(-1, signal.SIGKILL)", "", LIMITS)
     shut.run("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", "", LIMITS)
     attack(shut, "pass")
@@ -323,13 +376,23 @@ def test_no_other_processes(shut):
 
 def test_no_rights(shut):
     if os.geteuid() == 0:
-        attack(shut, "import os\nassert os.getuid() and os.geteuid() and os.getgid() and set(os.getgroups()) <= {os.getgid()}")
+        attack(
+            shut,
+            "import os\nassert os.getuid() and os.geteuid() and os.getgid() and set(os.getgroups()) <= {os.getgid()}",
+        )
         attack(shut, "import os\ntry: os.setuid(0)\nexcept OSError: pass\nelse: raise SystemExit")
-    caps = "{k: int(v, 16) for k, v in (line.split(':') for line in open('/proc/self/status') if line.startswith('Cap'))}"
+    caps = (
+        "{k: int(v, 16) for k, v in (line.split(':') for line in open('/proc/self/status') if line.startswith('Cap'))}"
+    )
     attack(shut, f"caps = {caps}\nassert len(caps) == 5 and not any(caps.values()), caps")
     attack(shut, "assert 'NoNewPrivs:\\t1' in open('/proc/self/status').read()")
-    attack(shut, "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == -1")
-    attack(shut, "import os\ntry: os.mknod('disk', 0o60660, os.makedev(8, 0))\nexcept OSError: pass\nelse: raise SystemExit")
+    attack(
+        shut, "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == -1"
+    )
+    attack(
+        shut,
+        "import os\ntry: os.mknod('disk', 0o60660, os.makedev(8, 0))\nexcept OSError: pass\nelse: raise SystemExit",
+    )
 
 
 def test_no_other_files(tight, tmp_path):
@@ -343,9 +406,22 @@ def test_no_other_files(tight, tmp_path):
 
 def test_nothing_can_be_written_but_the_scratch_folder(tight):
     python = str(sandbox_levels.interpreter())
-    for path in ("/x", "/usr/x", "/usr/bin/env", "/dev/x", "/proc/x", "/etc/x", "/site/x", python, os.path.dirname(python) + "/x"):
+    for path in (
+        "/x",
+        "/usr/x",
+        "/usr/bin/env",
+        "/dev/x",
+        "/proc/x",
+        "/etc/x",
+        "/site/x",
+        python,
+        os.path.dirname(python) + "/x",
+    ):
         attack(tight, f"try: open({path!r}, 'ab')\nexcept OSError: pass\nelse: raise SystemExit")
-    fill = "n = 0\ntry:\n    for n in range(100): open(f'/dev/shm/{n}', 'wb').write(b'x' * (4 << 20))\nexcept OSError: pass\n"
+    fill = (
+        "n = 0\ntry:\n    for n in range(100): open(f'/dev/shm/{n}', 'wb').write(b'x' * (4 << 20))\nexcept OSError:"
+        " pass\n"
+    )
     attack(tight, fill + "assert n < 5, n")
 
 
@@ -371,7 +447,9 @@ def test_close_ends_what_runs_and_leaves_no_folder():
     stage, ended = made._stage, []
 
     def wait():
-        ended.append(made.run(f"import time; x = '{MARK}'; time.sleep(600)", "", Limits(cpu_seconds=5, wall_seconds=500)))
+        ended.append(
+            made.run(f"import time; x = '{MARK}'; time.sleep(600)", "", Limits(cpu_seconds=5, wall_seconds=500))
+        )
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -386,7 +464,9 @@ def test_close_ends_what_runs_and_leaves_no_folder():
 
 
 def test_a_sandbox_that_does_not_start_is_no_verdict(box, monkeypatch):
-    broken = sandbox_levels.Level("bwrap", (), False, lambda stage: [], lambda stage, run: ["sh", "-c", "echo no luck >&2; exit 1"], str)
+    broken = sandbox_levels.Level(
+        "bwrap", (), False, lambda stage: [], lambda stage, run: ["sh", "-c", "echo no luck >&2; exit 1"], str
+    )
     monkeypatch.setattr(box, "level", broken)
     with pytest.raises(HarnessError, match="did not start: no luck"):
         box.run("", "", LIMITS)
@@ -407,7 +487,13 @@ def test_a_level_that_does_not_hold_is_refused(monkeypatch):
         ({"network": False}, "keeps the network out"),
         ({"hidden": lambda stage: ["/usr"]}, "hides /usr"),
         ({"command": lambda stage, run: ["false"]}, "does not work here"),
-        ({"site": lambda stage: "/nonexistent", "command": lambda stage, run: [str(sandbox_levels.interpreter()), "-S"]}, "runs a program"),
+        (
+            {
+                "site": lambda stage: "/nonexistent",
+                "command": lambda stage, run: [str(sandbox_levels.interpreter()), "-S"],
+            },
+            "runs a program",
+        ),
     ]:
         fake = sandbox_levels.Level(**{**vars(real), **change})
         monkeypatch.setitem(sandbox.LEVELS, "rlimits", fake)
@@ -424,6 +510,8 @@ def test_levels_that_are_missing_or_unknown(monkeypatch, caplog):
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         sandbox._choose("bwrap")
     there.clear()
-    with pytest.raises(ConfigError, match="--sandbox rlimits runs the model's programs with your rights"):  # never taken by itself
+    with pytest.raises(
+        ConfigError, match="--sandbox rlimits runs the model's programs with your rights"
+    ):  # never taken by itself
         sandbox._choose("auto")
     assert sandbox._choose("rlimits").name == "rlimits"

@@ -47,7 +47,9 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, c, k):
 def test_pass_at_k_is_the_mean_over_problems():
     assert pass_at_k({"a": (2, 1), "b": (4, 4), "c": (1, 0)}, 1) == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert pass_at_k({"a": (2, 1), "b": (4, 4), "c": (1, 0)}, 2) is None
-    assert pass_at_k({"a": (200, 3)}, 100) == pytest.approx(1 - math.prod(1 - 100 / i for i in range(198, 201)))  # as in OpenAI's code
+    assert pass_at_k({"a": (200, 3)}, 100) == pytest.approx(
+        1 - math.prod(1 - 100 / i for i in range(198, 201))
+    )  # as in OpenAI's code
 
 
 @given(st.integers(1, 500), st.floats(0, 1))
@@ -67,7 +69,12 @@ def test_published_intervals():
 def test_verdicts(judge, problems):
     add, twice = problems
     judge.verify(problems.problems)
-    programs = [(add, add.reference), (add, add.prompt + "    return a - b\n"), (twice, twice.reference), (twice, "import os; os._exit(0)")]
+    programs = [
+        (add, add.reference),
+        (add, add.prompt + "    return a - b\n"),
+        (twice, twice.reference),
+        (twice, "import os; os._exit(0)"),
+    ]
     found = dict(judge.outcomes(programs * 3))
     assert [found[n].verdict == "passed" for n in range(12)] == [True, False, True, False] * 3
 
@@ -82,7 +89,9 @@ def test_references_are_run_once_and_must_pass(judge, problems, monkeypatch):
     judge.verify(problems.problems)
 
 
-@pytest.mark.parametrize("break_it", [{"canonical_solution": "    return 0\n"}, {"test": "def check(candidate):\n    assert undefined"}])
+@pytest.mark.parametrize(
+    "break_it", [{"canonical_solution": "    return 0\n"}, {"test": "def check(candidate):\n    assert undefined"}]
+)
 def test_a_reference_that_fails_stops_everything(judge, tmp_path, break_it):
     problems = load_problems(write_jsonl(tmp_path / "he.jsonl", [{**ADD, **break_it}, TWICE]))
     with pytest.raises(HarnessError, match=r"1 of 2 reference solutions fail here.*HumanEval/0 \(failed"):

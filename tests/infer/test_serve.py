@@ -73,12 +73,18 @@ def test_a_chat_is_the_engines_streamed_or_not(server, engine, checkpoint):
     status, whole = server.post("/v1/chat/completions", return_token_ids=True, **fields)
     assert status == 200 and whole["object"] == "chat.completion" and whole["prompt_token_ids"] == ids
     [choice] = whole["choices"]
-    assert choice["message"] == {"role": "assistant", "content": result.text} and choice["token_ids"] == list(result.tokens)
+    assert choice["message"] == {"role": "assistant", "content": result.text} and choice["token_ids"] == list(
+        result.tokens
+    )
     with server.stream("/v1/chat/completions", **fields) as stream:
         first, *chunks, last, done = stream
     assert done == "[DONE]" and first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == result.text
-    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length" and last["timings"]["predicted_n"] == 40
+    assert (
+        last["choices"][0]["delta"] == {}
+        and last["choices"][0]["finish_reason"] == "length"
+        and last["timings"]["predicted_n"] == 40
+    )
     assert first["object"] == "chat.completion.chunk" and "usage" not in first
 
 
@@ -117,10 +123,14 @@ def test_logprobs_of_completions(server, engine):
     answer = server.complete(PROMPT, max_tokens=40, logprobs=2, **DRAW)
     told = answer["choices"][0]["logprobs"]
     assert told["token_logprobs"] == pytest.approx(result.logprobs)
-    assert [list(top.values()) for top in told["top_logprobs"]] == [pytest.approx([p for _, p in top]) for top in result.top_logprobs]
+    assert [list(top.values()) for top in told["top_logprobs"]] == [
+        pytest.approx([p for _, p in top]) for top in result.top_logprobs
+    ]
     raw = [engine.tokenizer.token_bytes(token) for token in result.tokens]
     spelled = [b.decode() if b.isascii() else f"bytes:\\x{b[0]:02x}" for b in raw]
-    assert told["tokens"] == [text or {256: "<|im_start|>", 257: "<|im_end|>"}[t] for t, text in zip(result.tokens, spelled, strict=True)]
+    assert told["tokens"] == [
+        text or {256: "<|im_start|>", 257: "<|im_end|>"}[t] for t, text in zip(result.tokens, spelled, strict=True)
+    ]
     offsets = told["text_offset"]
     assert offsets[0] == 0 and offsets == sorted(offsets) and all(offsets[n] <= n for n in range(40))
     with server.stream(prompt=PROMPT, max_tokens=40, logprobs=2, **DRAW) as stream:
@@ -135,7 +145,9 @@ def test_logprobs_of_chats(server, engine, checkpoint):
     _, answer = server.post("/v1/chat/completions", messages=TALK, max_tokens=5, logprobs=True, top_logprobs=3, **DRAW)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [each["logprob"] for each in content] == pytest.approx(result.logprobs)
-    assert [bytes(each["bytes"]) for each in content] == [engine.tokenizer.token_bytes(token) for token in result.tokens]
+    assert [bytes(each["bytes"]) for each in content] == [
+        engine.tokenizer.token_bytes(token) for token in result.tokens
+    ]
     assert [[top["logprob"] for top in each["top_logprobs"]] for each in content] == [
         pytest.approx([p for _, p in top]) for top in result.top_logprobs
     ]
@@ -153,7 +165,9 @@ def test_without_a_seed_answers_differ_and_the_seed_is_told(server):
 
 def test_requests_are_answered_in_the_order_they_came_in(server):
     one = server.stream(prompt=PROMPT, max_tokens=2000 if BACKEND == "cpu" else 400, ignore_eos=True)
-    two, three = (server.stream("/v1/chat/completions", messages=TALK, max_tokens=300, ignore_eos=True) for _ in range(2))
+    two, three = (
+        server.stream("/v1/chat/completions", messages=TALK, max_tokens=300, ignore_eos=True) for _ in range(2)
+    )
     with one as a, two as b, three as c:
         assert isinstance(next(a), dict)
         assert [next(b)["choices"][0]["delta"]["role"], next(b)] == ["assistant", ": queued 1"]
@@ -166,7 +180,10 @@ def test_requests_are_answered_in_the_order_they_came_in(server):
         moved, *_, end_c, done_c = (event for event in c if event != ": keepalive")
         assert moved == ": queued 1" and done_a == done_b == done_c == "[DONE]"
     assert end_b["metrics"]["queue_time_ms"] < end_c["metrics"]["queue_time_ms"]
-    assert end_c["metrics"]["queue_time_ms"] > end_b["metrics"]["queue_time_ms"] + end_b["metrics"]["generation_time_ms"] - 1000
+    assert (
+        end_c["metrics"]["queue_time_ms"]
+        > end_b["metrics"]["queue_time_ms"] + end_b["metrics"]["generation_time_ms"] - 1000
+    )
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -181,10 +198,14 @@ def test_a_client_that_goes_away_frees_the_engine(server, streamed):
     else:
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             body = json.dumps({"prompt": PROMPT, "max_tokens": CONTEXT, "ignore_eos": True}).encode()
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                           b"Content-Length: %d\r\n\r\n%b" % (len(body), body))  # fmt: skip
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
             server.wait_for_metric("num_requests_running", 1)
-    assert server.complete(PROMPT, max_tokens=2)["metrics"]["queue_time_ms"] < 500, "the whole answer takes many seconds"
+    assert server.complete(PROMPT, max_tokens=2)["metrics"]["queue_time_ms"] < 500, (
+        "the whole answer takes many seconds"
+    )
     assert server.metric(cancelled) == before + 1
 
 
@@ -201,7 +222,12 @@ def test_one_that_goes_away_while_it_waits_leaves_the_queue(server):
 @pytest.mark.parametrize(
     ("fields", "param", "code", "message"),
     [
-        ({"prompt": "a" * CONTEXT}, "prompt", "context_length_exceeded", f"the prompt has {CONTEXT} tokens and the context {CONTEXT}"),
+        (
+            {"prompt": "a" * CONTEXT},
+            "prompt",
+            "context_length_exceeded",
+            f"the prompt has {CONTEXT} tokens and the context {CONTEXT}",
+        ),
         ({"prompt": ""}, "prompt", None, "the prompt is empty"),
         ({"prompt": [5, 258]}, "prompt", None, "token ids must be from 0 to 257"),
         ({"prompt": [10**40]}, "prompt", None, "token ids must be from 0 to 257"),
@@ -252,7 +278,11 @@ def test_requests_that_are_no_requests(server):
         (403, "GET", "/health", None, {"Host": "127.0.0.1.evil.example:80"}),
     ):
         answer, error, _ = server.send(method, path, body, headers)
-        assert answer == status and set(error["error"]) == {"message", "type", "param", "code"}, (path, body and body[:20], error)
+        assert answer == status and set(error["error"]) == {"message", "type", "param", "code"}, (
+            path,
+            body and body[:20],
+            error,
+        )
     assert server.get("/v1/models", {"Host": "My.Example:80"})[0] == 200
     assert server.get("/v1/models")[2].get("access-control-allow-origin") is None
 
@@ -268,13 +298,31 @@ def test_what_is_served(server):
 
 
 def test_counters(server):
-    names = ("prompt_tokens_total", "generation_tokens_total", 'request_success_total{finished_reason="length"}',
-             "time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
-             "request_queue_time_seconds_count", 'inter_token_latency_seconds_bucket{le="+Inf"}')  # fmt: skip
+    names = (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        'request_success_total{finished_reason="length"}',
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+        'inter_token_latency_seconds_bucket{le="+Inf"}',
+    )
     before = [server.metric(name) for name in names]
     server.complete(PROMPT, max_tokens=10)
-    assert [server.metric(name) - b for name, b in zip(names, before, strict=True)] == [len(PROMPT), 10, 1, 1, 9, 1, 1, 9]
-    assert server.metric('inter_token_latency_seconds_bucket{le="5e-05"}') <= server.metric("inter_token_latency_seconds_count")
+    assert [server.metric(name) - b for name, b in zip(names, before, strict=True)] == [
+        len(PROMPT),
+        10,
+        1,
+        1,
+        9,
+        1,
+        1,
+        9,
+    ]
+    assert server.metric('inter_token_latency_seconds_bucket{le="5e-05"}') <= server.metric(
+        "inter_token_latency_seconds_count"
+    )
 
 
 def test_the_openai_client(server, engine):

@@ -1,4 +1,6 @@
-"""python -m infer serve as a process: its key, its time limit, an engine that crashes, how it starts and how it ends."""
+"""python -m infer serve as a process: its key, its time limit, an engine that crashes, how it starts and how it
+ends.
+"""
 
 import json
 import os
@@ -35,7 +37,11 @@ def test_a_key_is_needed_for_everything_but_health(server):
     for path in ("/", "/metrics", "/v1/models", "/nowhere"):
         for headers in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}, {"Authorization": "Bearer "}):
             status, body, answered = server.get(path, headers)
-            assert status == 401 and body["error"]["code"] == "invalid_api_key" and answered["www-authenticate"] == "Bearer"
+            assert (
+                status == 401
+                and body["error"]["code"] == "invalid_api_key"
+                and answered["www-authenticate"] == "Bearer"
+            )
     assert server.post("/v1/completions", prompt="a")[0] == 401
     assert server.post("/v1/completions", AUTH, prompt="a")[0] == 200
     assert server.get("/v1/models", AUTH)[0] == 200 and server.get("/health")[0] == 200
@@ -47,7 +53,9 @@ def test_an_answer_that_takes_too_long(server):
     with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         *chunks, error = stream
     assert f"not complete after {TIMEOUT:g} s" in error["error"]["message"]
-    assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, "at least 100 ms lie between two events"
+    assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, (
+        "at least 100 ms lie between two events"
+    )
     status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=2)
     assert status == 200 and body["metrics"]["queue_time_ms"] < 300
 
@@ -90,10 +98,20 @@ def test_control_c_while_it_loads(checkpoint):
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
-    done = subprocess.run([sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: ") and "is not a folder" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.stderr.splitlines()[-1].startswith("error: ")
+        and "is not a folder" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

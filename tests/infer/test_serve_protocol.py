@@ -24,19 +24,62 @@ def refused(fields, chat=False):
 
 def test_defaults_are_those_of_openai():
     call = read_call(dict(TEXT), chat=False)
-    assert (call.max_tokens, call.sampling["temperature"], call.stop, call.logprobs, call.stream) == (16, 1.0, (), None, False)
+    assert (call.max_tokens, call.sampling["temperature"], call.stop, call.logprobs, call.stream) == (
+        16,
+        1.0,
+        (),
+        None,
+        False,
+    )
     assert read_call(dict(CHAT), chat=True).max_tokens is None
     assert read_call(dict(TEXT), chat=False).sampling["seed"] != call.sampling["seed"]
 
 
 def test_every_parameter_arrives():
-    call = read_call({**TEXT, "model": "m", "max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "seed": 5,
-                      "repetition_penalty": 1.5, "stop": ["a", "b"], "stop_token_ids": [1], "ignore_eos": True, "logprobs": 2,
-                      "return_token_ids": True, "stream": True, "user": "u",
-                      "stream_options": {"include_usage": True, "continuous_usage_stats": True}}, chat=False)  # fmt: skip
-    assert call.sampling == {"temperature": 0, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "seed": 5, "repetition_penalty": 1.5}
-    assert (call.model, call.max_tokens, call.stop, call.stop_token_ids, call.ignore_eos) == ("m", 3, ("a", "b"), (1,), True)
-    assert (call.logprobs, call.return_token_ids, call.stream, call.include_usage, call.continuous_usage) == (2, True, True, True, True)
+    call = read_call(
+        {
+            **TEXT,
+            "model": "m",
+            "max_tokens": 3,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 4,
+            "min_p": 0.1,
+            "seed": 5,
+            "repetition_penalty": 1.5,
+            "stop": ["a", "b"],
+            "stop_token_ids": [1],
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "stream": True,
+            "user": "u",
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+        chat=False,
+    )
+    assert call.sampling == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "seed": 5,
+        "repetition_penalty": 1.5,
+    }
+    assert (call.model, call.max_tokens, call.stop, call.stop_token_ids, call.ignore_eos) == (
+        "m",
+        3,
+        ("a", "b"),
+        (1,),
+        True,
+    )
+    assert (call.logprobs, call.return_token_ids, call.stream, call.include_usage, call.continuous_usage) == (
+        2,
+        True,
+        True,
+        True,
+        True,
+    )
     chat = read_call({**CHAT, "logprobs": True, "top_logprobs": 3, "max_completion_tokens": 9, "stop": "x"}, chat=True)
     assert (chat.logprobs, chat.max_tokens, chat.stop) == (3, 9, ("x",))
     assert read_call({**CHAT, "logprobs": True}, chat=True).logprobs == 0
@@ -53,7 +96,11 @@ def test_values_that_ask_for_nothing_are_accepted_and_others_refused():
         for value in (None, *values):
             read_call({**CHAT, name: value}, chat=True)
         error = refused({**CHAT, name: [{"something": "else"}]}, chat=True)
-        assert error["param"] == name and error["code"] == "unsupported_parameter" and f"leave {name} out" in error["message"]
+        assert (
+            error["param"] == name
+            and error["code"] == "unsupported_parameter"
+            and f"leave {name} out" in error["message"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,9 +141,17 @@ def test_refusals_name_the_parameter(fields, param, message):
         ({"messages": []}, "messages", "a list of at least one message"),
         ({"messages": [{"content": "a"}]}, "messages[0]", "an object with a role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "give a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "the model reads nothing else"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "the model reads nothing else",
+        ),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "the model reads nothing else"),
-        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio", "not supported here"),
+        (
+            {"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]},
+            "messages[0].audio",
+            "not supported here",
+        ),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "goes with logprobs = true"),
         ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "mean the same"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools", "not supported here"),
@@ -108,10 +163,21 @@ def test_refusals_of_chats(fields, param, message):
 
 
 def test_messages_as_clients_send_their_history():
-    answered = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "annotations": [], "audio": None}
+    answered = {
+        "role": "assistant",
+        "content": "b",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
     parts = {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]}
     call = read_call({"messages": [*CHAT["messages"], answered, parts]}, chat=True)
-    assert call.prompt == [*CHAT["messages"], {"role": "assistant", "content": "b"}, {"role": "user", "content": "c\nd"}]
+    assert call.prompt == [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c\nd"},
+    ]
 
 
 def test_bodies_that_are_no_objects():
@@ -123,9 +189,16 @@ def test_bodies_that_are_no_objects():
 
 @pytest.mark.parametrize(
     ("header", "name"),
-    [("localhost", "localhost"), ("LocalHost:80", "localhost"), ("127.0.0.1:8000", "127.0.0.1"), ("[::1]:8000", "::1"), ("[::1]", "::1"),
-     ("evil.example:1", "evil.example"), ("", "")],
-)  # fmt: skip
+    [
+        ("localhost", "localhost"),
+        ("LocalHost:80", "localhost"),
+        ("127.0.0.1:8000", "127.0.0.1"),
+        ("[::1]:8000", "::1"),
+        ("[::1]", "::1"),
+        ("evil.example:1", "evil.example"),
+        ("", ""),
+    ],
+)
 def test_names_in_host_headers(header, name):
     assert host_name(header) == name
 
@@ -133,7 +206,8 @@ def test_names_in_host_headers(header, name):
 def test_the_web_process_does_without_jax():
     """As `python -m infer serve` starts it, with what it imports when it runs."""
     code = (
-        "import sys, infer.__main__, infer.cli_serve, uvicorn, infer.serve, infer.serve_engine, infer.serve_guard, infer.serve_metrics\n"
-        "assert 'infer.serve_worker' in sys.modules and 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+        "import sys, infer.__main__, infer.cli_serve, uvicorn, infer.serve, infer.serve_engine, infer.serve_guard,"
+        " infer.serve_metrics\nassert 'infer.serve_worker' in sys.modules and 'jax' not in sys.modules and 'numpy' not"
+        " in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -11,7 +11,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from infer.tokenizer import BYTE_LEVEL, Detokenizer, Tokenizer
 from laneformer.errors import CheckpointError, InputError
 
-SAMPLE = ["def add(a, b):\n    return a + b\n", "naïve café, 你好 你好, 🙂🙂 the the there", "▁ and � are characters too"]
+SAMPLE = [
+    "def add(a, b):\n    return a + b\n",
+    "naïve café, 你好 你好, 🙂🙂 the the there",
+    "▁ and � are characters too",
+]
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \n▁�é你🙂abth")), max_size=30)
 
 
@@ -20,7 +24,10 @@ def byte_level():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|end|>"], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=320,
+        special_tokens=["<|end|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(SAMPLE, trainer)
     tokenizer.add_tokens([AddedToken("<tool call>", normalized=False)])
@@ -29,18 +36,36 @@ def byte_level():
 
 def sentencepiece_style():
     """As in Llama 2: spaces are ▁, one is put before the text, unknown characters fall back to bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abdefhnrt", "th", "the", "▁th", "▁the", "▁a"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abdefhnrt",
+        "th",
+        "the",
+        "▁th",
+        "▁the",
+        "▁a",
+    ]
     merges = [("t", "h"), ("th", "e"), ("▁", "th"), ("▁th", "e"), ("▁", "a")]
-    model = models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    model = models.BPE(
+        {piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
 def metaspace():
-    tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", "▁the", *"abcdehtn你🙂"])], 0))
+    tokenizer = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", "▁the", *"abcdehtn你🙂"])], 0)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer

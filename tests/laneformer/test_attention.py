@@ -1,4 +1,6 @@
-"""Attention and its gradients against float64 numpy with all scores in memory, on meshes, in every tiling, and what it may cost."""
+"""Attention and its gradients against float64 numpy with all scores in memory, on meshes, in every tiling, and what it
+may cost.
+"""
 
 from functools import partial
 
@@ -71,7 +73,9 @@ def test_equals_float64(data):
     """Any lengths (also below, at and between multiples of a block), windows, groups and, in no order, segments."""
     s = data.draw(st.integers(1, 70), "s")
     b, group = data.draw(st.integers(1, 2), "b"), data.draw(st.sampled_from((1, 2, 3)), "group")
-    inputs = random_inputs(b=b, s=s, group=group, n=data.draw(st.integers(1, 2), "n"), k=data.draw(st.sampled_from((2, 8)), "k"), seed=s)
+    inputs = random_inputs(
+        b=b, s=s, group=group, n=data.draw(st.integers(1, 2), "n"), k=data.draw(st.sampled_from((2, 8)), "k"), seed=s
+    )
     which = {"window": data.draw(st.none() | st.integers(1, s + 3), "window")}
     segments = st.lists(st.integers(0, 2), min_size=b * s, max_size=b * s)
     if data.draw(st.booleans(), "segments?"):
@@ -93,10 +97,14 @@ def test_reference_gradient_equals_differences():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window"), [((1, 1), 7), ((5, 5), None), ((5, 5), 5), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)]
+    ("sizes", "window"),
+    [((1, 1), 7), ((5, 5), None), ((5, 5), 5), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)],
 )
 def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
-    inputs, segments = random_inputs(s=45, group=2), np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32)
+    inputs, segments = (
+        random_inputs(s=45, group=2),
+        np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32),
+    )
     monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
     fresh = jax.jit(with_gradients.__wrapped__, static_argnames="window")  # traced with these sizes
     found = fresh(*inputs, window=window, segments=segments)
@@ -131,7 +139,9 @@ def test_bfloat16_rounds_only_inputs_probabilities_and_results():
     found = with_gradients(*inputs, window=20)
     assert all(x.dtype == jnp.bfloat16 for x in found)
     for x, y, bound in zip(found, expected(*inputs, window=20), (0.0022, 0.0032, 0.0032, 0.0032), strict=True):
-        assert np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound  # bfloat16 scores: from 0.0027 for o
+        assert (
+            np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound
+        )  # bfloat16 scores: from 0.0027 for o
 
 
 def test_segments_are_as_if_apart():
@@ -157,7 +167,8 @@ def test_tiles_that_nobody_sees_are_not_computed():
 
 
 @pytest.mark.parametrize(
-    ("s", "start", "window"), [(1, 0, None), (1, 50, 9), (5, 20, 60), (5, 20, 1), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)]
+    ("s", "start", "window"),
+    [(1, 0, None), (1, 50, 9), (5, 20, 60), (5, 20, 1), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)],
 )
 def test_queries_that_continue_a_cache(s, start, window):
     """What lies in the cache after the last query is not read."""
@@ -169,7 +180,9 @@ def test_queries_that_continue_a_cache(s, start, window):
 
 @pytest.mark.parametrize(("window", "segmented"), [(None, True), (20, False)])
 def test_on_a_mesh(window, segmented):
-    """Lanes by hand, the batch by the compiler: the same values and gradients, each where its input lies, and nothing exchanged."""
+    """Lanes by hand, the batch by the compiler: the same values and gradients, each where its input lies, and nothing
+    exchanged.
+    """
     inputs = random_inputs(l=4, b=4, s=70, group=2)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 70))).astype(np.int32) if segmented else None
     mesh = make_mesh(4, data=2, lane=4)
@@ -179,8 +192,13 @@ def test_on_a_mesh(window, segmented):
         o, pull = jax.vjp(jax.checkpoint(lambda q, k, v: attend(q, k, v, window=window, segments=segments)), q, k, v)
         return o, *pull(do)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(*[P(LANE)] * 4, P()), out_specs=(P(LANE),) * 4, axis_names={LANE})
-    args = (*jax.device_put(inputs, here), None if segments is None else jax.device_put(segments, NamedSharding(mesh, P(DATA))))
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(*[P(LANE)] * 4, P()), out_specs=(P(LANE),) * 4, axis_names={LANE}
+    )
+    args = (
+        *jax.device_put(inputs, here),
+        None if segments is None else jax.device_put(segments, NamedSharding(mesh, P(DATA))),
+    )
     program = jax.jit(mapped).lower(*args).compile()
     found = program(*args)
     assert all(x.sharding.is_equivalent_to(here, x.ndim) for x in found)
@@ -203,7 +221,12 @@ def test_memory_is_linear(window, segmented):
     def temporary(s: int) -> int:
         x = jax.ShapeDtypeStruct((1, 1, s, 2, 32), jnp.float32)
         segments = jax.ShapeDtypeStruct((1, s), jnp.int32) if segmented else None
-        return with_gradients.lower(x, x, x, x, window=window, segments=segments).compile().memory_analysis().temp_size_in_bytes
+        return (
+            with_gradients.lower(x, x, x, x, window=window, segments=segments)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert temporary(8192) < 2.2 * temporary(4096)
     assert temporary(8192) < 2 * 4 * 8192**2 / 10
@@ -219,7 +242,10 @@ def test_recomputed_only_where_nothing_is_kept():
         x = jax.ShapeDtypeStruct((1, 1, 64, 1, 8), jnp.float32)
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(x, x, x).compile().as_text().count(" while(")
 
-    nothing, products = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names("product")
+    nothing, products = (
+        jax.checkpoint_policies.nothing_saveable,
+        jax.checkpoint_policies.save_only_these_names("product"),
+    )
     everything = jax.checkpoint_policies.everything_saveable
     assert loops(products) == loops(everything) == 4
     assert loops(nothing) == 6

@@ -1,4 +1,6 @@
-"""The path of cuDNN's kernel on meshes: with a stand-in for the kernel on CPU devices, and compiled for GPUs that need not be here."""
+"""The path of cuDNN's kernel on meshes: with a stand-in for the kernel on CPU devices, and compiled for GPUs that need
+not be here.
+"""
 
 import importlib.util
 import os
@@ -25,7 +27,9 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "coll
 
 @pytest.fixture
 def kernel_calls(monkeypatch) -> list:
-    """Lets jax.nn's attention in plain XLA take cuDNN's place, for any dtype; what each call saw: q's shape and the manual axes."""
+    """Lets jax.nn's attention in plain XLA take cuDNN's place, for any dtype; what each call saw: q's shape and the
+    manual axes.
+    """
     calls, dot_product_attention = [], jax.nn.dot_product_attention
 
     def stand_in(q, k, v, *, implementation, **options):
@@ -114,19 +118,27 @@ from train.compile_only import OPTIONS, compile_only_devices
 
 data, lane = map(int, sys.argv[1:])
 mesh = make_mesh(8, data=data, lane=lane, devices=compile_only_devices("h200", find_device("h200", 8), 1, "cuda")[0])
-q, k = (jax.ShapeDtypeStruct((8, 8, 128, heads, 64), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(LANE, DATA))) for heads in (2, 1))
+sharding = jax.NamedSharding(mesh, jax.P(LANE, DATA))
+q, k = (jax.ShapeDtypeStruct((8, 8, 128, heads, 64), "bfloat16", sharding=sharding) for heads in (2, 1))
 print(on_lanes(mesh, 100).lower(q, k, k, q).compile(OPTIONS["cuda"]).as_text())
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
+)
 @pytest.mark.parametrize("mesh", ["1 8", "2 4", "8 1"])
 def test_compiles_for_gpus(mesh):
-    """cuDNN's two kernels, each on the eighth of the sequences that its device holds, and nothing exchanged; no GPU is needed."""
+    """cuDNN's two kernels, each on the eighth of the sequences that its device holds, and nothing exchanged; no GPU is
+    needed.
+    """
     run = [sys.executable, "-c", COMPILE, *mesh.split()]
     folder = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1])))}
     text = subprocess.run(run, capture_output=True, text=True, check=True, env=env, timeout=300).stdout
     calls = re.findall(r"= \((bf16\S+?)\{.* custom_call_target=\"(__cudnn\S+)\"", text)
-    assert sorted(calls) == [("bf16[8,2,128,64]", "__cudnn$fmhaSoftmax"), ("bf16[8,2,128,64]", "__cudnn$fmhaSoftmaxBackward")]
+    assert sorted(calls) == [
+        ("bf16[8,2,128,64]", "__cudnn$fmhaSoftmax"),
+        ("bf16[8,2,128,64]", "__cudnn$fmhaSoftmaxBackward"),
+    ]
     assert not [name for name in COLLECTIVES if name in text]

@@ -50,7 +50,9 @@ def test_runs_and_steps(saved_run, model):
     for path, factor in ((saved_run, 10), (str(saved_run), 10), (saved_run / "checkpoints" / "5", 5)):
         loaded = load(path)
         assert loaded.config == model.config
-        assert all((np.asarray(w) == factor * np.asarray(model.weights()[name])).all() for name, w in loaded.weights().items())
+        assert all(
+            (np.asarray(w) == factor * np.asarray(model.weights()[name])).all() for name, w in loaded.weights().items()
+        )
 
 
 def test_a_run_on_a_mesh_in_another_dtype(saved_run, model):

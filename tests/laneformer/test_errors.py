@@ -14,7 +14,7 @@ from laneformer.errors import LaneformerError, one_line, writing
     [
         (Exception("bare\nwith more"), "bare with more"),
         (ValueError(), "ValueError"),
-        (ValueError('NOT_FOUND: cause [tensorstore_spec=\'{"a": 1}\']'), "NOT_FOUND: cause"),
+        (ValueError("NOT_FOUND: cause [tensorstore_spec='{\"a\": 1}']"), "NOT_FOUND: cause"),
     ],
 )
 def test_an_error_in_one_line(error, text):

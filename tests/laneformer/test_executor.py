@@ -1,4 +1,6 @@
-"""The executor and every row of the table against literal per-device transcriptions, and the all-reduces that it really issues."""
+"""The executor and every row of the table against literal per-device transcriptions, and the all-reduces that it really
+issues.
+"""
 
 import math
 from unittest import mock
@@ -56,7 +58,9 @@ def expected_log(schedule, width=D):
 def toy(lanes, n, seed):
     """Random toy weights [m, l, d, d] and a stream [1, 2, d]."""
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal((2 * n, lanes, D, D)) / 2).astype(np.float32), rng.standard_normal((1, 2, D)).astype(np.float32)
+    return (rng.standard_normal((2 * n, lanes, D, D)) / 2).astype(np.float32), rng.standard_normal((1, 2, D)).astype(
+        np.float32
+    )
 
 
 # The package's spelling and the reference's arguments, for a depth of n layers.
@@ -90,7 +94,9 @@ def test_rows_against_literal_transcriptions(row, lanes, n, seed):
 
 
 def laneformer_literally(X, n, d, early, twice, exchanged):
-    """Section "how outputs reach the lanes" of the published model, with the corrected form of the early layers as a choice."""
+    """Section "how outputs reach the lanes" of the published model, with the corrected form of the early layers as a
+    choice.
+    """
     sent = []
     for m in range(2 * n):
         o = reference.module(None, None, m, X)
@@ -108,18 +114,29 @@ def laneformer_literally(X, n, d, early, twice, exchanged):
 
 @settings(max_examples=40)
 @given(
-    lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 5), d=st.integers(0, 6), early=st.booleans(), twice=st.booleans(),
-    exchanged=st.tuples(st.booleans(), st.booleans()), seed=st.integers(0, 99),
-)  # fmt: skip
+    lanes=st.sampled_from([1, 2, 4]),
+    n=st.integers(1, 5),
+    d=st.integers(0, 6),
+    early=st.booleans(),
+    twice=st.booleans(),
+    exchanged=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
 @example(lanes=4, n=5, d=2, early=True, twice=True, exchanged=(True, True), seed=0)
 @example(lanes=4, n=5, d=2, early=True, twice=False, exchanged=(True, True), seed=0)
 @example(lanes=4, n=4, d=1, early=False, twice=True, exchanged=(False, True), seed=0)
 def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice, exchanged, seed):
     """Among it that the sum which an early landing shares with a late one is right in both places."""
     schedule = tiny.config(
-        model_type="laneformer", num_hidden_layers=n, num_lanes=lanes, broadcast_delay=d, use_early_comm=early, early_lands_twice=twice,
-        use_attention_comm=exchanged[0], use_mlp_comm=exchanged[1],
-    ).schedule  # fmt: skip
+        model_type="laneformer",
+        num_hidden_layers=n,
+        num_lanes=lanes,
+        broadcast_delay=d,
+        use_early_comm=early,
+        early_lands_twice=twice,
+        use_attention_comm=exchanged[0],
+        use_mlp_comm=exchanged[1],
+    ).schedule
     weights, x0 = toy(lanes, n, seed)
     expected = toy_transcription(lambda X: laneformer_literally(X, n, d, early, twice, exchanged), x0, weights)
     found, log = toy_run(schedule, x0, weights)
@@ -129,10 +146,16 @@ def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice,
 
 @settings(max_examples=20)
 @given(
-    lanes=st.sampled_from([2, 4]), n=st.integers(1, 4), k=st.integers(0, 4), a=st.sampled_from([0.25, 0.5, 0.75]), seed=st.integers(0, 9)
+    lanes=st.sampled_from([2, 4]),
+    n=st.integers(1, 4),
+    k=st.integers(0, 4),
+    a=st.sampled_from([0.25, 0.5, 0.75]),
+    seed=st.integers(0, 9),
 )
 def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed):
-    """Weight 1 - a of the others arrives after k modules, a after k + 1; what will never be joined counts sqrt(L) times."""
+    """Weight 1 - a of the others arrives after k modules, a after k + 1; what will never be joined counts sqrt(L)
+    times.
+    """
 
     def literally(X):
         sent = []
@@ -158,7 +181,9 @@ def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed
 def test_fractional_delay_tends_to_the_whole_ones(k):
     weights, x0 = toy(4, 3, 0)
     for a, whole in ((1e-7, k), (1 - 1e-7, k + 1)):
-        near, limit = (toy_run(tiny.config(layout=f"dtp({delta})").schedule, x0, weights)[0] for delta in (k + a, whole))
+        near, limit = (
+            toy_run(tiny.config(layout=f"dtp({delta})").schedule, x0, weights)[0] for delta in (k + a, whole)
+        )
         assert tiny.difference(near, limit) < 1e-4
 
 
@@ -171,14 +196,31 @@ def test_lanes_stay_equal_where_everything_is_summed_at_once():
     assert tiny.difference(streams, np.broadcast_to(streams[:1], streams.shape)) > 0.1
 
 
-# ------------------------------------------------------------------------------------------------------ in the whole model
+# ------------------------------------------------------------------------------------------------------ in the whole
+# model
 
 LAYOUTS = {
-    "tp": {}, "parallel": {}, "ladder": {}, "desync(2)": {"n": 2}, "desync(4)": {"n": 4}, "spd(0, 2)": {"drop": {0, 2}},
-    "caat(0.5)": {"p": 0.5}, "caat(0.3)": {"p": 0.3}, "kraken": {}, "track(1)": {"D": 1}, "track(2)": {"D": 2},
-    "dtp(1)": {"delta": 1}, "dtp(3)": {"delta": 3}, "none": {},
-}  # fmt: skip
-TWICE = ("desync(4)", "caat(0.3)", "track(1)", "dtp(3)")  # rows that have other arguments above as well: one device only
+    "tp": {},
+    "parallel": {},
+    "ladder": {},
+    "desync(2)": {"n": 2},
+    "desync(4)": {"n": 4},
+    "spd(0, 2)": {"drop": {0, 2}},
+    "caat(0.5)": {"p": 0.5},
+    "caat(0.3)": {"p": 0.3},
+    "kraken": {},
+    "track(1)": {"D": 1},
+    "track(2)": {"D": 2},
+    "dtp(1)": {"delta": 1},
+    "dtp(3)": {"delta": 3},
+    "none": {},
+}
+TWICE = (
+    "desync(4)",
+    "caat(0.3)",
+    "track(1)",
+    "dtp(3)",
+)  # rows that have other arguments above as well: one device only
 LANE_NORMS = {"replicated_rmsn_scale": False, "sliding_window": 5, "sliding_window_n_layers": 1}
 
 
@@ -223,11 +265,19 @@ def test_layouts_without_drift_are_dense_models_whatever_the_lanes(layout, wirin
 
 
 COUNTED = [
-    *((layout, {}) for layout in LAYOUTS), ("desync(1)", {}), ("dtp(0)", {}), ("dtp(9)", {}),
-    ("dtp(1.5)", {}), ("laneformer", {"broadcast_delay": 0}), ("laneformer", {"broadcast_delay": 1, "use_early_comm": False}),
-    ("laneformer", {"broadcast_delay": 2}), ("laneformer", {"broadcast_delay": 1}), ("laneformer", {"broadcast_delay": 5}),
-    ("laneformer", {"broadcast_delay": 1, "use_comm": False}), ("laneformer", {"broadcast_delay": 1, "early_lands_twice": False}),
-]  # fmt: skip
+    *((layout, {}) for layout in LAYOUTS),
+    ("desync(1)", {}),
+    ("dtp(0)", {}),
+    ("dtp(9)", {}),
+    ("dtp(1.5)", {}),
+    ("laneformer", {"broadcast_delay": 0}),
+    ("laneformer", {"broadcast_delay": 1, "use_early_comm": False}),
+    ("laneformer", {"broadcast_delay": 2}),
+    ("laneformer", {"broadcast_delay": 1}),
+    ("laneformer", {"broadcast_delay": 5}),
+    ("laneformer", {"broadcast_delay": 1, "use_comm": False}),
+    ("laneformer", {"broadcast_delay": 1, "early_lands_twice": False}),
+]
 HEADS = {"replicate": 1, "lane": 1, "vocab_parallel": 0}
 
 
@@ -245,7 +295,9 @@ def test_all_reduces_in_stablehlo(layout, changes, head):
     assert tiny.all_reduces(tiny.lowered(model)) == model.config.schedule.num_reductions + HEADS[head]
 
 
-@pytest.mark.parametrize("changes", [{"vocab_size": 41}, {"pre_norm_lane_agg": True}, {"tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"vocab_size": 41}, {"pre_norm_lane_agg": True}, {"tie_word_embeddings": True}], ids=str
+)
 def test_all_reduces_of_other_heads(changes):
     model = tiny.random_model(tiny.values(**changes), lane_devices=4)
     text = tiny.lowered(model)

@@ -1,4 +1,6 @@
-"""Gradients: against differences of the float64 reference, the same on every mesh, and the same when activations are recomputed."""
+"""Gradients: against differences of the float64 reference, the same on every mesh, and the same when activations are
+recomputed.
+"""
 
 from functools import cache, partial
 
@@ -13,7 +15,9 @@ from laneformer import Laneformer, Precision, make_mesh
 from laneformer.parameters import parameter_table
 
 IDS = tiny.token_ids(40, (2, 9))
-PROJECTION = np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27  # makes one number of the logits
+PROJECTION = (
+    np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27
+)  # makes one number of the logits
 
 
 @partial(jax.jit, static_argnames="remat")
@@ -33,10 +37,22 @@ def apart(one: dict, other: dict) -> float:
     return max(tiny.difference(one[path], other[path]) / max(np.abs(one[path]).max(), 1e-3) for path in one)
 
 
-SMALL = {"num_hidden_layers": 2, "num_lanes": 2, "num_key_value_heads": 2, "num_attention_heads": 4, "vocab_size": 40, "broadcast_delay": 1}
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_lanes": 2,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "broadcast_delay": 1,
+}
 CASES = {
     "laneformer early": {},
-    "laneformer alone, lane head": {"use_early_comm": False, "lm_head_type": "lane", "sliding_window": 4, "sliding_window_n_layers": 1},
+    "laneformer alone, lane head": {
+        "use_early_comm": False,
+        "lm_head_type": "lane",
+        "sliding_window": 4,
+        "sliding_window_n_layers": 1,
+    },
     "dtp(1), lane norms, yarn": {
         "layout": "dtp(1)",
         "replicated_rmsn_scale": False,
@@ -50,7 +66,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_differences_of_the_reference(case):
-    """Along one random direction per weight: (f(w + t v) - f(w - t v)) / 2t in float64 against the gradient's product with v."""
+    """Along one random direction per weight: (f(w + t v) - f(w - t v)) / 2t in float64 against the gradient's product
+    with v.
+    """
     values = tiny.values(**(SMALL | CASES[case]))
     arrays = reference.in_float64(tiny.random_weights(values))
     name, _, argument = values.get("layout", "laneformer").rstrip(")").partition("(")
@@ -69,7 +87,10 @@ def test_gradients_equal_differences_of_the_reference(case):
     rng, step = np.random.default_rng(1), 1e-5
     for path, parameter in parameter_table(model.config).items():
         direction = rng.standard_normal(arrays[parameter.file_name].shape)
-        shifted = [loss(arrays | {parameter.file_name: arrays[parameter.file_name] + sign * step * direction}) for sign in (1, -1)]
+        shifted = [
+            loss(arrays | {parameter.file_name: arrays[parameter.file_name] + sign * step * direction})
+            for sign in (1, -1)
+        ]
         slope = gradient[path]
         if values.get("lm_head_type") == "lane" and path == "lm_head":
             slope = np.concatenate(list(slope), axis=-1)  # as in files
@@ -77,7 +98,13 @@ def test_gradients_equal_differences_of_the_reference(case):
         assert float((slope * direction).sum()) == pytest.approx(expected, rel=1e-3, abs=1e-3), path
 
 
-EIGHT = {"num_hidden_layers": 2, "num_lanes": 8, "num_key_value_heads": 8, "num_attention_heads": 8, "broadcast_delay": 1}
+EIGHT = {
+    "num_hidden_layers": 2,
+    "num_lanes": 8,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 8,
+    "broadcast_delay": 1,
+}
 ROWS = ["laneformer", "dtp(1.5)", "desync(2)", "caat(0.5)"]
 
 
@@ -86,7 +113,9 @@ def of_one_device(layout: str) -> dict[str, np.ndarray]:
     return flat(gradient_of(tiny.random_model(tiny.values(layout=layout, **EIGHT)), IDS))
 
 
-@pytest.mark.parametrize("layout", [pytest.param(r, marks=() if r in ("laneformer", "desync(2)") else pytest.mark.slow) for r in ROWS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(r, marks=() if r in ("laneformer", "desync(2)") else pytest.mark.slow) for r in ROWS]
+)
 def test_eight_devices_give_the_gradients_of_one(layout):
     model = tiny.random_model(tiny.values(layout=layout, **EIGHT), lane_devices=8)
     gradient = gradient_of(model, IDS)

@@ -23,7 +23,8 @@ def name_of(value) -> str:
     return getattr(value, "name", str(value))
 
 
-# --------------------------------------------------------------------------------------------------------- dense imports
+# --------------------------------------------------------------------------------------------------------- dense
+# imports
 
 
 def test_the_dense_fixtures_are_there():
@@ -42,7 +43,10 @@ def test_dense_models_become_lanes(folder, lanes):
 
 @pytest.mark.parametrize(
     ("folder", "devices"),
-    [pytest.param(folder, 4 - i % 2 * 2, marks=() if i < 2 else pytest.mark.slow, id=folder.name) for i, folder in enumerate(DENSE)],
+    [
+        pytest.param(folder, 4 - i % 2 * 2, marks=() if i < 2 else pytest.mark.slow, id=folder.name)
+        for i, folder in enumerate(DENSE)
+    ],
 )
 def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
     """Greedy tokens by cached steps, and what was spread over devices is what one device has."""
@@ -75,7 +79,9 @@ def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
 
 
 def test_a_dense_model_in_more_lanes_than_it_has_heads():
-    with pytest.raises(ConfigError, match=r"qwen2.config\.json: num_lanes = 8 does not divide num_key_value_heads = 4.*1, 2, 4"):
+    with pytest.raises(
+        ConfigError, match=r"qwen2.config\.json: num_lanes = 8 does not divide num_key_value_heads = 4.*1, 2, 4"
+    ):
         load(DENSE[4], num_lanes=8)
 
 
@@ -84,18 +90,24 @@ def test_a_laneformer_keeps_its_lanes():
         load(tiny.ORACLE[0], num_lanes=2)
 
 
-# ------------------------------------------------------------------------------------------------------------ round trip
+# ------------------------------------------------------------------------------------------------------------ round
+# trip
 
 HEADS = [
-    {}, {"lm_head_type": "lane", "vocab_size": 41}, {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False},
+    {},
+    {"lm_head_type": "lane", "vocab_size": 41},
+    {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False},
     {"tie_word_embeddings": True, "pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
-]  # fmt: skip
+]
 
 
 def same_bits(one, other) -> bool:
     """Whether two models hold the same weights bit for bit, in the same dtype."""
     first, second = one.weights(), other.weights()
-    alike = [w.dtype == second[path].dtype and np.asarray(w).tobytes() == np.asarray(second[path]).tobytes() for path, w in first.items()]
+    alike = [
+        w.dtype == second[path].dtype and np.asarray(w).tobytes() == np.asarray(second[path]).tobytes()
+        for path, w in first.items()
+    ]
     return list(first) == list(second) and all(alike)
 
 
@@ -138,7 +150,9 @@ def test_several_files_with_an_index(tmp_path, monkeypatch):
     save_hf(model, tmp_path)
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
-    assert all((tmp_path / file).stat().st_size < 12_000 + 4_000 or len(load_file(tmp_path / file)) == 1 for file in files)
+    assert all(
+        (tmp_path / file).stat().st_size < 12_000 + 4_000 or len(load_file(tmp_path / file)) == 1 for file in files
+    )
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == files
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in model.weights().values())
@@ -207,7 +221,10 @@ def test_weights_of_dense_models_one_by_one(folder):
 def test_every_weight_once_more_in_its_own_dtype(tmp_path):
     """Files may mix dtypes."""
     values = tiny.values(lm_head_type="lane")
-    arrays = {name: w.astype(("float32", "float16", "bfloat16")[n % 3]) for n, (name, w) in enumerate(tiny.random_weights(values).items())}
+    arrays = {
+        name: w.astype(("float32", "float16", "bfloat16")[n % 3])
+        for n, (name, w) in enumerate(tiny.random_weights(values).items())
+    }
     model = tiny.model_of(values, arrays)
     save_hf(model, tmp_path)
     assert same_weights(tmp_path) and same_bits(load(tmp_path), model)
@@ -296,7 +313,11 @@ def refused(folder, *messages) -> None:
 
 def test_a_missing_tensor(folder):
     change_tensors(folder, model__layers__1__attention__wo__weight=None)
-    refused(folder, "misses tensor(s) model.layers.1.attention.wo.weight", "config.json and the safetensors files do not belong together")
+    refused(
+        folder,
+        "misses tensor(s) model.layers.1.attention.wo.weight",
+        "config.json and the safetensors files do not belong together",
+    )
 
 
 def test_many_missing_tensors_are_counted(folder):
@@ -333,7 +354,9 @@ def test_a_tensor_of_another_shape(folder, shape):
     refused(folder, f"tensor lm_head.weight has shape {list(shape)}, config.json asks for [40, 32]")
 
 
-@pytest.mark.parametrize(("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")])
+@pytest.mark.parametrize(
+    ("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")]
+)
 def test_a_tensor_that_is_no_weight(folder, dtype, spelling):
     change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
     refused(folder, f"tensor lm_head.weight is stored as {spelling}; F32, F16, BF16 are read")
@@ -382,7 +405,9 @@ def test_a_tensor_in_two_files(folder):
     refused(folder, "tensor model.norm.weight stands in more than one file", "remove")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"]
+)
 def test_a_damaged_index(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json is damaged", "copy the folder again")

@@ -15,10 +15,15 @@ scalings = st.one_of(
     st.none(),
     st.builds(RopeScaling, type=st.just("linear"), factor=st.floats(1, 9)),
     st.builds(
-        RopeScaling, type=st.sampled_from(["llama3", "yarn"]), factor=st.floats(1, 9), original_max_position_embeddings=st.integers(1, 99),
-        mscale=st.none() | st.floats(0, 2), attention_factor=st.none() | st.floats(0, 2), truncate=st.booleans(),
+        RopeScaling,
+        type=st.sampled_from(["llama3", "yarn"]),
+        factor=st.floats(1, 9),
+        original_max_position_embeddings=st.integers(1, 99),
+        mscale=st.none() | st.floats(0, 2),
+        attention_factor=st.none() | st.floats(0, 2),
+        truncate=st.booleans(),
     ),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -28,18 +33,42 @@ def configs(draw) -> ModelConfig:
     whole_head = head == "replicate"
     fields = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
     listed = draw(st.booleans())
-    fields |= {"swa_layers": draw(st.lists(st.integers(0, 2)))} if listed else {"sliding_window_n_layers": draw(st.integers(-3, 3))}
-    return ModelConfig(**fields | {
-        "head_dim": draw(st.sampled_from([None, 6])), "num_lanes": draw(st.sampled_from([1, 2, 4])),
-        "layout": draw(st.sampled_from(["laneformer", "tp", "dtp(1.5)", "spd(0, 2)"])),
-        "broadcast_delay": draw(st.integers(0, 5)), "lm_head_type": head,
-        **{name: draw(st.booleans()) for name in ("use_early_comm", "early_lands_twice", "use_attention_comm", "use_mlp_comm",
-                                                  "replicated_rmsn_scale", "qkv_bias", "qk_norm")},
-        "pre_norm_lane_agg": whole_head and draw(st.booleans()), "tie_word_embeddings": whole_head and draw(st.booleans()),
-        "sliding_window": 5 if listed else draw(st.none() | st.integers(1, 9)), "unclamped_layers": draw(st.lists(st.integers(0, 2))),
-        "rope_theta": draw(st.floats(1, 1e6)), "rope_scaling": draw(scalings), "norm_eps": draw(st.floats(1e-8, 1e-2)),
-        "bos_token_id": draw(st.none() | st.integers(0, 39)), "eos_token_id": draw(st.lists(st.integers(0, 39), max_size=3)),
-    })  # fmt: skip
+    fields |= (
+        {"swa_layers": draw(st.lists(st.integers(0, 2)))}
+        if listed
+        else {"sliding_window_n_layers": draw(st.integers(-3, 3))}
+    )
+    return ModelConfig(
+        **fields
+        | {
+            "head_dim": draw(st.sampled_from([None, 6])),
+            "num_lanes": draw(st.sampled_from([1, 2, 4])),
+            "layout": draw(st.sampled_from(["laneformer", "tp", "dtp(1.5)", "spd(0, 2)"])),
+            "broadcast_delay": draw(st.integers(0, 5)),
+            "lm_head_type": head,
+            **{
+                name: draw(st.booleans())
+                for name in (
+                    "use_early_comm",
+                    "early_lands_twice",
+                    "use_attention_comm",
+                    "use_mlp_comm",
+                    "replicated_rmsn_scale",
+                    "qkv_bias",
+                    "qk_norm",
+                )
+            },
+            "pre_norm_lane_agg": whole_head and draw(st.booleans()),
+            "tie_word_embeddings": whole_head and draw(st.booleans()),
+            "sliding_window": 5 if listed else draw(st.none() | st.integers(1, 9)),
+            "unclamped_layers": draw(st.lists(st.integers(0, 2))),
+            "rope_theta": draw(st.floats(1, 1e6)),
+            "rope_scaling": draw(scalings),
+            "norm_eps": draw(st.floats(1e-8, 1e-2)),
+            "bos_token_id": draw(st.none() | st.integers(0, 39)),
+            "eos_token_id": draw(st.lists(st.integers(0, 39), max_size=3)),
+        }
+    )
 
 
 @settings(max_examples=100)
@@ -48,7 +77,9 @@ def test_both_spellings_round_trip(config, spelling):
     values = json.loads(json.dumps(config_to_hf(config, spelling)))
     assert config_from_hf(values) == config
     assert values["model_type"] == spelling
-    assert values["architectures"] == [{"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}[spelling]]
+    assert values["architectures"] == [
+        {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}[spelling]
+    ]
     one_switch = spelling == "laneformer_tp" and config.use_attention_comm == config.use_mlp_comm
     assert ("use_comm" in values) == one_switch and ("use_mlp_comm" in values) != one_switch
 
@@ -64,7 +95,14 @@ def test_the_published_files_are_read():
         config = read_hf_config(folder)
         assert config.layout == "laneformer" and config.early_lands_twice
         assert config.use_attention_comm == config.use_mlp_comm == values["use_comm"]
-        for name in ("num_lanes", "broadcast_delay", "lm_head_type", "pre_norm_lane_agg", "replicated_rmsn_scale", "sliding_window"):
+        for name in (
+            "num_lanes",
+            "broadcast_delay",
+            "lm_head_type",
+            "pre_norm_lane_agg",
+            "replicated_rmsn_scale",
+            "sliding_window",
+        ):
             assert getattr(config, name) == values[name]
 
 
@@ -77,14 +115,18 @@ def test_spellings_of_the_exchange_switches():
 
 def test_spellings_of_rope_scaling():
     args = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 2048}
-    llama3 = RopeScaling(type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=2048)
+    llama3 = RopeScaling(
+        type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=2048
+    )
     assert tiny.config(rope_scaling_args=args).rope_scaling == llama3
     assert tiny.config(rope_scaling={"rope_type": "llama3"} | args).rope_scaling == llama3
     assert tiny.config(rope_parameters={"rope_type": "llama3", "rope_theta": 5.0} | args).rope_scaling == llama3
     assert tiny.config(rope_parameters={"rope_type": "llama3", "rope_theta": 5.0} | args).rope_theta == 5.0
     assert tiny.config(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope_theta == 7.0
     assert tiny.config(rope_scaling=None, rope_scaling_args=None).rope_scaling is None
-    assert tiny.config(rope_scaling={"type": "linear", "factor": 2}).rope_scaling == RopeScaling(type="linear", factor=2)
+    assert tiny.config(rope_scaling={"type": "linear", "factor": 2}).rope_scaling == RopeScaling(
+        type="linear", factor=2
+    )
     yarn = tiny.config(rope_scaling={"type": "yarn", "factor": 2.0}).rope_scaling
     assert yarn.original_max_position_embeddings == 32  # as transformers: the context
 
@@ -94,8 +136,14 @@ def test_fields_of_older_files():
     assert tiny.config(eos_token_id=None).eos_token_id == ()
     assert tiny.config(eos_token_id=2).eos_token_id == (2,)
     assert tiny.config(eos_token_id=[2, 3]).eos_token_id == (2, 3)
-    assert tiny.config(sliding_window_n_layers=None, unclamped_layers=None, swa_layers=None).layer_windows == (None,) * 3
-    assert tiny.config(sliding_window=4, sliding_window_n_layers=2, swa_layers=[2]).layer_windows == (None, None, 4)  # the list decides
+    assert (
+        tiny.config(sliding_window_n_layers=None, unclamped_layers=None, swa_layers=None).layer_windows == (None,) * 3
+    )
+    assert tiny.config(sliding_window=4, sliding_window_n_layers=2, swa_layers=[2]).layer_windows == (
+        None,
+        None,
+        4,
+    )  # the list decides
 
 
 def test_unknown_fields_are_told(caplog):
@@ -150,14 +198,22 @@ WRONG = [
     ({"rope_scaling_args": 8}, "rope_scaling_args = 8: write an object"),
     ({"model_type": "llama", "attention_bias": True}, "attention_bias = true"),
     ({"model_type": "llama", "mlp_bias": True}, "mlp_bias = true"),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": "3"}, "num_hidden_layers = '3'"),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": 3}, "layer_types = 3: write a list"),
-]  # fmt: skip
+    (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": "3"},
+        "num_hidden_layers = '3'",
+    ),
+    (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": 3},
+        "layer_types = 3: write a list",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_wrong_values_name_file_and_field(tmp_path, changes, message):
-    (tmp_path / "config.json").write_text(json.dumps(tiny.values(**changes)))  # NaN and Infinity as Python writes and reads them
+    (tmp_path / "config.json").write_text(
+        json.dumps(tiny.values(**changes))
+    )  # NaN and Infinity as Python writes and reads them
     with pytest.raises(ConfigError, match=message) as caught:
         read_hf_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -179,9 +235,16 @@ def test_missing_and_undecodable_files(tmp_path):
 
 
 json_values = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 50), st.floats(), st.text(max_size=5), st.lists(st.integers(-2, 9), max_size=3),
-    st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "x"]), st.none() | st.floats() | st.text(max_size=3), max_size=3),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 50),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-2, 9), max_size=3),
+    st.dictionaries(
+        st.sampled_from(["type", "rope_type", "factor", "x"]), st.none() | st.floats() | st.text(max_size=3), max_size=3
+    ),
+)
 
 
 fields = sorted(

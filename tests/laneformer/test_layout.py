@@ -1,4 +1,6 @@
-"""The layout table by itself: what each row says about additions, landings and reductions, and the names it is written under."""
+"""The layout table by itself: what each row says about additions, landings and reductions, and the names it is written
+under.
+"""
 
 import math
 
@@ -17,7 +19,19 @@ def schedule(layout: str, n: int, lanes: int = 4, **changes):
 
 
 def test_the_table_has_every_row():
-    assert set(LAYOUTS) == {"tp", "parallel", "ladder", "desync", "spd", "caat", "kraken", "track", "dtp", "laneformer", "none"}
+    assert set(LAYOUTS) == {
+        "tp",
+        "parallel",
+        "ladder",
+        "desync",
+        "spd",
+        "caat",
+        "kraken",
+        "track",
+        "dtp",
+        "laneformer",
+        "none",
+    }
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 20), data=st.data())
@@ -38,7 +52,9 @@ def test_number_of_reductions_by_formula(n, k, data):
 
 @given(n=st.integers(1, 9), d=st.integers(0, 11), early=st.booleans())
 def test_number_of_reductions_of_the_laneformer(n, d, early):
-    """2N - 2d late sums; an early sum that is needed again later is issued once for both, so 2d early ones cost no more if N >= 2d."""
+    """2N - 2d late sums; an early sum that is needed again later is issued once for both, so 2d early ones cost no more
+    if N >= 2d.
+    """
     s = schedule("laneformer", n, broadcast_delay=d, use_early_comm=early)
     late = max(2 * n - 2 * d, 0)
     assert s.num_reductions == (max(2 * min(d, n), late) if early else late)
@@ -52,7 +68,13 @@ def test_number_of_reductions_of_the_laneformer(n, d, early):
 def test_unsent_modules_of_the_laneformer(n, d, early, attention, mlp):
     """The last d layers' outputs are never used by other lanes, nor those of a kind that is not exchanged."""
     s = schedule(
-        "laneformer", n, model_type="laneformer", broadcast_delay=d, use_early_comm=early, use_attention_comm=attention, use_mlp_comm=mlp
+        "laneformer",
+        n,
+        model_type="laneformer",
+        broadcast_delay=d,
+        use_early_comm=early,
+        use_attention_comm=attention,
+        use_mlp_comm=mlp,
     )
     exchanged = (attention, mlp)
     expected = [m for m in range(2 * n) if not ((early and m < 2 * d) or (exchanged[m % 2] and m + 2 * d < 2 * n))]
@@ -62,10 +84,18 @@ def test_unsent_modules_of_the_laneformer(n, d, early, attention, mlp):
 @pytest.mark.parametrize(
     ("layout", "unsent"),
     [
-        ("tp", []), ("ladder", []), ("kraken", []), ("dtp(2)", [4, 5]), ("dtp(7)", [0, 1, 2, 3, 4, 5]), ("none", [0, 1, 2, 3, 4, 5]),
-        ("desync(2)", [0, 2, 4]), ("desync(4)", [0, 1, 2, 4, 5]), ("track(2)", []), ("dtp(1.5)", [5]),
+        ("tp", []),
+        ("ladder", []),
+        ("kraken", []),
+        ("dtp(2)", [4, 5]),
+        ("dtp(7)", [0, 1, 2, 3, 4, 5]),
+        ("none", [0, 1, 2, 3, 4, 5]),
+        ("desync(2)", [0, 2, 4]),
+        ("desync(4)", [0, 1, 2, 4, 5]),
+        ("track(2)", []),
+        ("dtp(1.5)", [5]),
     ],
-)  # fmt: skip
+)
 def test_unsent_modules(layout, unsent):
     assert list(schedule(layout, 3).unsent) == unsent
 
@@ -88,7 +118,10 @@ def test_rows_written_out():
     assert schedule("ladder", 2).own == (Own(1), Own(2), Own(3), Own(4))
     assert schedule("ladder", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(4))
     assert schedule("parallel", 2).own == (Own(1), Own(1), Own(3), Own(3))
-    assert schedule("kraken", 2).landings == (Landing(2, Payload(((0, 1.0), (1, 1.0)))), Landing(4, Payload(((2, 1.0), (3, 1.0)))))
+    assert schedule("kraken", 2).landings == (
+        Landing(2, Payload(((0, 1.0), (1, 1.0)))),
+        Landing(4, Payload(((2, 1.0), (3, 1.0)))),
+    )
     assert schedule("dtp(1)", 2).own == (Own(0, 2.0), Own(1), Own(2), Own(3))  # sqrt(4) for the part that nothing joins
     assert schedule("dtp(1)", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(3))
     assert schedule("none", 2).own == tuple(Own(m, 2.0) for m in range(4))
@@ -99,7 +132,11 @@ def test_rows_written_out():
     assert early.payloads == (one[0], one[1])
 
 
-@given(layout=st.sampled_from(["tp", "parallel", "ladder", "desync(3)", "spd(0)", "caat(0.5)", "kraken", "track(2)", "dtp(2)", "none"]))
+@given(
+    layout=st.sampled_from(
+        ["tp", "parallel", "ladder", "desync(3)", "spd(0)", "caat(0.5)", "kraken", "track(2)", "dtp(2)", "none"]
+    )
+)
 def test_every_schedule_is_causal_and_in_order(layout):
     for n in (1, 2, 5):
         s = schedule(layout, n)
@@ -131,7 +168,9 @@ def test_rows_that_are_other_rows(n):
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_fractional_delay_lies_between_whole_ones(k):
-    """Weight 1 - a lands after k modules, weight a after k + 1; a = 0 is exactly dtp(k), and its neighbours are near the whole ones."""
+    """Weight 1 - a lands after k modules, weight a after k + 1; a = 0 is exactly dtp(k), and its neighbours are near
+    the whole ones.
+    """
     n = 3
     assert same(schedule(f"dtp({k}.0)", n), schedule(f"dtp({k})", n))
     for a, whole in ((1e-6, k), (1 - 1e-6, k + 1)):

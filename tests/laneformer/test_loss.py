@@ -1,4 +1,6 @@
-"""The chunked cross-entropy: against float64 numpy, for every head, mesh and chunk; what it communicates, multiplies and keeps."""
+"""The chunked cross-entropy: against float64 numpy, for every head, mesh and chunk; what it communicates, multiplies
+and keeps.
+"""
 
 import re
 from dataclasses import dataclass
@@ -42,7 +44,15 @@ class Head:
             if axis is not None and LANE not in self.y_spec:
                 y = jax.lax.pcast(y, LANE, to="varying")
             return cross_entropy(
-                y, w, targets, weights, chunk=chunk, z_loss=z_loss, precision=precision, axis=axis, add_lanes=self.add_lanes
+                y,
+                w,
+                targets,
+                weights,
+                chunk=chunk,
+                z_loss=z_loss,
+                precision=precision,
+                axis=axis,
+                add_lanes=self.add_lanes,
             )
 
         if mesh is None:
@@ -51,7 +61,9 @@ class Head:
         return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), axis_names={LANE})
 
     def arrays(self, batch=BATCH, scale=1.0):
-        """y, w, targets and weights; every token id is a target, so those at both ends of every slice are; a weight is 0."""
+        """y, w, targets and weights; every token id is a target, so those at both ends of every slice are; a weight is
+        0.
+        """
         rng = np.random.default_rng(3)
         y, w = (scale * rng.standard_normal(shape).astype(np.float32) for shape in (self.y, self.w))
         targets = rng.permutation(np.arange(BATCH * LENGTH) % self.vocabulary).reshape(BATCH, LENGTH).astype(np.int32)
@@ -73,7 +85,9 @@ HEADS = {
     "shared, whole": Head((1, BATCH, LENGTH, WIDTH), (1, 23, WIDTH), SHARED, P(None, None, DATA), split=False),
     "vocab_parallel": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 3, WIDTH), OF_LANES, P(LANE, None, DATA)),
     "lane": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 24, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True),
-    "lane, a slice without tokens": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 17, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True),
+    "lane, a slice without tokens": Head(
+        (LANES, BATCH, LENGTH, WIDTH), (LANES, 17, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True
+    ),
 }
 MESHES = {"none": None, "1": (1, 1), "2": (1, 2), "4": (1, 4), "8": (1, 8), "2x4": (2, 4)}
 FAST = ("none", "8", "2x4")  # no axis, a lane on each device, two lanes on each and data; the others with -m slow
@@ -124,7 +138,9 @@ def check(results, expectations, tolerance: float):
         np.testing.assert_allclose(found, right, rtol=0, atol=tolerance * np.abs(right).max())
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=() if mesh in FAST else pytest.mark.slow) for mesh in MESHES])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in FAST else pytest.mark.slow) for mesh in MESHES]
+)
 @pytest.mark.parametrize("head", HEADS)
 def test_value_and_gradient_on_every_mesh(head, mesh):
     head, mesh = HEADS[head], mesh_of(mesh)
@@ -158,7 +174,9 @@ def test_a_batch_that_the_data_axis_does_not_divide(head):
 
 @pytest.mark.parametrize("mesh", ["none", "8"])
 def test_logits_of_ten_thousands(mesh):
-    """Whole numbers, so that the logits are exact; each comes twice, so that a target with the highest has nll = ln 2."""
+    """Whole numbers, so that the logits are exact; each comes twice, so that a target with the highest has nll
+    = ln 2.
+    """
     head = HEADS["lane"]
     _, _, targets, weights = head.arrays()
     rng = np.random.default_rng(0)
@@ -230,7 +248,9 @@ def test_products_and_collectives_are_written_once_for_all_chunks(head, length):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_the_data_axis_communicates_once_for_all_chunks(head):
-    """The compiled loop sends over lanes only; outside it the weights are gathered once and their gradient is summed once."""
+    """The compiled loop sends over lanes only; outside it the weights are gathered once and their gradient is summed
+    once.
+    """
     head, mesh = HEADS[head], mesh_of("2x4")
     program = loss_and_gradient(head.loss(mesh)).lower(*head.put(head.arrays(), mesh)).compile().as_text()
     collectives = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")

@@ -70,10 +70,17 @@ def test_a_process_that_waits_for_its_job_says_so_and_ends(joining, caplog):
     come = threading.Event()
     joining(lambda *_, **__: come.wait(60))
     address = os.environ[JOB[0]]
-    with pytest.raises(ConfigError, match=rf"cannot join the other processes \(process 0 does not answer at {address}, after 0.3 s\)"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot join the other processes \(process 0 does not answer at {address}, after 0.3 s\)"
+    ):
         join_hosts()
-    assert [record.getMessage() for record in caplog.records] == [f"process 1 joins 2 processes at {address}, waiting up to 0 s"]
-    with socket.create_server(("localhost", int(address.rpartition(":")[2]))), pytest.raises(ConfigError, match="not all 2 have come to"):
+    assert [record.getMessage() for record in caplog.records] == [
+        f"process 1 joins 2 processes at {address}, waiting up to 0 s"
+    ]
+    with (
+        socket.create_server(("localhost", int(address.rpartition(":")[2]))),
+        pytest.raises(ConfigError, match="not all 2 have come to"),
+    ):
         join_hosts()
     come.set()
 
@@ -90,7 +97,9 @@ def test_what_is_wrong_with_a_job_is_told(joining, monkeypatch):
         raise RuntimeError("already\nrunning")
 
     joining(refuse)
-    with pytest.raises(ConfigError, match=r"cannot join the other processes \(already running\): .* JAX_NUM_PROCESSES \(2\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot join the other processes \(already running\): .* JAX_NUM_PROCESSES \(2\)"
+    ):
         join_hosts()
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     with pytest.raises(ConfigError, match=r"JAX_PROCESS_ID \(first\)"):
@@ -100,7 +109,10 @@ def test_what_is_wrong_with_a_job_is_told(joining, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_real_process_alone_ends_with_an_error_of_ours(index):
-    code = "import laneformer.mesh as m, sys; m.PATIENCE, m.QUIET = 2, 1\ntry: m.join_hosts()\nexcept m.ConfigError as e: sys.exit(str(e))"
+    code = (
+        "import laneformer.mesh as m, sys; m.PATIENCE, m.QUIET = 2, 1\ntry: m.join_hosts()\nexcept m.ConfigError as e:"
+        " sys.exit(str(e))"
+    )
     process = several.start(several.environments(2)[index], "-c", code)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and f"process {index} joins 2 processes at localhost:" in said, said
@@ -158,7 +170,9 @@ def test_a_batch_of_odd_size_on_a_data_axis():
     assert tiny.difference(logits, tiny.random_model(values)(ids)) < 1e-4
 
 
-@pytest.mark.parametrize("head", ["replicate", *(pytest.param(head, marks=pytest.mark.slow) for head in ("lane", "vocab_parallel"))])
+@pytest.mark.parametrize(
+    "head", ["replicate", *(pytest.param(head, marks=pytest.mark.slow) for head in ("lane", "vocab_parallel"))]
+)
 def test_all_lanes_on_each_of_two_devices(head):
     """A mesh that splits the batch alone: logits, cache, loss and gradients are those of one device."""
     values = tiny.values(num_hidden_layers=1, lm_head_type=head)
@@ -170,7 +184,9 @@ def test_all_lanes_on_each_of_two_devices(head):
         objective = jax.jit(jax.value_and_grad(lambda model: model.loss(ids[:, :-1], ids[:, 1:])[0]))
         return logits, cache, objective(model)
 
-    for alone, split in zip(*(jax.tree.leaves(run(mesh)) for mesh in (None, make_mesh(4, data=2, lane=1))), strict=True):
+    for alone, split in zip(
+        *(jax.tree.leaves(run(mesh)) for mesh in (None, make_mesh(4, data=2, lane=1))), strict=True
+    ):
         np.testing.assert_allclose(split, alone, rtol=1e-4, atol=1e-5)
 
 
@@ -178,8 +194,8 @@ def test_many_queued_passes_do_not_deadlock():
     """Eight devices by XLA_FLAGS and hundreds of passes in flight: XLA's own pool of eight threads hangs on these."""
     program = """
 import jax, laneformer, numpy as np
-config = laneformer.ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=8,
-                                num_key_value_heads=8, num_lanes=8, layout="tp")
+config = laneformer.ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                num_attention_heads=8, num_key_value_heads=8, num_lanes=8, layout="tp")
 model = laneformer.Laneformer.init(config, mesh=laneformer.make_mesh(8))
 assert dict(model.mesh.shape) == {"data": 1, "lane": 8}
 step = jax.jit(lambda model, ids: model(ids).argmax(-1).astype(np.int32))

@@ -14,7 +14,9 @@ TOLERANCE = 1e-4
 
 
 def _oracle_meshes():
-    """Every oracle case with no mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices; only one mesh of each if not slow."""
+    """Every oracle case with no mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices; only one mesh of each if not
+    slow.
+    """
     for n, folder in enumerate(tiny.ORACLE):
         lanes = 8 if folder.name in ("case_03", "case_12") else 4
         fast = (0, 8 if lanes == 8 else (2, 4, 1)[n % 3])
@@ -69,7 +71,9 @@ def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
     assert tiny.difference(logits, io["logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["case_06", *(pytest.param(case, marks=pytest.mark.slow) for case in ("case_09", "case_11"))])
+@pytest.mark.parametrize(
+    "case", ["case_06", *(pytest.param(case, marks=pytest.mark.slow) for case in ("case_09", "case_11"))]
+)
 def test_pieces_equal_the_uncached_model_on_a_mesh(case):
     folder = tiny.TESTS / "oracle" / case
     io = np.load(folder / "io.npz")
@@ -110,11 +114,18 @@ def test_last_only_gives_the_last_position():
     assert tiny.difference(last, every[:, -1:]) < 1e-5
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LLAMA3_ARGS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "old_context_len": 24}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
-# Each row once: a random model of the family with some fields far from their defaults. V is odd where nothing needs it even.
+# Each row once: a random model of the family with some fields far from their defaults. V is odd where nothing needs it
+# even.
 FURTHER = {
     "delay 0": {"broadcast_delay": 0, "vocab_size": 41},
     "delay beyond the layers, early": {"broadcast_delay": 5, "vocab_size": 37},
@@ -125,11 +136,22 @@ FURTHER = {
     "no exchange at all": {"use_comm": False, "use_early_comm": False, "num_hidden_layers": 2},
     "attention not exchanged": {"model_type": "laneformer", "use_attention_comm": False, "use_mlp_comm": True},
     "MLP not exchanged, not early": {
-        "model_type": "laneformer", "use_attention_comm": True, "use_mlp_comm": False, "use_early_comm": False,
+        "model_type": "laneformer",
+        "use_attention_comm": True,
+        "use_mlp_comm": False,
+        "use_early_comm": False,
     },
     "lane head, lane norms": {"lm_head_type": "lane", "replicated_rmsn_scale": False, "vocab_size": 41},
-    "vocab_parallel, lane norms": {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False, "use_early_comm": False},
-    "aggregation before the norm, lane norms": {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False, "vocab_size": 39},
+    "vocab_parallel, lane norms": {
+        "lm_head_type": "vocab_parallel",
+        "replicated_rmsn_scale": False,
+        "use_early_comm": False,
+    },
+    "aggregation before the norm, lane norms": {
+        "pre_norm_lane_agg": True,
+        "replicated_rmsn_scale": False,
+        "vocab_size": 39,
+    },
     "tied": {"tie_word_embeddings": True, "vocab_size": 41},
     "tied, aggregation before the norm": {"tie_word_embeddings": True, "pre_norm_lane_agg": True, "norm_eps": 0.1},
     "first layer slides": {"sliding_window": 3, "sliding_window_n_layers": 1, "num_attention_heads": 16},
@@ -144,17 +166,32 @@ FURTHER = {
     "llama3 as rope_scaling_args": {"rope_scaling_args": LLAMA3_ARGS, "rope_theta": 50.0, "head_dim": 16},
     "yarn": {"rope_scaling": YARN, "rope_theta": 100.0, "head_dim": 16},
     "yarn, every field": {
-        "rope_parameters": YARN | {"rope_theta": 50.0, "beta_fast": 4, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2},
+        "rope_parameters": YARN
+        | {"rope_theta": 50.0, "beta_fast": 4, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2},
         "head_dim": 16,
     },
     "yarn, ends not rounded": {
-        "rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}, "rope_theta": 100.0, "head_dim": 16, "num_hidden_layers": 1,
+        "rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3},
+        "rope_theta": 100.0,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
     },
     "two lanes": {"num_lanes": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 35},
-    "three lanes": {"num_lanes": 3, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "vocab_size": 40},
-    "eight lanes, several kv heads each": {"num_lanes": 8, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 4},
+    "three lanes": {
+        "num_lanes": 3,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 4,
+        "vocab_size": 40,
+    },
+    "eight lanes, several kv heads each": {
+        "num_lanes": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 4,
+    },
     "one lane": {"num_lanes": 1, "num_key_value_heads": 1, "vocab_size": 33},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FURTHER)
@@ -166,9 +203,14 @@ def test_random_models_of_the_family(name):
 
 
 ON_MESHES = [
-    ("delay beyond the layers, early", 4), ("lane head, lane norms", 4), ("vocab_parallel, lane norms", 2), ("tied", 2), ("three lanes", 3),
-    ("aggregation before the norm, lane norms", 4), ("eight lanes, several kv heads each", 4),
-]  # fmt: skip
+    ("delay beyond the layers, early", 4),
+    ("lane head, lane norms", 4),
+    ("vocab_parallel, lane norms", 2),
+    ("tied", 2),
+    ("three lanes", 3),
+    ("aggregation before the norm, lane norms", 4),
+    ("eight lanes, several kv heads each", 4),
+]
 
 
 @pytest.mark.parametrize(("name", "devices"), ON_MESHES)
@@ -181,12 +223,16 @@ def test_random_models_on_meshes(name, devices):
     assert tiny.difference(logits, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["last two layers slide", pytest.param("window of one key, all but one", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["last two layers slide", pytest.param("window of one key, all but one", marks=pytest.mark.slow)]
+)
 def test_random_models_in_pieces(name):
     values = tiny.values(**FURTHER[name])
     ids = tiny.token_ids(values["vocab_size"])
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
-    assert tiny.difference(_run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15), expected) < TOLERANCE
+    assert (
+        tiny.difference(_run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15), expected) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("length", [1, pytest.param(32, marks=pytest.mark.slow)])

@@ -21,10 +21,20 @@ from laneformer import (
 from laneformer.parameters import parameter_table
 
 TWO_BILLION = ModelConfig(
-    vocab_size=32000, hidden_size=3072, intermediate_size=12288, num_hidden_layers=15, num_attention_heads=32, num_key_value_heads=16,
-    num_lanes=8, broadcast_delay=2, sliding_window=2048, sliding_window_n_layers=10, max_position_embeddings=4096, bos_token_id=1,
+    vocab_size=32000,
+    hidden_size=3072,
+    intermediate_size=12288,
+    num_hidden_layers=15,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    num_lanes=8,
+    broadcast_delay=2,
+    sliding_window=2048,
+    sliding_window_n_layers=10,
+    max_position_embeddings=4096,
+    bos_token_id=1,
     eos_token_id=(2,),
-)  # fmt: skip
+)
 
 
 def test_the_published_two_billion():
@@ -53,22 +63,34 @@ def test_key_value_bytes_of_the_two_billion():
     assert kv_bytes_per_token(TWO_BILLION) == 15 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 1000) == 15 * 1001 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 2047) == 15 * 2048 * 6144
-    assert kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144  # ten layers read 2,048 positions, their own included
+    assert (
+        kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144
+    )  # ten layers read 2,048 positions, their own included
     assert kv_bytes_per_token(TWO_BILLION, 4095, 1) * 2 == kv_bytes_per_token(TWO_BILLION, 4095)
 
 
 @settings(max_examples=60)
 @given(
-    lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 3), head=st.sampled_from(["replicate", "lane", "vocab_parallel"]),
-    shared=st.booleans(), before=st.booleans(), tied=st.booleans(), head_dim=st.sampled_from([None, 6]),
-)  # fmt: skip
+    lanes=st.sampled_from([1, 2, 4]),
+    n=st.integers(1, 3),
+    head=st.sampled_from(["replicate", "lane", "vocab_parallel"]),
+    shared=st.booleans(),
+    before=st.booleans(),
+    tied=st.booleans(),
+    head_dim=st.sampled_from([None, 6]),
+)
 def test_names_and_shapes_are_those_of_the_files(lanes, n, head, shared, before, tied, head_dim):
     """Against the reference's own list of weights."""
     tied, before = tied and head == "replicate", before and head == "replicate"
     changes = {
-        "num_lanes": lanes, "num_hidden_layers": n, "lm_head_type": head, "replicated_rmsn_scale": shared, "pre_norm_lane_agg": before,
-        "tie_word_embeddings": tied, "head_dim": head_dim,
-    }  # fmt: skip
+        "num_lanes": lanes,
+        "num_hidden_layers": n,
+        "lm_head_type": head,
+        "replicated_rmsn_scale": shared,
+        "pre_norm_lane_agg": before,
+        "tie_word_embeddings": tied,
+        "head_dim": head_dim,
+    }
     arrays = tiny.random_weights(tiny.values(**changes))
     config = tiny.config(**changes)
     found = {parameter.file_name: math.prod(parameter.shape) for parameter in parameter_table(config).values()}
@@ -84,7 +106,9 @@ def test_qwen_weights_are_counted():
 @pytest.fixture(scope="module")
 def fresh() -> Laneformer:
     """A model with weights from seed 3 on one device."""
-    return Laneformer.init(tiny.config(hidden_size=64, num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3)
+    return Laneformer.init(
+        tiny.config(hidden_size=64, num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3
+    )
 
 
 def test_fresh_weights(fresh):

@@ -19,18 +19,25 @@ scalings = st.one_of(
     st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": factors}),
     st.fixed_dictionaries(
         {
-            "rope_type": st.just("llama3"), "factor": factors, "original_max_position_embeddings": contexts,
-            "low_freq_factor": st.floats(0.5, 2.0), "high_freq_factor": st.floats(2.5, 8.0),
+            "rope_type": st.just("llama3"),
+            "factor": factors,
+            "original_max_position_embeddings": contexts,
+            "low_freq_factor": st.floats(0.5, 2.0),
+            "high_freq_factor": st.floats(2.5, 8.0),
         }
     ),
     st.fixed_dictionaries(
         {"rope_type": st.just("yarn"), "factor": factors, "original_max_position_embeddings": contexts},
         optional={
-            "beta_fast": st.floats(8.0, 64.0), "beta_slow": st.floats(0.25, 4.0), "attention_factor": st.floats(0.5, 2.0),
-            "mscale": st.floats(0.0, 2.0), "mscale_all_dim": st.floats(0.0, 2.0), "truncate": st.booleans(),
+            "beta_fast": st.floats(8.0, 64.0),
+            "beta_slow": st.floats(0.25, 4.0),
+            "attention_factor": st.floats(0.5, 2.0),
+            "mscale": st.floats(0.0, 2.0),
+            "mscale_all_dim": st.floats(0.0, 2.0),
+            "truncate": st.booleans(),
         },
     ),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150)
@@ -47,14 +54,18 @@ def test_frequencies(scaling, theta, half):
 def test_frequencies_by_hand():
     found, factor = rotary_frequencies(tiny.config(head_dim=4, rope_theta=100.0))
     assert found.tolist() == pytest.approx([1.0, 0.1]) and factor == 1.0
-    found, _ = rotary_frequencies(tiny.config(head_dim=4, rope_theta=100.0, rope_scaling={"type": "linear", "factor": 4.0}))
+    found, _ = rotary_frequencies(
+        tiny.config(head_dim=4, rope_theta=100.0, rope_scaling={"type": "linear", "factor": 4.0})
+    )
     assert found.tolist() == pytest.approx([0.25, 0.025])
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     found, _ = rotary_frequencies(  # 20 pi positions: pairs turn 10 and 1 times; kept from 4 on, divided up to 1
         tiny.config(head_dim=4, rope_theta=100.0, rope_scaling=llama3 | {"original_max_position_embeddings": 63})
     )
     assert found[0] == 1.0 and found[1] == pytest.approx(0.1 / 8, rel=0.02)
-    _, factor = rotary_frequencies(tiny.config(rope_scaling={"type": "yarn", "factor": 10.0, "original_max_position_embeddings": 8}))
+    _, factor = rotary_frequencies(
+        tiny.config(rope_scaling={"type": "yarn", "factor": 10.0, "original_max_position_embeddings": 8})
+    )
     assert factor == pytest.approx(0.1 * math.log(10.0) + 1)
 
 
@@ -65,12 +76,21 @@ def test_pairs_are_interleaved_and_positions_count_from_the_start():
     turned = np.asarray(rotate(jnp.asarray(x), rotary_tables(config, jnp.arange(5, 8))))
     for s, position in enumerate((5, 6, 7)):
         for head in range(2):
-            expected = [math.cos(position), math.sin(position), 2 * math.cos(position / 10), 2 * math.sin(position / 10)]
+            expected = [
+                math.cos(position),
+                math.sin(position),
+                2 * math.cos(position / 10),
+                2 * math.sin(position / 10),
+            ]
             assert turned[s, head].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_rotation_equals_the_reference():
-    values = tiny.values(head_dim=8, rope_theta=50.0, rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16})
+    values = tiny.values(
+        head_dim=8,
+        rope_theta=50.0,
+        rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16},
+    )
     x = np.random.default_rng(0).standard_normal((2, 9, 3, 8)).astype(np.float32)
     config = tiny.config(**values)
     turned = rotate(jnp.asarray(x), rotary_tables(config, jnp.arange(9)))

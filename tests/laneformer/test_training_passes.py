@@ -1,4 +1,6 @@
-"""What training asks of the model: the loss over all heads and meshes, documents apart, and what the lanes do, against numpy."""
+"""What training asks of the model: the loss over all heads and meshes, documents apart, and what the lanes do, against
+numpy.
+"""
 
 from functools import partial
 
@@ -71,7 +73,9 @@ def test_lane_statistics_against_the_streams(layout, lane_devices, monkeypatch):
     seen = []
 
     def observed(schedule, x, module, sum_lanes, lanes, observe=None):
-        streams = run_schedule(schedule, x, module, sum_lanes, lanes, lambda *at: seen.append([np.asarray(a, np.float64) for a in at]))
+        streams = run_schedule(
+            schedule, x, module, sum_lanes, lanes, lambda *at: seen.append([np.asarray(a, np.float64) for a in at])
+        )
         return streams
 
     run_schedule = laneformer.model.run_schedule

@@ -1,4 +1,6 @@
-"""Tiny models for the tests of this folder: config.json as a dict, random weights of the reference, and both made into a model."""
+"""Tiny models for the tests of this folder: config.json as a dict, random weights of the reference, and both made into
+a model.
+"""
 
 import json
 from functools import cache

@@ -1,4 +1,6 @@
-"""scripts.bench_peers with engines that only speak the protocol, as real processes; the GGUF file as an independent reader sees it."""
+"""scripts.bench_peers with engines that only speak the protocol, as real processes; the GGUF file as an independent
+reader sees it.
+"""
 
 import dataclasses
 import json
@@ -26,7 +28,18 @@ from scripts.peers.ours import Ours
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import XLA, Shape, Task
 
-SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=96, vocab=50, tied=False, norm_eps=1e-5, rope_theta=10000.0)
+SHAPE = Shape(
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ff=96,
+    vocab=50,
+    tied=False,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+)
 RECIPE = """
 import dataclasses
 from configs.tiny import tiny
@@ -71,7 +84,12 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "recipes.py").write_text(RECIPE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(bench_peers, "OURS", fake("laneformer", "0.01"))
-    peers = [fake("slow", "0.04"), fake("dies", "dies"), fake("refuses", "refuses"), Engine("absent", "fake_peer", "torch")]
+    peers = [
+        fake("slow", "0.04"),
+        fake("dies", "dies"),
+        fake("refuses", "refuses"),
+        Engine("absent", "fake_peer", "torch"),
+    ]
     for engine in peers:
         monkeypatch.setitem(environments.PEERS, engine.name, engine)
     monkeypatch.setattr(bench_peers, "READ_BYTES", 1 << 22)
@@ -83,18 +101,38 @@ def fake(name, option):
 
 
 def command(fakes, peers, *more):
-    return bench_peers.main([
-        str(fakes / "home"), "--peers", peers, "--shape", f"{fakes / 'recipes.py'}:small", "--context", "8", "--tokens", "5",
-        "--rounds", "3", "--threads", "2", "--json", str(fakes / "peers.json"), *more,
-    ])  # fmt: skip
+    return bench_peers.main(
+        [
+            str(fakes / "home"),
+            "--peers",
+            peers,
+            "--shape",
+            f"{fakes / 'recipes.py'}:small",
+            "--context",
+            "8",
+            "--tokens",
+            "5",
+            "--rounds",
+            "3",
+            "--threads",
+            "2",
+            "--json",
+            str(fakes / "peers.json"),
+            *more,
+        ]
+    )
 
 
 def task(folder, shape=SHAPE, **changes):
-    return Task(**{"checkpoint": "none", "shape": shape, "positions": 16, "threads": 2, "folder": str(folder)} | changes)
+    return Task(
+        **{"checkpoint": "none", "shape": shape, "positions": 16, "threads": 2, "folder": str(folder)} | changes
+    )
 
 
 def state(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] if Path(f"/proc/{pid}").exists() else "gone"
+    return (
+        Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] if Path(f"/proc/{pid}").exists() else "gone"
+    )
 
 
 def wait_for(pid, states):
@@ -108,14 +146,20 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     assert command(fakes, "slow,absent") == 0
     out, err = capsys.readouterr()
     assert "| slow |" in out and "| 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out
-    assert "- absent: not measured, not installed: python -m scripts.bench_peers --setup" in out and "absent: skipped" in err
+    assert (
+        "- absent: not measured, not installed: python -m scripts.bench_peers --setup" in out
+        and "absent: skipped" in err
+    )
     assert "fake 1; weights bfloat16, products bfloat16, cache float16; 2 threads" in out
     record = json.loads((fakes / "peers.json").read_text())
     (pair,) = record["pairs"]
-    assert [r["ratio"] for r in pair["rounds"]] == pytest.approx([4.0] * 3) and list(record["not_measured"]) == ["absent"]
+    assert [r["ratio"] for r in pair["rounds"]] == pytest.approx([4.0] * 3) and list(record["not_measured"]) == [
+        "absent"
+    ]
     assert (record["sizes"]["hidden"], record["sizes"]["layers"], record["prompt_tokens"]) == (32, 2, 8)
     one = pair["rounds"][0]["peer"]
-    # 2 layers of q, o (32 x 32 each), k, v, gate, up and down, 5 norms, the head and a row of the embedding; 10 positions read, 1 written.
+    # 2 layers of q, o (32 x 32 each), k, v, gate, up and down, 5 norms, the head and a row of the embedding; 10
+    # positions read, 1 written.
     weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
     assert one["share"] == pytest.approx(25 * 2 * (weights + 2 * 32 * 2 * 11) / one["bandwidth"])
     assert one["gaps"] == pytest.approx([0.04] * 4) and one["bandwidth_1_thread"] > 0
@@ -134,7 +178,11 @@ def test_an_engine_that_dies_is_told_in_a_line_and_the_others_are_measured(fakes
 def test_our_own_death_ends_everything(fakes, capsys, monkeypatch):
     monkeypatch.setattr(bench_peers, "OURS", fake("laneformer", "dies"))
     assert command(fakes, "slow") == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: laneformer ended while decoding 5 tokens: status 7; out of breath")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: laneformer ended while decoding 5 tokens: status 7; out of breath")
+    )
 
 
 def test_an_engine_is_stopped_unless_it_is_asked(fakes):
@@ -218,7 +266,10 @@ def small(tmp_path):
 @pytest.mark.parametrize("option", ["", pytest.param(XLA, marks=pytest.mark.slow)])
 def test_our_engine_decodes_with_all_layers_full(small, option):
     ours = Ours(dataclasses.replace(small, option=option))
-    assert ours.conditions["weights"] == ("float32" if option else "bfloat16") and ours.conditions["threads"] == small.threads
+    assert (
+        ours.conditions["weights"] == ("float32" if option else "bfloat16")
+        and ours.conditions["threads"] == small.threads
+    )
     assert set(ours._backend.source.config.layer_windows) == {None}
     times = ours.decode(8, 5)
     assert len(times) == 5 and times == sorted(times) and times[0] < times[-1]
@@ -273,13 +324,16 @@ def test_the_gguf_file_has_the_model(tmp_path, tied):
     shape = dataclasses.replace(SHAPE, hidden=40, tied=tied)
     gguf_file.write(tmp_path / "m.gguf", shape)
     read = Reader(tmp_path / "m.gguf")
-    assert {name: read.fields[f"llama.{name}"] for name in ("embedding_length", "block_count", "attention.head_count_kv")} == {
-        "embedding_length": 40, "block_count": 2, "attention.head_count_kv": 2,
-    }  # fmt: skip
+    assert {
+        name: read.fields[f"llama.{name}"] for name in ("embedding_length", "block_count", "attention.head_count_kv")
+    } == {"embedding_length": 40, "block_count": 2, "attention.head_count_kv": 2}
     assert read.fields["general.architecture"] == "llama" and read.fields["llama.vocab_size"] == 50
     assert read.fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
     assert ("output.weight" in read.tensors) != tied and len(read.tensors) == 2 * 9 + (2 if tied else 3)
-    assert read.tensors["blk.1.ffn_down.weight"].shape == (40, 96) and read.tensors["blk.0.attn_k.weight"].shape == (32, 40)
+    assert read.tensors["blk.1.ffn_down.weight"].shape == (40, 96) and read.tensors["blk.0.attn_k.weight"].shape == (
+        32,
+        40,
+    )
     assert (read.tensors["blk.0.attn_norm.weight"] == 1).all()
     matrices = [t for t in read.tensors.values() if t.ndim == 2]
     assert all(0.015 < m.std() < 0.025 and len(np.unique(m[:, :8], axis=0)) == len(m) for m in matrices)
@@ -299,7 +353,9 @@ def test_environments_are_made_once_and_again_when_their_versions_change(tmp_pat
     command = [str(tmp_path), "--setup", "--peers", "torch,llama.cpp,torch-cpp,xla"]
     assert bench_peers.main(command) == 0
     assert capsys.readouterr().out.splitlines() == ["torch: installed", "llama.cpp: installed"]
-    assert "-m pip install --no-binary llama-cpp-python llama-cpp-python==" in (said := (tmp_path / "llama.cpp.log").read_text())
+    assert "-m pip install --no-binary llama-cpp-python llama-cpp-python==" in (
+        said := (tmp_path / "llama.cpp.log").read_text()
+    )
     assert "-DGGML_NATIVE=ON" in said
     monkeypatch.setitem(environments.ENVIRONMENTS, "llama.cpp", (("broken",), ("never",)))
     assert environments.installed(tmp_path, "llama.cpp") is None

@@ -54,7 +54,9 @@ def test_other_programs_learn_what_ends_a_turn(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"])
+@pytest.mark.parametrize(
+    "command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"]
+)
 def test_a_damaged_run_is_one_line(tmp_path, command):
     """Orbax's threads print tracebacks of it otherwise."""
     weights, config = laneformer.load(LANED).weights(), laneformer.load(LANED).config
@@ -63,14 +65,22 @@ def test_a_damaged_run_is_one_line(tmp_path, command):
         with ocp.StandardCheckpointer() as writer:
             writer.save(step / "params", weights)
         (step / "meta").mkdir()
-        meta = {"config": config_to_hf(config), "param_dtype": "float32", "fingerprint": {"params": fingerprint(weights)}}
+        meta = {
+            "config": config_to_hf(config),
+            "param_dtype": "float32",
+            "fingerprint": {"params": fingerprint(weights)},
+        }
         (step / "meta" / "metadata").write_text(json.dumps(meta))
     shutil.rmtree(step / "params" / "d")
     words = command.format(run=tmp_path).split()
-    done = subprocess.run([sys.executable, "-m", *words], cwd=TESTS.parent, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=TESTS.parent, capture_output=True, text=True, timeout=120, check=False
+    )
     errors = [line for line in done.stderr.splitlines() if not line.startswith("backend ")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
-    assert errors[0].startswith(f"error: {step} is damaged") and errors[0].endswith(f"use {tmp_path / 'checkpoints' / '5'} instead")
+    assert errors[0].startswith(f"error: {step} is damaged") and errors[0].endswith(
+        f"use {tmp_path / 'checkpoints' / '5'} instead"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""scripts.convert_dense: the lanes are the dense model with its heads and neurons in another order, chosen by affinity."""
+"""scripts.convert_dense: the lanes are the dense model with its heads and neurons in another order, chosen by
+affinity.
+"""
 
 import json
 from pathlib import Path
@@ -31,14 +33,18 @@ def converted(tmp_path_factory):
 
 
 # Grouped heads, biases, tied; qk-norm; one KV head per head, untied.
-@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", pytest.param("llama2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", pytest.param("llama2", marks=pytest.mark.slow)]
+)
 def test_the_lanes_give_the_dense_logits(converted, family):
     lanes = laneformer.load(converted(family))
     assert lanes.config.num_lanes == 4 and lanes.config.layout == "dtp(1)"
     as_tp = laneformer.Laneformer(lanes.config.replace(layout="tp"), lanes.weights())
     with np.load(DENSE / family / "io.npz") as io:
         assert np.abs(np.asarray(as_tp(io["input_ids"])) - io["logits"]).max() < 1e-4
-        assert np.abs(np.asarray(lanes(io["input_ids"])) - io["logits"]).max() > 1e-2, "the delayed layout is another function"
+        assert np.abs(np.asarray(lanes(io["input_ids"])) - io["logits"]).max() > 1e-2, (
+            "the delayed layout is another function"
+        )
 
 
 def test_every_weight_is_a_dense_one_bit_for_bit(converted):
@@ -49,7 +55,10 @@ def test_every_weight_is_a_dense_one_bit_for_bit(converted):
         if names[-1].removesuffix("_bias") in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
             members = layers[int(names[1])]["kv_heads" if names[2] == "attention" else "neurons"]
             count = sum(map(len, members))
-            assert sorted(unit for lane in members for unit in lane) == list(range(count)) and len({len(lane) for lane in members}) == 1
+            assert (
+                sorted(unit for lane in members for unit in lane) == list(range(count))
+                and len({len(lane) for lane in members}) == 1
+            )
             axis = 1 if names[-1] in ("wo", "w2") else 0  # of the dense matrix: columns or rows
             pieces = np.split(wanted[0], count, axis)
             wanted = np.stack([np.concatenate([pieces[unit] for unit in lane], axis) for lane in members])
@@ -59,9 +68,18 @@ def test_every_weight_is_a_dense_one_bit_for_bit(converted):
 @pytest.mark.slow
 def test_a_one_lane_laneformer_with_its_own_norms_and_head(tmp_path):
     config = laneformer.ModelConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=32, num_lanes=1, layout="dtp(0)", lm_head_type="lane", replicated_rmsn_scale=False,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+        num_lanes=1,
+        layout="dtp(0)",
+        lm_head_type="lane",
+        replicated_rmsn_scale=False,
+    )
     dense = laneformer.Laneformer.init(config, 1)
     laneformer.save_hf(dense, tmp_path / "dense")
     options = ["--lanes", "2", "--layout", "tp", "--assignment", "random", *FAST]
@@ -112,7 +130,9 @@ def test_another_checkpoint_is_not_replaced_by_accident(converted, capsys):
 
 
 def planted(count: int = 3, sizes=(6, 12, 6, 12), width: int = 8, seed: int = 0):
-    """Modules whose units read and write only the channels of their own group, groups in random order -> units, group of every unit."""
+    """Modules whose units read and write only the channels of their own group, groups in random order -> units, group
+    of every unit.
+    """
     random_ = np.random.default_rng(seed)
     groups, modules = random(list(sizes), count, seed + 7), []
     for group in groups:
@@ -137,7 +157,9 @@ def test_planted_groups_are_found(seed):
 
 def test_what_is_missed_and_gained_is_that_of_the_formula():
     modules, _ = planted(2, (4, 4, 4))
-    modules = [units._replace(reads=units.reads + 0.3, writes=units.writes - 0.2) for units in modules]  # all groups touch
+    modules = [
+        units._replace(reads=units.reads + 0.3, writes=units.writes - 0.2) for units in modules
+    ]  # all groups touch
     late, lanes = {(0, 1): 1.0, (0, 2): 0.5, (1, 2): 1.0}, contiguous([4, 4, 4], 2)
 
     def missed(lanes) -> float:
@@ -162,7 +184,13 @@ def test_what_is_missed_and_gained_is_that_of_the_formula():
 
 def test_late_is_what_the_schedule_delays():
     config = laneformer.ModelConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_lanes=2
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_lanes=2,
     )
     wanted = {
         "tp": {},

@@ -16,7 +16,13 @@ def test_every_layout(tmp_path, name):
     picture = draw(options).read_text()
     schedule = schedule_of(options)
     said = re.search(r"(\d+) modules, (\d+) lanes, (\d+) reductions, (\d+) of (\d+) landings exposed", picture)
-    assert tuple(map(int, said.groups())) == (8, 3, schedule.num_reductions, len(schedule.exposed), len(schedule.landings))
+    assert tuple(map(int, said.groups())) == (
+        8,
+        3,
+        schedule.num_reductions,
+        len(schedule.exposed),
+        len(schedule.landings),
+    )
     assert picture.count(">attn 3<") == 3  # one box per lane
 
 
@@ -25,7 +31,9 @@ def test_the_picture_is_the_same_each_time(tmp_path):
     assert first == second
 
 
-@pytest.mark.parametrize("arguments", [("nosuch",), ("dtp",), ("tp", "--layers", "0"), ("tp", "--out", "picture.nosuch")])
+@pytest.mark.parametrize(
+    "arguments", [("nosuch",), ("dtp",), ("tp", "--layers", "0"), ("tp", "--out", "picture.nosuch")]
+)
 def test_mistakes_are_one_line(capsys, arguments):
     assert main(list(arguments)) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Encoding: any text round-trips through a BPE trained here, pieces make up the text, and work done ahead stays in order."""
+"""Encoding: any text round-trips through a BPE trained here, pieces make up the text, and work done ahead stays in
+order.
+"""
 
 import itertools
 import threading
@@ -28,7 +30,13 @@ def test_any_text_round_trips(trained, text):
 
 def test_the_special_tokens_come_first_and_digits_stand_alone(trained):
     assert [trained.id_to_token(i) for i in range(6)] == [
-        "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|im_start|>", "<|im_end|>"]
+        "<|endoftext|>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
     assert trained.get_vocab_size() == 600
     assert trained.encode("12345").tokens == list("12345")
 
@@ -59,7 +67,11 @@ def test_texts_of_a_group_keep_their_ids_apart(trained, monkeypatch):
     for text in (encoder.TextEncoder(trained), encoder.TextEncoder(trained, middle, share=1.0)):  # all held out
         for document, ids, size, loss in text(made):
             assert trained.decode(ids.tolist()) == document.content and size == len(document.content) and loss is None
-    changed = [document.content for document, ids, *_ in encoder.TextEncoder(trained, middle)(made) if {1, 2, 3} <= set(ids.tolist())]
+    changed = [
+        document.content
+        for document, ids, *_ in encoder.TextEncoder(trained, middle)(made)
+        if {1, 2, 3} <= set(ids.tolist())
+    ]
     assert 1 < len(changed) < len(made)
 
 

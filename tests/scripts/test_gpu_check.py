@@ -1,4 +1,6 @@
-"""scripts.gpu_check without a GPU: the stages' commands exist, budgets hold, a failure stops nothing, the report has what was measured."""
+"""scripts.gpu_check without a GPU: the stages' commands exist, budgets hold, a failure stops nothing, the report has
+what was measured.
+"""
 
 import ast
 import json
@@ -15,7 +17,16 @@ from scripts import gpu_check, gpu_rank
 from scripts.gpu_check import PYTHON, ROOT, Stage
 
 MACHINE = {"test": "machine", "device": "a device"}
-RING = {"test": "ring", "unit": "us", "ctas": 128, "slot_bytes": 4096, "median": 1234.5, "min": 1200.0, "p95": 1300.0, "gb_per_s": 3456.7}
+RING = {
+    "test": "ring",
+    "unit": "us",
+    "ctas": 128,
+    "slot_bytes": 4096,
+    "median": 1234.5,
+    "min": 1200.0,
+    "p95": 1300.0,
+    "gb_per_s": 3456.7,
+}
 
 
 def only(monkeypatch, *stages):
@@ -34,7 +45,9 @@ def test_dry_run_prints_every_stage_and_writes_nothing(tmp_path):
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "results"), "--dry-run"]
     environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith("  ")] == [s.name for s in gpu_check.stages()]
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith("  ")] == [
+        s.name for s in gpu_check.stages()
+    ]
     assert f"{tmp_path}/results/micro ring" not in done.stdout and f"{tmp_path}/results/ring_2k ring" in done.stdout
     assert not (tmp_path / "results").exists()
 
@@ -53,7 +66,9 @@ def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_p
     (command,) = of("rank").commands
     options = tyro.cli(gpu_rank.Options, args=command[3:])
     assert options.recipe == gpu_check.MODEL and str(options.json) == "{out}/rank.json"
-    (tmp_path / "rank.log").write_text("tp, delay 0 us: 1.0 us per token\n| layout | delay us | ...\n| tp | 0 | ...\n\nemulated\n")
+    (tmp_path / "rank.log").write_text(
+        "tp, delay 0 us: 1.0 us per token\n| layout | delay us | ...\n| tp | 0 | ...\n\nemulated\n"
+    )
     (tmp_path / "rank.json").write_text("[]")
     text = gpu_check.report(tmp_path, [])
     assert "## One rank" in text and "| tp | 0 | ..." in text and "us per token" not in text
@@ -61,7 +76,10 @@ def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_p
 
 
 def test_ratios_come_into_the_report_once(tmp_path):
-    note = "prompt of 128: ratio of the medians of tokens/s, cuda / cuda-graph = 1.500; their runs took turns in one process"
+    note = (
+        "prompt of 128: ratio of the medians of tokens/s, cuda / cuda-graph = 1.500; their runs took turns in one"
+        " process"
+    )
     (tmp_path / "compare-float16.json").write_text(json.dumps([{"notes": ["random weights", note]}, {"notes": [note]}]))
     text = gpu_check.report(tmp_path, [])
     assert text.count(f"\n- {note}\n") == 1 and "- random weights" not in text
@@ -73,7 +91,11 @@ def test_files_and_tests_that_are_named_exist():
     words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
     files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]
     assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
-    tests = [node.name for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILES[0]).read_text())) if isinstance(node, ast.FunctionDef)]
+    tests = [
+        node.name
+        for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILES[0]).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
     assert "test_layouts" in tests
 
 
@@ -88,7 +110,9 @@ def test_what_matters_fits_the_time():
 def test_rings_fit_shared_memory(name):
     warps, lines, slots = gpu_check.RINGS[name][:3]
     assert warps * slots * (512 * lines + 8) < 232_448 - 1024
-    assert slots * lines >= 4 + lines - 1 and 16384 // warps % lines == 0  # what a step takes, and passes end with a slot
+    assert (
+        slots * lines >= 4 + lines - 1 and 16384 // warps % lines == 0
+    )  # what a step takes, and passes end with a slot
 
 
 def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
@@ -104,8 +128,12 @@ def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch
     assert gpu_check.main([str(tmp_path / "out")]) == 1
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [(s["stage"], s["status"]) for s in data["stages"]] == [
-        ("breaks", "failed"), ("late", "out of time"), ("slow checker", "no verdict"), ("not here", "failed"), ("works", "passed"),
-    ]  # fmt: skip
+        ("breaks", "failed"),
+        ("late", "out of time"),
+        ("slow checker", "no verdict"),
+        ("not here", "failed"),
+        ("works", "passed"),
+    ]
     assert data["stages"][0]["detail"] == "command 0: status 3" and "no-such-program" in data["stages"][3]["detail"]
     assert (tmp_path / "made").exists(), "commands after a failed one run too"
     assert (tmp_path / "out" / "breaks-0.log").read_text() == "words of it\n"
@@ -131,7 +159,9 @@ def test_stages_share_what_xla_compiled_and_tests_do_not(tmp_path, monkeypatch):
 
 
 def test_all_passed_is_status_0(tmp_path, monkeypatch):
-    only(monkeypatch, python("works", 20, "pass"), python("checker", 1, "import time; time.sleep(9)", may_time_out=True))
+    only(
+        monkeypatch, python("works", 20, "pass"), python("checker", 1, "import time; time.sleep(9)", may_time_out=True)
+    )
     assert gpu_check.main([str(tmp_path)]) == 0
 
 
@@ -143,7 +173,9 @@ def test_no_time_left_is_said(tmp_path, monkeypatch):
 
 def test_commands_together_run_at_the_same_time(tmp_path, monkeypatch):
     wait = "import pathlib, time\nopen({own!r}, 'w')\nwhile not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
-    only(monkeypatch, python("pair", 20, wait.format(own="a", other="b"), wait.format(own="b", other="a"), together=True))
+    only(
+        monkeypatch, python("pair", 20, wait.format(own="a", other="b"), wait.format(own="b", other="a"), together=True)
+    )
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     assert gpu_check.main([str(tmp_path / "out")]) == 0
 
@@ -158,7 +190,9 @@ def test_measurements_become_rows_and_broken_lines_are_left_out(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--stages", "nosuch"], "no stage nosuch"), (["--wheels", "nowhere"], "no wheels")])
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--stages", "nosuch"], "no stage nosuch"), (["--wheels", "nowhere"], "no wheels")]
+)
 def test_mistakes_are_told(arguments, words, capsys):
     with pytest.raises(SystemExit) as error:
         gpu_check.main(arguments)
@@ -167,12 +201,15 @@ def test_mistakes_are_told(arguments, words, capsys):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(gpu_check.RINGS))]
+    "number",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(gpu_check.RINGS))],
 )
 def test_the_microbenchmarks_compile(number, tmp_path):
     command = gpu_check.filled(of("build").commands[1 + number], tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    without = subprocess.run([command[-1]], capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": ""})
+    without = subprocess.run(
+        [command[-1]], capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
     assert without.returncode == 1 and json.loads(without.stdout)["test"] == "error"
     assert Path(command[-1]).stat().st_size > 0

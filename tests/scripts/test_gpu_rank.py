@@ -22,9 +22,10 @@ from laneformer import ModelConfig
 from train.config import DataConfig, TrainConfig
 
 def small():
-    return TrainConfig(name="small", steps=1, data=DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1), model=ModelConfig(
-        vocab_size=40, hidden_size=24, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, num_lanes=4,
-        max_position_embeddings=64, lm_head_type="HEAD"))
+    data = DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1)
+    return TrainConfig(name="small", steps=1, data=data, model=ModelConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, num_lanes=4, max_position_embeddings=64, lm_head_type="HEAD"))
 """
 MACHINE = Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copies=True)
 
@@ -35,7 +36,11 @@ def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(RECIPE.replace("HEAD", head))
     options = Options(recipe=f"{file}:small", delays=(0, 3000), context=8, tokens=4, runs=1)
-    devices = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
+    devices = (
+        {}
+        if emulated.REAL
+        else {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
+    )
     records = measure(options, "tp", **devices) + measure(options, "none", **devices)
     times = {(r["layout"], r["delay_us"]): r["us_per_token"]["median"] for r in records}
     exposed = {"tp": 8, "none": 0}

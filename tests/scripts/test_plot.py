@@ -16,8 +16,16 @@ PANELS = ["loss", "optimizer", "speed", "lanes"]
 def lines(steps=40, skipped=(), shift=0.0):
     """A run of two phases with two held-out sets, one of them from the second phase on."""
     for n in range(1, steps + 1):
-        record = {"step": n, "phase": "main" if n <= 30 else "decay", "loss": 8.0 - n / 10 + shift, "grad_norm": 1 / n, "tokens": 100 * n,
-                  "learning_rate": 1e-3, "tokens_per_second": 5000.0 + n, "mfu": 0.4}  # fmt: skip
+        record = {
+            "step": n,
+            "phase": "main" if n <= 30 else "decay",
+            "loss": 8.0 - n / 10 + shift,
+            "grad_norm": 1 / n,
+            "tokens": 100 * n,
+            "learning_rate": 1e-3,
+            "tokens_per_second": 5000.0 + n,
+            "mfu": 0.4,
+        }
         yield record | ({"loss": None, "grad_norm": None, "skipped": True} if n in skipped else {})
         if n % 10 == 0:
             sets = ["code"] if n <= 30 else ["code", "prose"]
@@ -80,9 +88,14 @@ def test_all_panels(run, figures):
     assert draw(Options(runs=(run,), panels=tuple(PANELS))) == run / "loss-optimizer-speed-lanes.png"
     titles = [axes.get_title() for axes in figures[0].axes]
     assert titles == [
-        "Loss: training, mean of 20 steps, and validation", "Learning rate", "Gradient norm", "Tokens per second",
-        "Model FLOPs utilization", "Mean cosine between lanes", "Parts of other lanes / own part",
-    ]  # fmt: skip
+        "Loss: training, mean of 20 steps, and validation",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "Model FLOPs utilization",
+        "Mean cosine between lanes",
+        "Parts of other lanes / own part",
+    ]
     *_, speed, mfu, similarity, landed = figures[0].axes
     assert "run: median 5,020" in drawn(speed) and "run: median 40 %" in drawn(mfu)
     np.testing.assert_allclose(drawn(mfu)["run: median 40 %"].get_ydata(), 40)
@@ -94,8 +107,12 @@ def test_runs_are_compared(run, tmp_path, figures):
     other = write(tmp_path / "other", (line for line in lines(shift=1.0) if "validation" not in line))
     draw(Options(runs=(run, other), panels=tuple(PANELS)))
     assert {line.get_label() for line in figures[0].axes[0].lines if line.get_label()[0] != "_"} == {
-        "run (last: code 3.500, prose 3.500)", "other", "validation, code", "validation, prose", "skipped step",
-    }  # fmt: skip
+        "run (last: code 3.500, prose 3.500)",
+        "other",
+        "validation, code",
+        "validation, prose",
+        "skipped step",
+    }
     assert [line.get_label() for line in figures[0].axes[-1].lines] == ["run", "other"]
     borders = [line.get_color() for line in figures[0].axes[0].lines if line.get_linestyle() == "--"]
     assert borders == ["0.4"], "one line for both"
@@ -113,7 +130,10 @@ def test_short_and_odd_runs_draw_without_a_warning(tmp_path, name):
         "first step": list(lines(1)),
         "all skipped": list(lines(20, skipped=range(1, 21))),
         "no mfu": [{k: v for k, v in line.items() if k != "mfu"} for line in lines()],
-        "one lane": [line | ({"lanes": {"similarity": [None], "landed_over_own": [None]}} if "lanes" in line else {}) for line in lines()],
+        "one lane": [
+            line | ({"lanes": {"similarity": [None], "landed_over_own": [None]}} if "lanes" in line else {})
+            for line in lines()
+        ],
     }[name]
     if name == "first step":
         records.append({"step": 1, "lanes": {"similarity": [1.0], "landed_over_own": [None]}})
@@ -135,6 +155,12 @@ def test_nothing_to_draw(run, tmp_path, capsys):
         Run(tmp_path, "C0")
     bare = write(tmp_path / "bare", (line for line in lines() if "lanes" not in line))
     assert main([str(write(tmp_path / "slow", [{"step": 1, "loss": 1.0, "tokens": 8}])), "--panels", "speed"]) == 2
-    for arguments in ([str(tmp_path)], [], [str(bare), "--panels", "lanes"], [str(run), "--window", "0"], [str(run), "--out", "a.pdf"]):
+    for arguments in (
+        [str(tmp_path)],
+        [],
+        [str(bare), "--panels", "lanes"],
+        [str(run), "--window", "0"],
+        [str(run), "--out", "a.pdf"],
+    ):
         assert main(arguments) == 2
     assert all(line.startswith("error: ") for line in capsys.readouterr().err.splitlines())

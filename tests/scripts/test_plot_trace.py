@@ -14,17 +14,25 @@ from laneformer.errors import InputError
 from scripts import plot_trace
 from scripts.plot_trace import BETWEEN, Trace, draw, main, table
 
-NAMES = [{"name": "thread_name", "ph": "M", "pid": 1, "tid": worker, "args": {"name": f"CTA {worker}"}} for worker in (0, 1)]
+NAMES = [
+    {"name": "thread_name", "ph": "M", "pid": 1, "tid": worker, "args": {"name": f"CTA {worker}"}} for worker in (0, 1)
+]
 
 
 def event(worker, op, begin, us, layer=None):
-    return {"name": op, "ph": "X", "tid": worker, "ts": begin, "dur": us} | ({} if layer is None else {"args": {"layer": layer}})
+    return {"name": op, "ph": "X", "tid": worker, "ts": begin, "dur": us} | (
+        {} if layer is None else {"args": {"layer": layer}}
+    )
 
 
 def token(worker, at, us):
     """10 us to embed, two layers of `us`, 5 us of nothing, 20 us of head."""
-    return [event(worker, "embed", at, 10), event(worker, "qkv", at + 10, us, 0), event(worker, "qkv", at + 10 + us, us, 1),
-            event(worker, "head", at + 15 + 2 * us, 20)]  # fmt: skip
+    return [
+        event(worker, "embed", at, 10),
+        event(worker, "qkv", at + 10, us, 0),
+        event(worker, "qkv", at + 10 + us, us, 1),
+        event(worker, "head", at + 15 + 2 * us, 20),
+    ]
 
 
 def write(path, events):
@@ -35,7 +43,9 @@ def write(path, events):
 
 @pytest.fixture
 def known(tmp_path):
-    """A pass of the prompt without a head, the prompt's last one, and three tokens, the middle one longer on worker 1."""
+    """A pass of the prompt without a head, the prompt's last one, and three tokens, the middle one longer on
+    worker 1.
+    """
     events = []
     for worker in (0, 1):
         events += [event(worker, "embed", 0, 500), event(worker, "qkv", 500, 400, 0)]
@@ -61,7 +71,10 @@ def test_the_picture_has_every_worker_and_the_command_says_where_it_is(known, ca
     widths = [patch.get_width() for patch in figure.axes[1].patches]
     assert widths == [40, 40] and figure.axes[1].get_xlabel() == "us, layer 1 of the median token"
     assert main([str(known)]) == 0
-    assert capsys.readouterr().out.endswith(f"{known.with_name('known.png')}\n") and known.with_name("known.png").stat().st_size > 5000
+    assert (
+        capsys.readouterr().out.endswith(f"{known.with_name('known.png')}\n")
+        and known.with_name("known.png").stat().st_size > 5000
+    )
 
 
 def test_without_a_picture_matplotlib_is_not_needed(known, monkeypatch, capsys):
@@ -72,16 +85,26 @@ def test_without_a_picture_matplotlib_is_not_needed(known, monkeypatch, capsys):
 @pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 def test_the_cpu_kernels_own(tmp_path):
     config = laneformer.ModelConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_lanes=2,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_lanes=2,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     model = laneformer.Laneformer.init(config, 1)
     engine = infer.Engine(model, "cpu", threads=2)
     engine.session.trace(spans_needed(2, 20, 6))
     list(engine.generate(np.arange(20), max_new_tokens=6, stop_tokens=()))
     write_perfetto(tmp_path / "own.json", engine.session)
     trace = Trace.read(tmp_path / "own.json")
-    assert len(trace.passes) == 5 and set(trace.ops) <= set(engine.session.ops) and {"gate_up", "head", "sample"} <= set(trace.ops)
+    assert (
+        len(trace.passes) == 5
+        and set(trace.ops) <= set(engine.session.ops)
+        and {"gate_up", "head", "sample"} <= set(trace.ops)
+    )
     assert all((us >= -1e-6).all() and us.shape == (5, 2) for us in trace.times().values())
 
 
@@ -90,7 +113,10 @@ def test_the_cpu_kernels_own(tmp_path):
     [
         (b"not json", "is no trace of"),
         (b'{"traceEvents": []}', "is no trace of"),
-        (json.dumps({"traceEvents": [*NAMES, *token(0, 0, 1), *token(1, 0, 1)]}).encode(), "has no token after the first"),
+        (
+            json.dumps({"traceEvents": [*NAMES, *token(0, 0, 1), *token(1, 0, 1)]}).encode(),
+            "has no token after the first",
+        ),
     ],
 )
 def test_what_is_no_trace(content, message, tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""Tokenizing as a command: text round-trips, the same input gives the same bytes, finished work is not repeated, mistakes are named."""
+"""Tokenizing as a command: text round-trips, the same input gives the same bytes, finished work is not repeated,
+mistakes are named.
+"""
 
 import resource
 import subprocess
@@ -107,15 +109,31 @@ def test_few_documents_still_give_a_validation_split(tmp_path, capsys):
     assert TokenStore.open(tmp_path / "out").documents("validation") == 1
     code, _, err = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt")
     assert code == 2 and "1 document cannot be divided: give --validation-fraction 0" in err
-    code, line, _ = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt", "--validation-fraction", 0, "--train-bpe", 262)
+    code, line, _ = run(
+        capsys, "--out", tmp_path / "one", tmp_path / "0.txt", "--validation-fraction", 0, "--train-bpe", 262
+    )
     assert code == 0 and "1 documents" in line and TokenStore.open(tmp_path / "one").splits == ("train",)
-    code, _, err = run(capsys, "--out", tmp_path / "two", tmp_path / "0.txt", tmp_path / "1.txt", "--validation-fraction", 0.999)
+    code, _, err = run(
+        capsys, "--out", tmp_path / "two", tmp_path / "0.txt", tmp_path / "1.txt", "--validation-fraction", 0.999
+    )
     assert code == 2 and "no document fell to split train" in err and not (tmp_path / "two" / "manifest.json").exists()
 
 
 def test_a_file_of_many_documents(tmp_path, capsys):
     (tmp_path / "all.txt").write_text("\n--\n".join(f"story {i}" for i in range(20)))
-    assert run(capsys, "--out", tmp_path / "out", tmp_path / "all.txt", "--document-separator", "\n--\n", "--train-bpe", 262)[0] == 0
+    assert (
+        run(
+            capsys,
+            "--out",
+            tmp_path / "out",
+            tmp_path / "all.txt",
+            "--document-separator",
+            "\n--\n",
+            "--train-bpe",
+            262,
+        )[0]
+        == 0
+    )
     stories = texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")
     assert sorted(stories) == sorted(f"story {i}" for i in range(20))
 
@@ -132,7 +150,17 @@ def test_long_documents_are_encoded_in_pieces(tmp_path, capsys, monkeypatch):
 
 def test_one_document_larger_than_the_sample_is_sampled_from_within(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("".join(f"line {i} of a long text\n" for i in range(20_000)))
-    args = ("--out", tmp_path / "out", tmp_path / "one.txt", "--validation-fraction", 0, "--train-bpe", 290, "--bpe-sample-bytes", 100_000)
+    args = (
+        "--out",
+        tmp_path / "out",
+        tmp_path / "one.txt",
+        "--validation-fraction",
+        0,
+        "--train-bpe",
+        290,
+        "--bpe-sample-bytes",
+        100_000,
+    )
     assert run(capsys, *args)[0] == 0
     assert TokenStore.open(tmp_path / "out").manifest.vocab_size > 270
 
@@ -148,8 +176,15 @@ def test_the_sample_is_independent_of_what_is_held_out(tmp_path, capsys):
 def test_the_bpe_is_trained_on_a_sample(tmp_path, corpus, capsys):
     (corpus / "rare.py").write_text("zyxwv" * 1000)
     assert run(capsys, "--out", tmp_path / "all", corpus, *FILES, "--validation-fraction", 0)[0] == 0
-    assert run(capsys, "--out", tmp_path / "some", corpus, *FILES, "--validation-fraction", 0, "--bpe-sample-bytes", 1500)[0] == 0
-    vocabularies = [Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")).get_vocab() for name in ("all", "some")]
+    assert (
+        run(capsys, "--out", tmp_path / "some", corpus, *FILES, "--validation-fraction", 0, "--bpe-sample-bytes", 1500)[
+            0
+        ]
+        == 0
+    )
+    vocabularies = [
+        Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")).get_vocab() for name in ("all", "some")
+    ]
     assert vocabularies[0] != vocabularies[1]
     assert sorted(texts(tmp_path / "all", "train")) == sorted(texts(tmp_path / "some", "train"))
 
@@ -182,33 +217,45 @@ def test_a_given_tokenizer(tmp_path, foreign, capsys):
     assert code == 2 and "begin_token (was <s>, now )" in err
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    ((), "give either files and folders to tokenize, or --dataset NAME"),
-    (("{c}", "--dataset", "json"), "give either files and folders"),
-    (("{c}", "--column", "body"), "--column goes with --dataset: leave it out"),
-    (("--dataset", "json", "--glob", "*.py"), "--glob goes with files and folders: leave it out"),
-    (("{c}", "--tokenizer", "{c}/notes.txt", "--train-bpe", "500"), "--train-bpe goes with a BPE trained here"),
-    (("{c}", "--end-token", "</s>"), "--end-token, --begin-token and --fim-tokens belong to --tokenizer"),
-    (("{c}", "--fim-rate", "0.5", "--fim-tokens", "a", "b", "c"), "--fim-tokens belong to --tokenizer"),
-    (("{c}", "--fim-rate", "1.5"), "--fim-rate 1.5: give a share of the documents, from 0 to 1"),
-    (("{c}", "--fim-spm-rate", "0.1"), "--fim-spm-rate goes with --fim-rate: leave it out"),
-    (("{c}", "--chat"), "--chat goes with --dataset: leave it out"),
-    (("--dataset", "json", "--chat"), "--chat needs --tokenizer, that of the model to train"),
-    (("--dataset", "json", "--chat-date", "2025-01-31"), "--chat-date goes with --chat: leave it out"),
-    (("--dataset", "json", "--chat", "--tokenizer", "t", "--fim-rate", "0.5"), "--fim-rate goes with plain text, not --chat: leave it out"),
-    (("--dataset", "json", "--chat", "--tokenizer", "t", "--prompt-column", "q"), "or both --prompt-column and --answer-column"),
-    (("--dataset", "json", "--chat", "--tokenizer", "t", "--chat-date", "today"), "write year, month and day, as in 2025-01-31"),
-    (("{c}", "--train-bpe", "100"), "--train-bpe 100: a byte-level vocabulary has at least 262"),
-    (("{c}", "--validation-fraction", "1"), "at least 0 and below 1"),
-    (("{c}", "--shard-tokens", "0"), "give at least 1"),
-    (("{c}/nowhere",), "nowhere does not exist"),
-    (("{c}", "--glob", "*.rs"), "no files in"),
-    (("{c}/latin.py", "{c}/empty.py"), "no text in"),
-    (("{c}", "--tokenizer", "{c}/none.json"), "cannot read --tokenizer"),
-    (("{c}", "--tokenizer", "{c}/notes.txt"), "notes.txt is not a tokenizer.json"),
-    (("{c}", "--out", "{c}/notes.txt"), "is a file: give a folder"),
-    (("{c}", "--out", "{c}/notes.txt/below"), "cannot write"),
-])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give either files and folders to tokenize, or --dataset NAME"),
+        (("{c}", "--dataset", "json"), "give either files and folders"),
+        (("{c}", "--column", "body"), "--column goes with --dataset: leave it out"),
+        (("--dataset", "json", "--glob", "*.py"), "--glob goes with files and folders: leave it out"),
+        (("{c}", "--tokenizer", "{c}/notes.txt", "--train-bpe", "500"), "--train-bpe goes with a BPE trained here"),
+        (("{c}", "--end-token", "</s>"), "--end-token, --begin-token and --fim-tokens belong to --tokenizer"),
+        (("{c}", "--fim-rate", "0.5", "--fim-tokens", "a", "b", "c"), "--fim-tokens belong to --tokenizer"),
+        (("{c}", "--fim-rate", "1.5"), "--fim-rate 1.5: give a share of the documents, from 0 to 1"),
+        (("{c}", "--fim-spm-rate", "0.1"), "--fim-spm-rate goes with --fim-rate: leave it out"),
+        (("{c}", "--chat"), "--chat goes with --dataset: leave it out"),
+        (("--dataset", "json", "--chat"), "--chat needs --tokenizer, that of the model to train"),
+        (("--dataset", "json", "--chat-date", "2025-01-31"), "--chat-date goes with --chat: leave it out"),
+        (
+            ("--dataset", "json", "--chat", "--tokenizer", "t", "--fim-rate", "0.5"),
+            "--fim-rate goes with plain text, not --chat: leave it out",
+        ),
+        (
+            ("--dataset", "json", "--chat", "--tokenizer", "t", "--prompt-column", "q"),
+            "or both --prompt-column and --answer-column",
+        ),
+        (
+            ("--dataset", "json", "--chat", "--tokenizer", "t", "--chat-date", "today"),
+            "write year, month and day, as in 2025-01-31",
+        ),
+        (("{c}", "--train-bpe", "100"), "--train-bpe 100: a byte-level vocabulary has at least 262"),
+        (("{c}", "--validation-fraction", "1"), "at least 0 and below 1"),
+        (("{c}", "--shard-tokens", "0"), "give at least 1"),
+        (("{c}/nowhere",), "nowhere does not exist"),
+        (("{c}", "--glob", "*.rs"), "no files in"),
+        (("{c}/latin.py", "{c}/empty.py"), "no text in"),
+        (("{c}", "--tokenizer", "{c}/none.json"), "cannot read --tokenizer"),
+        (("{c}", "--tokenizer", "{c}/notes.txt"), "notes.txt is not a tokenizer.json"),
+        (("{c}", "--out", "{c}/notes.txt"), "is a file: give a folder"),
+        (("{c}", "--out", "{c}/notes.txt/below"), "cannot write"),
+    ],
+)
 def test_mistakes_are_named(tmp_path, corpus, capsys, args, message):
     args = [arg.replace("{c}", str(corpus)) for arg in args]
     code, out, err = run(capsys, *([] if "--out" in args else ["--out", tmp_path / "out"]), *args)
@@ -218,8 +265,14 @@ def test_mistakes_are_named(tmp_path, corpus, capsys, args, message):
 
 
 def shell(*args, **more):
-    return subprocess.Popen([sys.executable, "-m", "scripts.tokenize", *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.tokenize", *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
 
 
 def test_as_a_command(tmp_path, corpus):
@@ -233,7 +286,9 @@ def test_as_a_command(tmp_path, corpus):
     process = shell("--help")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert all(f"--{name.replace('_', '-')}" in out for name in command.Options.__dataclass_fields__ if name != "sources")
+    assert all(
+        f"--{name.replace('_', '-')}" in out for name in command.Options.__dataclass_fields__ if name != "sources"
+    )
 
 
 def test_fill_in_the_middle(tmp_path, corpus, capsys):
@@ -261,8 +316,19 @@ def test_fill_in_the_middle(tmp_path, corpus, capsys):
 
 def test_fill_in_the_middle_with_a_given_tokenizer(tmp_path, foreign, capsys):
     (tmp_path / "a.txt").write_text("a b a b a b")
-    args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--validation-fraction", 0, "--end-token", "</s>",
-            "--fim-rate", 1)
+    args = (
+        "--out",
+        tmp_path / "out",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        foreign,
+        "--validation-fraction",
+        0,
+        "--end-token",
+        "</s>",
+        "--fim-rate",
+        1,
+    )
     code, _, err = run(capsys, *args)
     assert code == 2 and "foreign.json has no token '<|fim_prefix|>': give --fim-tokens, perhaps of <s>" in err
     assert run(capsys, *args, "--fim-tokens", "<s>", "<pad>", "<unk>", "--fim-spm-rate", 0)[0] == 0
@@ -277,7 +343,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_folder(tmp_path, corpus, ca
     (corpus / "big.py").write_text("".join(f"{i} " for i in range(20000)))
     # No file may grow over 64 KiB: what a full disk looks like to the program.
     process = shell("--out", out, corpus, *FILES, "--overwrite")
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (65536, 65536))  # long before it writes; a preexec_fn would fork under JAX
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (65536, 65536)
+    )  # long before it writes; a preexec_fn would fork under JAX
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: cannot write" in err and "Traceback" not in err
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before

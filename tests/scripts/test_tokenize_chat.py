@@ -13,9 +13,16 @@ from train.shards import TokenStore
 
 pytestmark = pytest.mark.usefixtures("cache")
 TALKS = [
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"question {i} <|im_end|>"},
-                  {"role": "assistant", "content": f"answer {i}\n"}, {"role": "user", "content": "more"},
-                  {"role": "assistant", "content": "" if i % 2 else "é"}]} for i in range(30)
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"question {i} <|im_end|>"},
+            {"role": "assistant", "content": f"answer {i}\n"},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "" if i % 2 else "é"},
+        ]
+    }
+    for i in range(30)
 ]
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
 {%- else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"""
@@ -33,8 +40,20 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def args(tmp_path, tokenizer):
     jsonl(tmp_path / "talks.jsonl", TALKS)
-    return ("--out", tmp_path / "out", "--dataset", "json", "--data-files", tmp_path / "talks.jsonl", "--streaming", "--chat",
-            "--tokenizer", tokenizer, "--validation-fraction", 0.2)
+    return (
+        "--out",
+        tmp_path / "out",
+        "--dataset",
+        "json",
+        "--data-files",
+        tmp_path / "talks.jsonl",
+        "--streaming",
+        "--chat",
+        "--tokenizer",
+        tokenizer,
+        "--validation-fraction",
+        0.2,
+    )
 
 
 def masks(path, split):
@@ -55,14 +74,24 @@ def test_conversations(tmp_path, tokenizer, args, capsys):
             [number] = [i for i in range(30) if f"question {i} " in text]
             found.append(number)
             last = "" if number % 2 else "é"
-            assert text == (f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nquestion {number} <|im_end|><|im_end|>\n"
-                            f"<|im_start|>assistant\nanswer {number}\n<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n"
-                            f"<|im_start|>assistant\n{last}<|im_end|>\n<|endoftext|>")
-            assert bpe.decode(ids[loss].tolist(), skip_special_tokens=False) == f"answer {number}\n<|im_end|>{last}<|im_end|>"
+            assert text == (
+                f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nquestion {number} <|im_end|><|im_end|>\n"
+                f"<|im_start|>assistant\nanswer {number}\n<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n"
+                f"<|im_start|>assistant\n{last}<|im_end|>\n<|endoftext|>"
+            )
+            assert (
+                bpe.decode(ids[loss].tolist(), skip_special_tokens=False)
+                == f"answer {number}\n<|im_end|>{last}<|im_end|>"
+            )
             assert (ids == bpe.token_to_id("<|im_end|>")).sum() == 5, "the one that the user spells is text"
     assert sorted(found) == list(range(30))
     source = TokenStore.open(out).manifest.source["settings"]["chat"]
-    assert source == {"template": ChatTemplate.load(tokenizer.parent).sha256, "answers": "prefixes", "tokens": {}, "date": ""}
+    assert source == {
+        "template": ChatTemplate.load(tokenizer.parent).sha256,
+        "answers": "prefixes",
+        "tokens": {},
+        "date": "",
+    }
     assert ChatTemplate.load(out).source == CHATML  # what a server needs lies in the folder
     assert "nothing to do" in run(capsys, *args)[1]
     code, line, err = run(capsys, *args, "--chat-template", tokenizer)
@@ -74,18 +103,35 @@ def test_marks_that_the_template_writes_too_are_there_once(tmp_path, tokenizer, 
     bpe.add_special_tokens(["<s>", "</s>"])
     bpe.save(str(tokenizer))
     (tokenizer.parent / "chat_template.jinja").write_text(MISTRAL)
-    (tokenizer.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "other": 1}))
+    (tokenizer.parent / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "other": 1})
+    )
     jsonl(tmp_path / "talks.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": ""}])
     assert run(capsys, *args, "--begin-token", "<s>", "--end-token", "</s>", "--validation-fraction", 0)[0] == 0
     texts = [bpe.decode(ids.tolist(), skip_special_tokens=False) for ids in documents(tmp_path / "out", "train")]
-    counted = [bpe.decode(ids[loss].tolist(), skip_special_tokens=False)
-               for ids, loss in zip(documents(tmp_path / "out", "train"), masks(tmp_path / "out", "train"), strict=True)]
+    counted = [
+        bpe.decode(ids[loss].tolist(), skip_special_tokens=False)
+        for ids, loss in zip(documents(tmp_path / "out", "train"), masks(tmp_path / "out", "train"), strict=True)
+    ]
     assert texts[0] == "<s>[INST]a[/INST]b</s>" and counted[0] == "b</s>"
     assert texts[1] == "<s>[INST]c[/INST]</s></s>" and counted[1] == "</s></s>", "the end after an empty answer counts"
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["other"] == 1
     # Another tokenizer's template does not stay behind.
     (tmp_path / "a.txt").write_text("a")
-    assert run(capsys, "--out", tmp_path / "out", tmp_path / "a.txt", "--validation-fraction", 0, "--train-bpe", 262, "--overwrite")[0] == 0
+    assert (
+        run(
+            capsys,
+            "--out",
+            tmp_path / "out",
+            tmp_path / "a.txt",
+            "--validation-fraction",
+            0,
+            "--train-bpe",
+            262,
+            "--overwrite",
+        )[0]
+        == 0
+    )
     assert not {"chat_template.jinja", "tokenizer_config.json"} & content(tmp_path / "out").keys()
 
 
@@ -95,13 +141,19 @@ def test_without_marks_of_its_own_the_store_has_the_templates(tmp_path, tokenize
     jsonl(tmp_path / "talks.jsonl", [{"prompt": "a", "response": "b"}])
     assert run(capsys, *args, "--validation-fraction", 0)[0] == 0
     [ids], [loss] = documents(tmp_path / "out", "train"), masks(tmp_path / "out", "train")
-    assert Tokenizer.from_file(str(tokenizer)).decode(ids.tolist(), skip_special_tokens=False) == "<|im_start|>ab<|endoftext|>"
+    assert (
+        Tokenizer.from_file(str(tokenizer)).decode(ids.tolist(), skip_special_tokens=False)
+        == "<|im_start|>ab<|endoftext|>"
+    )
     assert loss.tolist() == [False, True, True, True]
     assert TokenStore.open(tmp_path / "out").manifest.source["settings"]["chat"]["answers"] == "generation blocks"
 
 
 def test_rows_that_cannot_be_used(tmp_path, args, capsys):
-    jsonl(tmp_path / "talks.jsonl", [*TALKS[:20], {"messages": None}, {"messages": [{"role": "user", "content": "no answer"}]}])
+    jsonl(
+        tmp_path / "talks.jsonl",
+        [*TALKS[:20], {"messages": None}, {"messages": [{"role": "user", "content": "no answer"}]}],
+    )
     code, line, err = run(capsys, *args)
     assert code == 0 and "20 documents" in line and "2 skipped (rows without text, or without an answer)" in line, err
     jsonl(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 3)
@@ -109,15 +161,18 @@ def test_rows_that_cannot_be_used(tmp_path, args, capsys):
     assert code == 2 and "no text in json, 3 skipped (rows without text, or without an answer): give others" in err
 
 
-@pytest.mark.parametrize(("template", "more", "message"), [
-    ("{{ raise_exception('no system prompts') }}", (), "row 0: {t}, line 1: no system prompts"),
-    ("{% for m in messages %}\n{{ m", (), "{t}, line 2 is not a chat template"),
-    ("{{ strftime_now('%d') }}", (), "{t} writes the date: give --chat-date, the day to write for all"),
-    (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date: leave out --chat-date"),
-    (CHATML, ("--column", "talk"), "dataset json has no column 'talk'"),
-    (CHATML, ("--prompt-column", "a", "--answer-column", "b"), "dataset json has no column 'a' and 'b'"),
-    ("{{ eos_token }}", (), "{t} writes the eos_token, and no tokenizer_config.json says which"),
-])
+@pytest.mark.parametrize(
+    ("template", "more", "message"),
+    [
+        ("{{ raise_exception('no system prompts') }}", (), "row 0: {t}, line 1: no system prompts"),
+        ("{% for m in messages %}\n{{ m", (), "{t}, line 2 is not a chat template"),
+        ("{{ strftime_now('%d') }}", (), "{t} writes the date: give --chat-date, the day to write for all"),
+        (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date: leave out --chat-date"),
+        (CHATML, ("--column", "talk"), "dataset json has no column 'talk'"),
+        (CHATML, ("--prompt-column", "a", "--answer-column", "b"), "dataset json has no column 'a' and 'b'"),
+        ("{{ eos_token }}", (), "{t} writes the eos_token, and no tokenizer_config.json says which"),
+    ],
+)
 def test_mistakes_are_named(tmp_path, args, capsys, template, more, message):
     file = tmp_path / "given.jinja"
     file.write_text(template)

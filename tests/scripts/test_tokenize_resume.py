@@ -1,4 +1,6 @@
-"""A stopped command goes on: killed, interrupted or out of disk, and given again, it writes the same bytes as an undisturbed one."""
+"""A stopped command goes on: killed, interrupted or out of disk, and given again, it writes the same bytes as an
+undisturbed one.
+"""
 
 import json
 import os
@@ -41,8 +43,13 @@ def small(monkeypatch):
 
 
 def stopped(after, number, *args):
-    process = subprocess.Popen([sys.executable, "-c", STOPPED, str(after), str(int(number)), *map(str, args)], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(after), str(int(number)), *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     _, err = process.communicate(timeout=120)
     return process.returncode, err
 
@@ -52,8 +59,12 @@ def lines(n):
 
 
 def chats(n):
-    return [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[:9]}]} if i % 7 else {"messages": None}
-            for i, text in enumerate(lines(n))]
+    return [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[:9]}]}
+        if i % 7
+        else {"messages": None}
+        for i, text in enumerate(lines(n))
+    ]
 
 
 @pytest.fixture
@@ -80,12 +91,15 @@ def sources(tmp_path, tokenizer):
     }
 
 
-@pytest.mark.parametrize(("source", "stops"), [
-    ("files", [signal.SIGKILL, signal.SIGINT]),
-    ("parts of a file", [signal.SIGKILL]),
-    ("rows", [signal.SIGKILL]),
-    ("chats", [signal.SIGKILL]),
-])
+@pytest.mark.parametrize(
+    ("source", "stops"),
+    [
+        ("files", [signal.SIGKILL, signal.SIGINT]),
+        ("parts of a file", [signal.SIGKILL]),
+        ("rows", [signal.SIGKILL]),
+        ("chats", [signal.SIGKILL]),
+    ],
+)
 def test_killed_and_given_again(tmp_path, tokenizer, capsys, source, stops):
     args = (*sources(tmp_path, tokenizer)[source], "--validation-fraction", 0.1, "--shard-tokens", 1000)
     assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
@@ -107,8 +121,14 @@ def test_a_full_disk(tmp_path, tokenizer, capsys):
     assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
     assert max(map(len, content(tmp_path / "whole").values())) > 32768
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768))"
-    process = subprocess.run([sys.executable, "-c", f"{limit}\n{STOPPED}", "0", "0", "--out", *map(str, (tmp_path / "out", *args))],
-                             cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", f"{limit}\n{STOPPED}", "0", "0", "--out", *map(str, (tmp_path / "out", *args))],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert process.returncode == 2 and "error: cannot write" in process.stderr and "Traceback" not in process.stderr
     assert "File too large; give another --out" in process.stderr, "room would not help"
     code, _, err = run(capsys, "--out", tmp_path / "out", *args)
@@ -120,7 +140,11 @@ def test_a_row_that_cannot_be_read_and_other_settings_lose_nothing(tmp_path, tok
     args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"])
     rows, file = chats(300), tmp_path / "chats.jsonl"
     changed = file.stat().st_mtime_ns
-    broken = [*rows[:250], {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)}, *rows[251:]]  # of the same size
+    broken = [
+        *rows[:250],
+        {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)},
+        *rows[251:],
+    ]  # of the same size
     jsonl(file, broken)
     os.utime(file, ns=(changed, changed))
     code, _, err = run(capsys, *args)

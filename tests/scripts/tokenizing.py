@@ -1,4 +1,6 @@
-"""What the tests of tokenizing share: the command in this process, files of rows, and what a token folder holds, as text."""
+"""What the tests of tokenizing share: the command in this process, files of rows, and what a token folder holds, as
+text.
+"""
 
 import json
 
@@ -19,7 +21,9 @@ def run(capsys, *args):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The datasets library, with its copies in a folder of the test; and the environment with which another process does so."""
+    """The datasets library, with its copies in a folder of the test; and the environment with which another process
+    does so.
+    """
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

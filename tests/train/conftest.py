@@ -73,6 +73,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 @pytest.fixture
 def same_end(finished, final_weights):
     """same_end(run): asserts that a run ended bitwise like the undisturbed one, in weights, losses and validations."""
+
     def check(run: Path):
         assert records(run) == records(finished)
         for path, weight in weights_of(run).items():

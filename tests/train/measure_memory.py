@@ -1,4 +1,6 @@
-"""`python measure_memory.py DATA LANE LAYERS REMAT`: prints what a real training step needs and what the dry run says of it, in bytes."""
+"""`python measure_memory.py DATA LANE LAYERS REMAT`: prints what a real training step needs and what the dry run says
+of it, in bytes.
+"""
 
 import ctypes
 import sys
@@ -19,13 +21,21 @@ def recipe(data: int, lane: int, layers: int, remat: str) -> TrainConfig:
         name="measured",
         steps=10,
         model=lf.ModelConfig(
-            vocab_size=4096, hidden_size=512, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=8, max_position_embeddings=512, num_lanes=8, layout="laneformer", broadcast_delay=1,
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=512,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=1,
         ),
         data=DataConfig(path=(Path("no/store"),), sequence_length=512, batch_size=4),
         mesh=MeshConfig(data=data, lane=lane, host_devices=data * lane),
         remat=remat,
-    )  # fmt: skip
+    )
 
 
 def status(name: str) -> int:
@@ -35,12 +45,16 @@ def status(name: str) -> int:
 
 
 def measure(config: TrainConfig) -> tuple[int, int]:
-    """(resident memory at its peak during two steps above what it was before the state was made, what the plan says)."""
+    """(resident memory at its peak during two steps above what it was before the state was made, what the plan
+    says).
+    """
     planned = plan(config, ClusterConfig(device="cpu")).phases[0].program.memory.total * config.mesh.host_devices
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     trainer = Trainer(config, config.phases[0], mesh)
     step = trainer.lower_step().compile()
-    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, (config.data.batch_size, config.data.sequence_length + 1), np.int32)
+    ids = np.random.default_rng(0).integers(
+        0, config.model.vocab_size, (config.data.batch_size, config.data.sequence_length + 1), np.int32
+    )
     batch, asked = trainer.put_batch(lambda rows: {"ids": ids[rows]}), trainer.put_asked(False)
     ctypes.CDLL(None).malloc_trim(0)  # what compiling has freed must not serve the step
     before = status("VmRSS")

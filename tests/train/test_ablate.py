@@ -1,4 +1,6 @@
-"""Ablations: what a grid expands to, that cells are reused, resumed, reported on and never repeated, and that failures stay their own."""
+"""Ablations: what a grid expands to, that cells are reused, resumed, reported on and never repeated, and that failures
+stay their own.
+"""
 
 import dataclasses
 import json
@@ -46,10 +48,19 @@ def test_a_grid_is_variants_times_seeds_on_the_same_tokens():
         f"{layout}, {lanes} lanes #{seed}" for seed in (3, 5) for layout in ("tp", "dtp(1)") for lanes in (2, 4)
     ]
     for cell in made.cells:
-        assert cell.config.data == made.base.data and cell.config.steps == made.base.steps and cell.config.seed == cell.seed
-        assert (cell.config.model.layout, cell.config.model.num_lanes) == (cell.variant.model["layout"], cell.variant.model["num_lanes"])
+        assert (
+            cell.config.data == made.base.data
+            and cell.config.steps == made.base.steps
+            and cell.config.seed == cell.seed
+        )
+        assert (cell.config.model.layout, cell.config.model.num_lanes) == (
+            cell.variant.model["layout"],
+            cell.variant.model["num_lanes"],
+        )
     assert len({cell.folder for cell in made.cells}) == len(made.cells)
-    assert all(cell.folder == cell.config.run_folder and cell.folder.parent == made.folder / "cells" for cell in made.cells)
+    assert all(
+        cell.folder == cell.config.run_folder and cell.folder.parent == made.folder / "cells" for cell in made.cells
+    )
 
 
 def test_every_layout_means_every_row_of_the_table():
@@ -63,7 +74,10 @@ def test_every_layout_means_every_row_of_the_table():
     ("changes", "said"),
     [
         ({"variants": (variant("tp"), variant("tp"))}, "two variants are called 'tp'"),
-        ({"variants": (variant("tp", "a b"), variant("tp", "a,b")), "reference": "a b", "probe": {}}, "two folders are called 'a_b'"),
+        (
+            {"variants": (variant("tp", "a b"), variant("tp", "a,b")), "reference": "a b", "probe": {}},
+            "two folders are called 'a_b'",
+        ),
         ({"seeds": (1, 1)}, "two seeds are called 1"),
         ({"seeds": ()}, "at least one variant and one seed"),
         ({"reference": "dtp(1)"}, "'dtp(1)' is none of its variants, which are tp, twice"),
@@ -85,8 +99,14 @@ def test_a_cell_is_found_again_by_its_settings_alone(tmp_path):
     more = {cell.name: cell.folder for cell in at(tmp_path, variants=variants, seeds=(1, 0)).cells}
     assert before.items() <= more.items()
     base = at(tmp_path).base
-    for option, value, same in (("save_every", 9, True), ("keep", 7, True), ("steps", 13, False), ("optimizer__learning_rate", 1e-5, False),
-                                ("data__seed", 1, False), ("data__validation_batches", 1, False)):  # fmt: skip
+    for option, value, same in (
+        ("save_every", 9, True),
+        ("keep", 7, True),
+        ("steps", 13, False),
+        ("optimizer__learning_rate", 1e-5, False),
+        ("data__seed", 1, False),
+        ("data__validation_batches", 1, False),
+    ):
         other = dataclasses.replace(at(tmp_path), base=changed(base, **{option: value}))
         assert ({cell.folder for cell in other.cells} == set(before.values())) == same, option
 
@@ -102,9 +122,19 @@ def test_our_grids_are_complete_and_documented(name):
 
 
 def test_the_options_reach_the_base_and_choose_variants(tmp_path):
-    options, made = read([GRID, "--run", str(tmp_path), "--base.steps", "7", "--base.data.path", "a", "--seeds", "4", "5", "--jobs", "2"])
-    assert (made.folder, made.base.steps, made.base.data.path, made.seeds, options.jobs) == (tmp_path, 7, (Path("a"),), (4, 5), 2)
-    assert [v.name for v in read([GRID, "--only", "tw*"])[1].variants] == ["tp", "twice"], "the reference always comes along"
+    options, made = read(
+        [GRID, "--run", str(tmp_path), "--base.steps", "7", "--base.data.path", "a", "--seeds", "4", "5", "--jobs", "2"]
+    )
+    assert (made.folder, made.base.steps, made.base.data.path, made.seeds, options.jobs) == (
+        tmp_path,
+        7,
+        (Path("a"),),
+        (4, 5),
+        2,
+    )
+    assert [v.name for v in read([GRID, "--only", "tw*"])[1].variants] == ["tp", "twice"], (
+        "the reference always comes along"
+    )
     assert read([GRID, "--only", "tp"])[1].probe == {"tp": (0, 2)}
 
 
@@ -160,8 +190,9 @@ def test_the_report_of_known_numbers(tmp_path):
     assert "| tp | 2 | +500.0 | +1.0 |" in written
     raw = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(r["variant"], r["seed"], r["loss"], r["bits_per_byte"], r["seconds"]) for r in raw[:2]] == [
-        ("tp", 0, 3.0, 6.0, 60.0), ("dtp(1)", 0, 3.5, 7.0, 60.0),
-    ]  # fmt: skip
+        ("tp", 0, 3.0, 6.0, 60.0),
+        ("dtp(1)", 0, 3.5, 7.0, 60.0),
+    ]
     assert raw[0]["curve"] == [[600, 5.0], [1200, 3.0]]
     for name in ("curves", "loss", "frontier", "exposed", "lanes", "probe"):
         assert f"({name}.png)" in written and (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -175,7 +206,10 @@ def test_measured_speeds_stand_beside_the_projected_ones(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
     file.write_text('{"twice": 1234.4}')
     assert "| 1,234 |" in write_report(made, file)
-    record = {"conditions": {"model": {"layout": "tp"}}, "metrics": {"decode_tps": {"sustained_median": 777.3}}}  # of infer bench --layouts
+    record = {
+        "conditions": {"model": {"layout": "tp"}},
+        "metrics": {"decode_tps": {"sustained_median": 777.3}},
+    }  # of infer bench --layouts
     file.write_text(json.dumps([record]))
     assert "| 777 |" in write_report(made, file)
     for wrong, said in (
@@ -191,7 +225,10 @@ def test_measured_speeds_stand_beside_the_projected_ones(tmp_path, monkeypatch):
 
 def test_a_difference_is_clear_only_where_seeds_agree(tmp_path):
     made = at(tmp_path, seeds=(0, 1, 2), probe={})
-    noise = {"tp": (3.0, 3.0, 3.0), "twice": (3.05, 3.1, 3.2)}  # same sign; mean 0.117, standard error 0.044: t = 2.6 of 4.3
+    noise = {
+        "tp": (3.0, 3.0, 3.0),
+        "twice": (3.05, 3.1, 3.2),
+    }  # same sign; mean 0.117, standard error 0.044: t = 2.6 of 4.3
     for cell in made.cells:
         pretend(cell, [noise[cell.variant.name][cell.seed]])
     other = summarize(made, collect(made))[1]
@@ -208,9 +245,21 @@ def test_a_report_of_nothing_is_an_error(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("layout", "delay"),
-    [("tp", 0), ("parallel", 1), ("ladder", 1), ("desync(1)", 0), ("desync(3)", 2), ("kraken", 2), ("track(2)", 3), ("dtp(5)", 5),
-     ("dtp(2.5)", 3), ("laneformer", 4), ("none", None), ("spd(1)", 1)],
-)  # fmt: skip
+    [
+        ("tp", 0),
+        ("parallel", 1),
+        ("ladder", 1),
+        ("desync(1)", 0),
+        ("desync(3)", 2),
+        ("kraken", 2),
+        ("track(2)", 3),
+        ("dtp(5)", 5),
+        ("dtp(2.5)", 3),
+        ("laneformer", 4),
+        ("none", None),
+        ("spd(1)", 1),
+    ],
+)
 def test_delay_of_a_layout(layout, delay):
     assert delay_of(make_schedule(RECIPES["tiny"]().base.model.replace(layout=layout))) == delay
 
@@ -222,8 +271,15 @@ def test_exchanges_of_one_layer_move():
     model = grid().base.model
     schedule = model.replace(layout="tp").schedule
     assert exchanged_late(schedule, 0, 0) == schedule
-    assert [(x.at, x.payload.complete_at) for x in exchanged_late(schedule, 0, 2).landings] == [(2, 0), (2, 2), (3, 1), (3, 3)]
-    assert [x.at for x in exchanged_late(schedule, 1, 9).landings] == [0, 1, 4, 4], "at the latest before the final norm"
+    assert [(x.at, x.payload.complete_at) for x in exchanged_late(schedule, 0, 2).landings] == [
+        (2, 0),
+        (2, 2),
+        (3, 1),
+        (3, 3),
+    ]
+    assert [x.at for x in exchanged_late(schedule, 1, 9).landings] == [0, 1, 4, 4], (
+        "at the latest before the final norm"
+    )
     delayed = model.replace(layout="dtp(2)").schedule
     assert [x.at for x in exchanged_late(delayed, 0, 0).landings] == [0, 1]
     with pytest.raises(ConfigError, match="averages its streams"):
@@ -252,7 +308,10 @@ def test_a_failed_cell_stops_no_other_and_is_tried_again(tmp_path, capsys):
     runner = Runner(made.cells, [{}], lambda cell: program(codes[cell.variant.name], cell))
     assert runner.run() is None
     assert [cell.name for cell in runner.done] == ["tp #0", "d #0"]
-    assert {cell.name: reason for cell, reason in runner.failed.items()} == {"b #0": "no such thing", "c #0": "killed by SIGABRT: hm"}
+    assert {cell.name: reason for cell, reason in runner.failed.items()} == {
+        "b #0": "no such thing",
+        "c #0": "killed by SIGABRT: hm",
+    }
     out = capsys.readouterr().out
     assert "b #0: FAILED, no such thing (see " in out and "tp #0: done in " in out and "validation loss 2.5000" in out
     again = Runner(made.cells, [{}, {}], lambda cell: program(DONE, cell))
@@ -287,15 +346,24 @@ def test_ctrl_c_lets_the_cells_save_and_ends_them(tmp_path, capsys):
 
 def test_each_process_gets_its_devices(tmp_path):
     made = at(tmp_path, probe={})
-    code = "import os, pathlib, sys; pathlib.Path(sys.argv[1], 'devices').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n" + DONE
-    Runner(made.cells, [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], lambda cell: program(code, cell)).run()
+    code = (
+        "import os, pathlib, sys; pathlib.Path(sys.argv[1], 'devices').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        + DONE
+    )
+    Runner(
+        made.cells, [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], lambda cell: program(code, cell)
+    ).run()
     assert [(cell.folder / "devices").read_text() for cell in made.cells] == ["0,1", "2,3"]
 
 
 def test_the_list_shows_cells_tokens_and_time(tmp_path):
     made = at(tmp_path, seeds=(0, 1), probe={}, minutes=None)
     text = listing(made, [{}, {}])
-    assert "2 variants x 2 seeds = 4 cells of 1,536 tokens (12 steps)" in text and "4 are new" in text and "time: not known" in text
+    assert (
+        "2 variants x 2 seeds = 4 cells of 1,536 tokens (12 steps)" in text
+        and "4 are new" in text
+        and "time: not known" in text
+    )
     pretend(made.cells[0], [3.0])
     text = listing(made, [{}, {}])
     assert "1 cells are finished and kept, 0 go on, 3 are new" in text
@@ -318,7 +386,9 @@ def test_progress_reads_the_end_of_a_long_file(tmp_path):
     assert not finished(cell)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(5, "5 s"), (119, "119 s"), (600, "10 min"), (7200, "2.0 h"), (200_000, "2.3 days")])
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(5, "5 s"), (119, "119 s"), (600, "10 min"), (7200, "2.0 h"), (200_000, "2.3 days")]
+)
 def test_durations(seconds, said):
     assert duration(seconds) == said
 
@@ -330,14 +400,29 @@ def test_the_table_fits_the_terminal(tmp_path):
     runner.failed[runner.waiting.pop()] = "exit status 3"
     lines = runner.board.table(os.terminal_size((60, 12)))
     assert len(lines) <= 12 and all(len(line) < 60 for line in lines)
-    assert lines[0].split() == ["cell", "state", "step", "loss", "left"] and lines[-1] == "1 done, 1 failed, 28 waiting of 30 cells"
-    assert any(line.startswith("v29 #0") and "failed" in line for line in lines) and any("2.7500 held out" in line for line in lines)
+    assert (
+        lines[0].split() == ["cell", "state", "step", "loss", "left"]
+        and lines[-1] == "1 done, 1 failed, 28 waiting of 30 cells"
+    )
+    assert any(line.startswith("v29 #0") and "failed" in line for line in lines) and any(
+        "2.7500 held out" in line for line in lines
+    )
 
 
 @pytest.mark.slow
 def test_a_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, capsys):
     monkeypatch.setattr("train.ablate._die_with_parent", lambda: None)
-    options = [GRID, "--run", str(tmp_path), "--base.data.path", str(store), "--base.steps", "3", "--base.mesh.lane", "1"]
+    options = [
+        GRID,
+        "--run",
+        str(tmp_path),
+        "--base.data.path",
+        str(store),
+        "--base.steps",
+        "3",
+        "--base.mesh.lane",
+        "1",
+    ]
     cell = read(options)[1].cells[0]
     assert main([*options, "--cell", cell.folder.name]) == 0
     assert "tp #0: " in capsys.readouterr().out and finished(cell)
@@ -351,14 +436,26 @@ def test_a_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, c
 
 def start(run: Path, store: Path, *options: str) -> subprocess.Popen:
     recipe = GRID.replace(":grid", ":registered")
-    command = [sys.executable, "-m", "train.ablate", recipe, "--run", str(run), "--base.data.path", str(store), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "train.ablate",
+        recipe,
+        "--run",
+        str(run),
+        "--base.data.path",
+        str(store),
+        *options,
+    ]
     env = environment() | {"PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.exhaustive
 def test_a_real_grid_killed_and_resumed(tmp_path, store):
-    """Two cells, one with a layout that only the recipe's file registers; kill -9 in the middle, then to the end, then nothing to do."""
+    """Two cells, one with a layout that only the recipe's file registers; kill -9 in the middle, then to the end, then
+    nothing to do.
+    """
     run = tmp_path / "grid"
     first = start(run, store)
     try:
@@ -370,11 +467,17 @@ def test_a_real_grid_killed_and_resumed(tmp_path, store):
     assert not (started / "checkpoints" / "12").exists()
     status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
-    assert "0 cells are finished and kept, 1 go on, 1 are new" in out and "tp #0: goes on after step" in out and "twice #0: starts" in out
+    assert (
+        "0 cells are finished and kept, 1 go on, 1 are new" in out
+        and "tp #0: goes on after step" in out
+        and "twice #0: starts" in out
+    )
     _, made = read([GRID, "--run", str(run), "--base.data.path", str(store)])
     assert all(finished(cell) for cell in made.cells)
     assert f"| twice | 4 | 0 | {final_loss(made.cells[1]):.4f} |" in out and (run / "report.md").exists()
     before = {path: path.stat().st_mtime_ns for path in run.glob("cells/*/metrics.jsonl")}
     status, out, err = finish(start(run, store))
-    assert (status, err) == (0, "") and "2 cells are finished and kept, 0 go on, 0 are new" in out and "starts" not in out
+    assert (
+        (status, err) == (0, "") and "2 cells are finished and kept, 0 go on, 0 are new" in out and "starts" not in out
+    )
     assert before == {path: path.stat().st_mtime_ns for path in run.glob("cells/*/metrics.jsonl")}

@@ -19,12 +19,15 @@ def test_entries():
     assert [entry.config for entry in entries(Bench(recipes=(RECIPE,), dense=False))] == [tiny()]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"recipes": ("no_such",)}, "no_such"),
-    ({"recipes": (RECIPE,), "layouts": ("tq",)}, "layout = 'tq'"),
-    ({"recipes": (RECIPE,), "rounds": 0}, "rounds = 0"),
-    ({"recipes": ()}, "at least one recipe"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipes": ("no_such",)}, "no_such"),
+        ({"recipes": (RECIPE,), "layouts": ("tq",)}, "layout = 'tq'"),
+        ({"recipes": (RECIPE,), "rounds": 0}, "rounds = 0"),
+        ({"recipes": ()}, "at least one recipe"),
+    ],
+)
 def test_mistakes_are_found_before_anything_runs(options, message):
     with pytest.raises(ConfigError, match=message):
         entries(Bench(**options))
@@ -32,13 +35,21 @@ def test_mistakes_are_found_before_anything_runs(options, message):
 
 def test_figures_follow_from_the_times():
     """Eight devices of a known peak; 128 tokens per step; the median over all steps of both rounds."""
-    result = {"mesh": {"data": 1, "lane": 8}, "precision": "bfloat16", "device": "NVIDIA H200", "compile_seconds": 1.0, "peak_bytes": None}
+    result = {
+        "mesh": {"data": 1, "lane": 8},
+        "precision": "bfloat16",
+        "device": "NVIDIA H200",
+        "compile_seconds": 1.0,
+        "peak_bytes": None,
+    }
     rounds = [{**result, "seconds": s, "processor_seconds": s} for s in ([0.5, 0.1, 0.2], [0.4, 0.3])]
     found = _summary(Entry(name="x", recipe=(RECIPE,)), rounds)
     assert found["step_seconds"]["median"] == 0.3 and found["step_seconds"]["quartiles"] == [0.2, 0.4]
     assert found["tokens_per_second"] == pytest.approx(128 / 0.3)
     flops = train_flops_per_token(tiny().model, 16) * 128 / 0.3
-    assert found["mfu"] == pytest.approx(flops / (8 * 989.5e12)) and found["model_flops_per_second"] == pytest.approx(flops)
+    assert found["mfu"] == pytest.approx(flops / (8 * 989.5e12)) and found["model_flops_per_second"] == pytest.approx(
+        flops
+    )
 
 
 @pytest.mark.exhaustive
@@ -49,7 +60,11 @@ def test_a_run_on_this_machine(tmp_path, capsys):
     ours, dense = written["entries"]
     assert (ours["mesh"], dense["mesh"]) == ({"data": 1, "lane": 8}, {})
     assert ours["mfu"] is None and len(ours["step_seconds"]["all"][0]) == 2 and dense["steps_per_second"] > 0
-    assert written["conditions"]["device"] == "cpu" and written["conditions"]["jax"] in out and out.count("| 8 x 16 |") == 2
+    assert (
+        written["conditions"]["device"] == "cpu"
+        and written["conditions"]["jax"] in out
+        and out.count("| 8 x 16 |") == 2
+    )
 
 
 def test_a_failure_in_a_process_is_one_line(capsys):

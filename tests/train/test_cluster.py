@@ -13,7 +13,9 @@ def test_peaks_by_the_name_that_jax_gives():
 
 
 def test_speeds_are_dense_and_in_one_direction():
-    """Ratios that hold for all of them: a mistaken unit, a sparse peak or a sum of both directions would leave these bounds."""
+    """Ratios that hold for all of them: a mistaken unit, a sparse peak or a sum of both directions would leave these
+    bounds.
+    """
     for device in DEVICES.values():
         assert 150 < device.peak_flops / device.memory_bandwidth < 350
         assert 5 < device.memory_bandwidth / device.link < 20

@@ -44,12 +44,17 @@ def counting(tmp_path_factory):
 def stores(tmp_path_factory, counting):
     """Three stores of different sizes, the second with a loss mask."""
     folder, random = tmp_path_factory.mktemp("stores"), np.random.default_rng(0)
-    return [counting, write(folder / "masked", random.integers(1, 40, 30), first=500, masked=True, validation=[20] * 20),
-            write(folder / "small", random.integers(0, 30, 12), first=1000)]
+    return [
+        counting,
+        write(folder / "masked", random.integers(1, 40, 30), first=500, masked=True, validation=[20] * 20),
+        write(folder / "small", random.integers(0, 30, 12), first=1000),
+    ]
 
 
 def config(stores, **changes):
-    return DataConfig(**{"path": tuple(store.path for store in stores), "sequence_length": 10, "batch_size": 8, **changes})
+    return DataConfig(
+        **{"path": tuple(store.path for store in stores), "sequence_length": 10, "batch_size": 8, **changes}
+    )
 
 
 def batches(*stores, seed=3, **changes):
@@ -68,11 +73,17 @@ def test_the_order_of_one_source_is_fixed_for_ever(counting):
     """Written down: a change here changes every run that is resumed."""
     data = batches(counting)
     orders = [[row for _, row in data.rows_at(step)] for step in (0, 12, 10**6)]
-    assert orders == [[61, 55, 77, 36, 40, 16, 83, 84], [23, 18, 25, 71, 20, 4, 72, 70], [48, 52, 40, 83, 15, 69, 28, 23]]
+    assert orders == [
+        [61, 55, 77, 36, 40, 16, 83, 84],
+        [23, 18, 25, 71, 20, 4, 72, 70],
+        [48, 52, 40, 83, 15, 69, 28, 23],
+    ]
     stream = np.where(np.arange(1001) % 77 == 76, EOS, np.arange(1001))
     batch = data.batch_at(0)
     assert data.keys == ("ids",) == tuple(batch)
-    assert (batch["ids"] == stream[10 * np.array(orders[0])[:, None] + np.arange(11)]).all() and batch["ids"].dtype == np.int32
+    assert (batch["ids"] == stream[10 * np.array(orders[0])[:, None] + np.arange(11)]).all() and batch[
+        "ids"
+    ].dtype == np.int32
 
 
 @settings(deadline=None, max_examples=30)
@@ -90,11 +101,21 @@ def test_every_row_once_per_epoch_in_the_permuted_order(counting, batch_size, le
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.sampled_from([1.0, 2.5, 0.3]), min_size=1, max_size=3), st.integers(1, 40), PACKINGS,
-       st.lists(st.integers(0, 10**12), min_size=1, max_size=4), st.data())
+@given(
+    st.lists(st.sampled_from([1.0, 2.5, 0.3]), min_size=1, max_size=3),
+    st.integers(1, 40),
+    PACKINGS,
+    st.lists(st.integers(0, 10**12), min_size=1, max_size=4),
+    st.data(),
+)
 def test_batches_are_pure_and_hosts_share_them_out(stores, weights, batch_size, packing, steps, data):
     chosen = stores[: len(weights)]
-    options = {"weights": tuple(weights), "batch_size": batch_size, "packing": packing[0], "attend_across_documents": packing[1]}
+    options = {
+        "weights": tuple(weights),
+        "batch_size": batch_size,
+        "packing": packing[0],
+        "attend_across_documents": packing[1],
+    }
     one, other = batches(*chosen, **options), batches(*chosen, **options)
     for step in reversed(steps):
         other.batch_at(step)
@@ -102,7 +123,9 @@ def test_batches_are_pure_and_hosts_share_them_out(stores, weights, batch_size, 
     for step in steps:
         whole = one.batch_at(step)
         assert tuple(whole) == one.keys and whole["ids"].shape == (batch_size, 11)
-        assert same(joined([other.batch_at(step, slice(*span)) for span in itertools.pairwise([0, *cuts, batch_size])]), whole)
+        assert same(
+            joined([other.batch_at(step, slice(*span)) for span in itertools.pairwise([0, *cuts, batch_size])]), whole
+        )
         third = other.batch_at(step, slice(1, None, 3))
         assert same(third, {key: value[1::3] for key, value in whole.items()})
 
@@ -138,7 +161,9 @@ def test_a_mixture_has_exact_shares_and_exact_epochs(stores, packing):
         for epoch in range(len(rows) // n):
             assert rows[epoch * n : (epoch + 1) * n] == permute(np.arange(n), n, 3, epoch).tolist()
     near = Counter(source for source, _ in data.rows_at(2))
-    assert all(abs(near[i] - counts[i] / 8) < 120 for i in range(3)), "mixed within a block, not one source after another"
+    assert all(abs(near[i] - counts[i] / 8) < 120 for i in range(3)), (
+        "mixed within a block, not one source after another"
+    )
 
 
 def test_shares_follow_the_tokens_unless_told(stores):
@@ -153,10 +178,16 @@ def test_another_seed_is_another_order_of_rows_and_sources(stores):
     assert len({tuple(source for source, _ in order) for order in orders}) == 4
 
 
-@pytest.mark.parametrize(("packing", "across", "masked", "keys"), [
-    ("concat", True, False, ("ids",)), ("concat", True, True, ("ids", "weights")), ("concat", False, False, ("ids", "weights", "segments")),
-    ("best_fit", True, False, ("ids", "weights")), ("best_fit", False, True, ("ids", "weights", "segments")),
-])
+@pytest.mark.parametrize(
+    ("packing", "across", "masked", "keys"),
+    [
+        ("concat", True, False, ("ids",)),
+        ("concat", True, True, ("ids", "weights")),
+        ("concat", False, False, ("ids", "weights", "segments")),
+        ("best_fit", True, False, ("ids", "weights")),
+        ("best_fit", False, True, ("ids", "weights", "segments")),
+    ],
+)
 def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing, across, masked, keys):
     chosen = stores if masked else stores[::2]
     data = batches(*chosen, packing=packing, attend_across_documents=across)
@@ -164,7 +195,11 @@ def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing
     for batch in (data.batch_at(0), data.batch_at(5, slice(3, 3))):
         assert tuple(batch) == keys
         rows = len(batch["ids"])
-        shapes = {"ids": ((rows, 11), np.int32), "weights": ((rows, 10), np.float32), "segments": ((rows, 11), np.int32)}
+        shapes = {
+            "ids": ((rows, 11), np.int32),
+            "weights": ((rows, 10), np.float32),
+            "segments": ((rows, 11), np.int32),
+        }
         assert all((batch[key].shape, batch[key].dtype) == shapes[key] for key in keys)
     if keys == ("ids", "weights"):
         for (source, _), weights in zip(data.rows_at(0), data.batch_at(0)["weights"], strict=True):
@@ -172,9 +207,13 @@ def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing
 
 
 def test_stores_that_cannot_be_mixed(tmp_path, stores):
-    with pytest.raises(ConfigError, match=r"counting and .*other/counting would both be called 'counting': .* or rename one"):
+    with pytest.raises(
+        ConfigError, match=r"counting and .*other/counting would both be called 'counting': .* or rename one"
+    ):
         tagged([stores[0], write(tmp_path / "other" / "counting", [50])])
-    with pytest.raises(InputError, match=r"counting and .*strange were tokenized with different tokenizers: .*--tokenizer"):
+    with pytest.raises(
+        InputError, match=r"counting and .*strange were tokenized with different tokenizers: .*--tokenizer"
+    ):
         batches(stores[0], write(tmp_path / "strange", [50], tokenizer=b"u"))
     with pytest.raises(ConfigError, match=r"small would have less than 1 row in 16384: .*data\.weights"):
         batches(*stores, weights=(1.0, 1.0, 1e-5))
@@ -197,7 +236,9 @@ def test_validation_sets_are_fixed_distinct_and_spread(stores):
     assert (ids == stream[np.array([0, 1, 3, 4, 6, 7])[:, None] * 10 + np.arange(11)]).all()
     assert held_out.tokens_per_byte == 100 / (2 * 90)
     every = validation_sets(config(stores, batch_size=4, validation_batches=100), stores[:1], [])["counting"]
-    assert len(every.batches) == 2 and len(np.unique(joined(every.batches)["ids"][:, 0])) == 8  # 9 rows: two full batches
+    assert (
+        len(every.batches) == 2 and len(np.unique(joined(every.batches)["ids"][:, 0])) == 8
+    )  # 9 rows: two full batches
     assert validation_sets(config(stores, validation_batches=0), stores[:1], stores[2:]) == {}
 
 
@@ -205,7 +246,9 @@ def test_validation_of_several_stores(stores):
     data = config(stores[:1], batch_size=4, packing="best_fit", attend_across_documents=False)
     sets = validation_sets(data, stores[:1], stores[1:2])
     assert [*sets] == ["counting", "masked"]
-    assert all(tuple(batch) == ("ids", "weights", "segments") for held_out in sets.values() for batch in held_out.batches)
+    assert all(
+        tuple(batch) == ("ids", "weights", "segments") for held_out in sets.values() for batch in held_out.batches
+    )
     assert sets["masked"].tokens_per_byte is None and sets["counting"].tokens_per_byte is not None
     with pytest.raises(InputError, match=r"small has no split 'validation'.*--validation-fraction"):
         validation_sets(data, stores[:1], stores[2:])

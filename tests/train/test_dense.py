@@ -1,4 +1,6 @@
-"""The dense Flax model computes what a Laneformer of one lane computes, so that comparing their speeds compares like with like."""
+"""The dense Flax model computes what a Laneformer of one lane computes, so that comparing their speeds compares like
+with like.
+"""
 
 import jax
 import numpy as np
@@ -9,26 +11,52 @@ from laneformer import Laneformer, ModelConfig
 from train.dense import DenseModel, dense_step
 
 CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=32, num_lanes=1, layout="tp",
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    num_lanes=1,
+    layout="tp",
+)
 IDS = np.random.default_rng(0).integers(0, 64, (2, 17), np.int32)
 
 
 def as_laneformer(dense: DenseModel) -> Laneformer:
-    """The same weights in our layout: matrices [l, out, in] where Flax has [in, out]; q and k of each head in pairs, not in halves."""
+    """The same weights in our layout: matrices [l, out, in] where Flax has [in, out]; q and k of each head in pairs,
+    not in halves.
+    """
+
     def paired(kernel: jax.Array) -> jax.Array:
         heads = kernel.T.reshape(-1, 2, CONFIG.head_size // 2, CONFIG.hidden_size)
         return heads.swapaxes(1, 2).reshape(-1, CONFIG.hidden_size)
 
-    weights = {"tok_embeddings": dense.embed.embedding[...], "norm": dense.norm.scale[...], "lm_head": dense.head.kernel[...].T}
+    weights = {
+        "tok_embeddings": dense.embed.embedding[...],
+        "norm": dense.norm.scale[...],
+        "lm_head": dense.head.kernel[...].T,
+    }
     for n, block in enumerate(dense.blocks):
-        named = {"attention.wq": block.q, "attention.wk": block.k, "attention.wv": block.v, "attention.wo": block.o,
-                 "feed_forward.w1": block.gate, "feed_forward.w3": block.up, "feed_forward.w2": block.down}  # fmt: skip
+        named = {
+            "attention.wq": block.q,
+            "attention.wk": block.k,
+            "attention.wv": block.v,
+            "attention.wo": block.o,
+            "feed_forward.w1": block.gate,
+            "feed_forward.w3": block.up,
+            "feed_forward.w2": block.down,
+        }
         for name, linear in named.items():
             kernel = linear.kernel[...]
-            weights[f"layers.{n}.{name}"] = (paired(kernel) if name in ("attention.wq", "attention.wk") else kernel.T)[None]
-        weights |= {f"layers.{n}.attention_norm": block.attention_norm.scale[...], f"layers.{n}.ffn_norm": block.mlp_norm.scale[...]}
+            weights[f"layers.{n}.{name}"] = (paired(kernel) if name in ("attention.wq", "attention.wk") else kernel.T)[
+                None
+            ]
+        weights |= {
+            f"layers.{n}.attention_norm": block.attention_norm.scale[...],
+            f"layers.{n}.ffn_norm": block.mlp_norm.scale[...],
+        }
     return Laneformer(CONFIG, weights)
 
 

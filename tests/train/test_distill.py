@@ -1,4 +1,6 @@
-"""Distillation: the objective against float64 numpy, the growing delay, exact resuming with a teacher that stays as it is."""
+"""Distillation: the objective against float64 numpy, the growing delay, exact resuming with a teacher that stays as it
+is.
+"""
 
 import hashlib
 from functools import cache
@@ -18,9 +20,16 @@ from train.distill import TEACHER, annealed
 from train.step import Trainer
 
 DENSE = ModelConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    max_position_embeddings=32, num_lanes=1, layout="tp",
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    max_position_embeddings=32,
+    num_lanes=1,
+    layout="tp",
+)
 STEPS = ("--steps", "6", "--save-every", "2", "--validate-every", "100", "--data.batch-size", "2")
 ON = ("--model.num-lanes", "2", "--mesh.lane", "1", "--model.layout", "dtp(1)")
 GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")
@@ -46,7 +55,9 @@ def student(tmp_path_factory, dense) -> Path:
 
 @cache
 def trainer(**changes) -> Trainer:
-    config = changed(tiny(), model=DENSE.replace(num_lanes=2, layout="dtp(1)"), distill=DistillConfig(teacher=Path("x"), **changes))
+    config = changed(
+        tiny(), model=DENSE.replace(num_lanes=2, layout="dtp(1)"), distill=DistillConfig(teacher=Path("x"), **changes)
+    )
     return Trainer(config, config.phases[0], make_mesh(2, lane=1))
 
 
@@ -59,7 +70,10 @@ def example(t: Trainer):
     """Weights, a batch with token weights and a teacher's logits."""
     random = np.random.default_rng(0)
     params = sharp(t.phase.model, 1).weights()
-    batch = {"ids": random.integers(1, 64, (8, 17), np.int32), "weights": random.uniform(0, 2, (8, 16)).astype(np.float32)}
+    batch = {
+        "ids": random.integers(1, 64, (8, 17), np.int32),
+        "weights": random.uniform(0, 2, (8, 16)).astype(np.float32),
+    }
     return params, batch | {TEACHER: 3 * random.normal(size=(8, 16, 64)).astype(np.float32)}
 
 
@@ -80,7 +94,9 @@ def test_the_objective_is_that_of_float64_numpy():
     assert float(sums["kl"]) == pytest.approx((w * kl).sum(), rel=1e-5)
     assert float(total) == pytest.approx((w * (nll + 0.7 * 4 * kl)).sum(), rel=1e-5)
     without = {key: batch[key] for key in ("ids", "weights")}
-    assert float(sums["nll"]) == pytest.approx(float(jax.jit(t._sums)(params, without)[1]["nll"]), rel=1e-5), "the ordinary loss"
+    assert float(sums["nll"]) == pytest.approx(float(jax.jit(t._sums)(params, without)[1]["nll"]), rel=1e-5), (
+        "the ordinary loss"
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +107,9 @@ def test_the_gradient_follows_the_teacher():
     gradient = jax.jit(jax.grad(lambda params, batch: t._sums(params, batch)[0]))
     with_teacher = np.asarray(gradient(params, batch)["lm_head"], np.float64)
     logits = logits_of(t, params, batch)
-    agreeing = np.asarray(gradient(params, batch | {TEACHER: logits})["lm_head"], np.float64)  # no KL: cross-entropy alone
+    agreeing = np.asarray(
+        gradient(params, batch | {TEACHER: logits})["lm_head"], np.float64
+    )  # no KL: cross-entropy alone
 
     slope = 2 * (jax.nn.softmax(logits / 2) - jax.nn.softmax(batch[TEACHER] / 2)) * batch["weights"][..., None]
 
@@ -105,7 +123,9 @@ def test_the_gradient_follows_the_teacher():
 
 
 def test_the_delay_grows_in_stages():
-    config = changed(tiny(), model=tiny().model.replace(layout="dtp(2)"), distill=DistillConfig(anneal_steps=8, anneal_stages=4))
+    config = changed(
+        tiny(), model=tiny().model.replace(layout="dtp(2)"), distill=DistillConfig(anneal_steps=8, anneal_stages=4)
+    )
     layouts = [annealed(config, config.phases[0], step).model.layout for step in range(10)]
     assert layouts == ["dtp(0)"] * 2 + ["dtp(0.5)"] * 2 + ["dtp(1)"] * 2 + ["dtp(1.5)"] * 2 + ["dtp(2)"] * 2
     phase = config.phases[0]
@@ -158,8 +178,17 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path, dense, command, sto
 
 @pytest.mark.exhaustive
 def test_every_mesh_gives_the_same_losses(tmp_path, dense, student, command):
-    options = (*STEPS[:6], "--model.num-lanes", "2", "--model.layout", "dtp(1)", "--distill.teacher", str(dense), "--distill.student",
-               str(student))  # fmt: skip
+    options = (
+        *STEPS[:6],
+        "--model.num-lanes",
+        "2",
+        "--model.layout",
+        "dtp(1)",
+        "--distill.teacher",
+        str(dense),
+        "--distill.student",
+        str(student),
+    )
     for mesh, more in {"one": ("--mesh.lane", "1"), "four": ("--mesh.lane", "2", "--mesh.data", "2")}.items():
         assert command(tmp_path / mesh, *options, *more)[0] == 0
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "four"), rtol=1e-5)
@@ -171,9 +200,15 @@ def test_every_mesh_gives_the_same_losses(tmp_path, dense, student, command):
         (("--distill.teacher", "nowhere"), "nowhere is not a folder"),
         (("--distill.student", "nowhere"), "nowhere is not a folder"),
         (("--distill.teacher", "DENSE", "--model.vocab-size", "128"), "vocabulary of 64, the model one of 128"),
-        (("--distill.teacher", "DENSE", "--data.sequence-length", "48", "--model.max-position-embeddings", "64"), "than the context of"),
+        (
+            ("--distill.teacher", "DENSE", "--data.sequence-length", "48", "--model.max-position-embeddings", "64"),
+            "than the context of",
+        ),
         (("--distill.student", "DENSE"), "num_lanes 1 (model.num_lanes = 2)"),
-        (("--distill.student", "STUDENT", "--model.rope-theta", "5e5"), "rope_theta 10000.0 (model.rope_theta = 500000.0)"),
+        (
+            ("--distill.student", "STUDENT", "--model.rope-theta", "5e5"),
+            "rope_theta 10000.0 (model.rope_theta = 500000.0)",
+        ),
         (("--distill.anneal-steps", "4", "--model.layout", "ladder"), "needs a layout dtp(delta), not ladder"),
         (("--distill.anneal-steps", "7"), "more than steps = 6"),
         (("--distill.temperature", "0"), "distill.temperature = 0"),

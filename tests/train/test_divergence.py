@@ -18,10 +18,17 @@ MAX_SKIPPED, MAX_RISE = 3, 2.0
 def records(losses, phases=("one",)):
     """One record per loss; None is a skipped step. The phases share the steps evenly."""
     return [
-        {"step": n, "phase": phases[(n - 1) * len(phases) // len(losses)], "loss": loss, "grad_norm": None if loss is None else n / 8,
-         "learning_rate": 1e-3, "tokens": 8 * n, **({"skipped": True} if loss is None else {})}
+        {
+            "step": n,
+            "phase": phases[(n - 1) * len(phases) // len(losses)],
+            "loss": loss,
+            "grad_norm": None if loss is None else n / 8,
+            "learning_rate": 1e-3,
+            "tokens": 8 * n,
+            **({"skipped": True} if loss is None else {}),
+        }
         for n, loss in enumerate(losses, 1)
-    ]  # fmt: skip
+    ]
 
 
 def verdict(lines, watch):
@@ -53,7 +60,9 @@ def new(folder):
     return Divergence(folder, max_skipped=MAX_SKIPPED, max_rise=MAX_RISE)
 
 
-RUNS = st.lists(st.tuples(st.sampled_from([1.0, 2.0, 4.5, 8.0, None]), st.integers(1, 15)), min_size=1, max_size=12).map(
+RUNS = st.lists(
+    st.tuples(st.sampled_from([1.0, 2.0, 4.5, 8.0, None]), st.integers(1, 15)), min_size=1, max_size=12
+).map(
     lambda stretches: [value if value is None else value + 0.01 * i for value, count in stretches for i in range(count)]
 )
 STOPS = st.lists(st.integers(1, 180), max_size=3)
@@ -112,7 +121,10 @@ def test_the_message_says_what_to_look_at(tmp_path):
     step, text = verdict(records(losses), new(tmp_path))
     assert step == 50
     median = np.median(losses[30:50])
-    assert f"diverged at step 50: the median loss of 20 steps is {median:.3f}, {median - np.median(losses[20:40]):.3f} nats above" in text
+    assert (
+        f"diverged at step 50: the median loss of 20 steps is {median:.3f}, {median - np.median(losses[20:40]):.3f}"
+        " nats above" in text
+    )
     assert f"({np.median(losses[20:40]):.3f} at step 40)" in text
     assert "Steps 46 to 50: loss 9, 9, 9, 9, 9; gradient norm 5.75, 5.875, 6, 6.125, 6.25; learning rate 0.001." in text
     assert f"All was well until step 40; the last good checkpoint is {tmp_path / 'checkpoints' / '30'}." in text
@@ -128,8 +140,12 @@ def test_the_message_after_skipped_steps(tmp_path):
     assert issubclass(DivergedError, LaneformerError)
 
 
-@pytest.mark.parametrize("loss, says_so", [(None, False), (math.nan, False), (math.inf, False), (3.0, True), (math.nan, True)])
+@pytest.mark.parametrize(
+    "loss, says_so", [(None, False), (math.nan, False), (math.inf, False), (3.0, True), (math.nan, True)]
+)
 def test_a_step_is_skipped_if_it_says_so_or_has_no_loss(tmp_path, loss, says_so):
-    record = {"phase": "one", "loss": loss, "grad_norm": math.inf, "learning_rate": 1e-3} | ({"skipped": True} if says_so else {})
+    record = {"phase": "one", "loss": loss, "grad_norm": math.inf, "learning_rate": 1e-3} | (
+        {"skipped": True} if says_so else {}
+    )
     step, text = verdict([{"step": n, **record} for n in range(1, 9)], new(tmp_path))
     assert step == 3 and "gradient norm not finite, not finite, not finite" in text

@@ -18,10 +18,20 @@ from train.flops import (
 
 
 def model(**changes) -> ModelConfig:
-    return ModelConfig(**{
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_position_embeddings": 64, "num_lanes": 2, "layout": "tp", **changes,
-    })  # fmt: skip
+    return ModelConfig(
+        **{
+            "vocab_size": 512,
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 64,
+            "num_lanes": 2,
+            "layout": "tp",
+            **changes,
+        }
+    )
 
 
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))
@@ -32,11 +42,20 @@ def test_keys_seen_are_those_of_the_mask(length, window):
 
 
 def test_the_published_model_by_hand():
-    """15 layers of 4 matrices of attention (16 of 32 heads are keys') and 3 of the MLP, and the head; 10 layers slide."""
+    """15 layers of 4 matrices of attention (16 of 32 heads are keys') and 3 of the MLP, and the head; 10 layers
+    slide.
+    """
     config = ModelConfig(
-        vocab_size=32_000, hidden_size=3072, intermediate_size=12_288, num_hidden_layers=15, num_attention_heads=32,
-        num_key_value_heads=16, num_lanes=8, sliding_window=512, sliding_window_n_layers=10,
-    )  # fmt: skip
+        vocab_size=32_000,
+        hidden_size=3072,
+        intermediate_size=12_288,
+        num_hidden_layers=15,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_lanes=8,
+        sliding_window=512,
+        sliding_window_n_layers=10,
+    )
     layer = 2 * 3072 * 3072 + 2 * 3072 * 1536 + 3 * 3072 * 12_288
     assert matmul_parameters(config) == 15 * layer + 32_000 * 3072
     keys = 5 * 4097 / 2 + 10 * (512 - 512 * 511 / (2 * 4096))
@@ -52,16 +71,25 @@ def test_only_products_count():
     assert parameter_count(config) - small == matmul_parameters(config)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tie_word_embeddings": True}, {"lm_head_type": "lane"}, {"lm_head_type": "vocab_parallel"}, {"num_key_value_heads": 8},
-    {"sliding_window": 4, "sliding_window_n_layers": 1, "intermediate_size": 768},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"lm_head_type": "lane"},
+        {"lm_head_type": "vocab_parallel"},
+        {"num_key_value_heads": 8},
+        {"sliding_window": 4, "sliding_window_n_layers": 1, "intermediate_size": 768},
+    ],
+)
 def test_xla_counts_the_same(changes):
-    """XLA counts every operation of the unrolled program. Products dominate: per token and layer they take 6 x (4 D D + 3 D F) at least.
+    """XLA counts every operation of the unrolled program. Products dominate: per token and layer they take 6 x (4 D D +
+    3 D F) at least.
 
-    What XLA counts beyond the formula: all s keys, not the (s + 1)/2 seen: 12 D (s - 1)/2 per layer; the embedding's gradient and the
-    softmax of the loss, about 10 V; and elementwise work on the activations of a layer, some 30 operations forward and backward on
-    each of 8 D + 3 F numbers. Together under 6 % here; a missing or doubled matrix would be 10 % at least.
+    What XLA counts beyond the formula: all s keys, not the (s + 1)/2 seen: 12 D (s - 1)/2 per layer; the embedding's
+    gradient and the softmax of the loss, about 10 V; and elementwise work on the activations of a layer, some 30
+    operations forward and backward on each of 8 D + 3 F numbers. Together under 6 % here; a missing or doubled matrix
+    would be 10 % at least.
     """
     config, s = model(**changes), 16
 
@@ -81,4 +109,6 @@ def test_xla_counts_the_same(changes):
 def test_mfu():
     config = model()
     flops = 3 * forward_flops_per_token(config, 64)
-    assert model_flops_utilization(config, 64, tokens_per_second=1e6, devices=4, peak_flops=flops * 1e6) == pytest.approx(1 / 4)
+    assert model_flops_utilization(
+        config, 64, tokens_per_second=1e6, devices=4, peak_flops=flops * 1e6
+    ) == pytest.approx(1 / 4)

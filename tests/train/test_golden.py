@@ -18,12 +18,26 @@ from train.step import Trainer
 FILE = Path(__file__).with_name("golden_losses.json")
 TOLERANCE = 1e-4  # float32 on other processors
 CASES = {
-    **{layout: {"layout": layout} for layout in (
-        "tp", "parallel", "ladder", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(2)", "dtp(3)", "dtp(1.5)", "laneformer", "none"
-    )},
+    **{
+        layout: {"layout": layout}
+        for layout in (
+            "tp",
+            "parallel",
+            "ladder",
+            "desync(2)",
+            "spd(1)",
+            "caat(0.5)",
+            "kraken",
+            "track(2)",
+            "dtp(3)",
+            "dtp(1.5)",
+            "laneformer",
+            "none",
+        )
+    },
     "laneformer, not early": {"layout": "laneformer", "use_early_comm": False},
     "laneformer, corrected": {"layout": "laneformer", "early_lands_twice": False},
-}  # fmt: skip
+}
 
 
 def twenty_losses(case: str) -> list[float]:

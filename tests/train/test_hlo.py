@@ -16,7 +16,9 @@ def mesh():
 
 
 def compiled(f, *shapes, **options) -> Module:
-    return Module(jax.jit(f, **options).lower(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).compile().as_text())
+    return Module(
+        jax.jit(f, **options).lower(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).compile().as_text()
+    )
 
 
 def flops(module: Module) -> int:
@@ -27,7 +29,8 @@ def traffic(module: Module) -> float:
     return sum(k.bytes * k.times for k in module.kernels)
 
 
-EXCHANGES = {  # of float32 [1024] on every device: kind, count of bytes of the whole, of bytes sent, in units of an array
+# Of float32 [1024] on every device: kind, count of bytes of the whole, of bytes sent, in units of an array
+EXCHANGES = {
     "psum": ("all-reduce", lambda g: 1, lambda g: 2 * (g - 1) / g),
     "all_gather": ("all-gather", lambda g: g, lambda g: g - 1),
     "psum_scatter": ("reduce-scatter", lambda g: 1, lambda g: (g - 1) / g),
@@ -39,14 +42,22 @@ EXCHANGES = {  # of float32 [1024] on every device: kind, count of bytes of the 
 AXES = [("data", 2), ("lane", 4), (("data", "lane"), 8)]
 
 
-@pytest.mark.parametrize(("name", "axes", "size"), [
-    (name, *axes) for name in EXCHANGES for axes in AXES if (name, axes[1]) != ("ppermute", 8)  # jax permutes along one axis
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "axes", "size"),
+    [
+        (name, *axes)
+        for name in EXCHANGES
+        for axes in AXES
+        if (name, axes[1]) != ("ppermute", 8)  # jax permutes along one axis
+    ],
+)
 def test_exchanges_along_each_axis(mesh, name, axes, size):
     arguments = {
-        "all_gather": {"tiled": True}, "psum_scatter": {"tiled": True}, "all_to_all": {"split_axis": 0, "concat_axis": 0, "tiled": True},
+        "all_gather": {"tiled": True},
+        "psum_scatter": {"tiled": True},
+        "all_to_all": {"split_axis": 0, "concat_axis": 0, "tiled": True},
         "ppermute": {"perm": [(i, (i + 1) % size) for i in range(size)]},
-    }.get(name, {})  # fmt: skip
+    }.get(name, {})
 
     def local(x):
         return getattr(jax.lax, name)(x * 2, axes, **arguments)
@@ -75,7 +86,9 @@ def test_loops_count_as_often_as_they_turn(mesh):
 
         return jax.lax.scan(lambda x, _: (outer(x, None)[0], None), x, None, length=3)[0]
 
-    module = compiled(jax.shard_map(local, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), (8, 16), (16, 16))
+    module = compiled(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), (8, 16), (16, 16)
+    )
     assert flops(module) == 3 * 5 * 2 * 8 * 16 * 16
     [found] = module.collectives(mesh)
     assert (found.count, found.bytes, found.axis) == (15, 15 * 8 * 16 * 4, "lane")
@@ -91,15 +104,25 @@ def test_loops_of_unknown_length_count_once_and_are_named():
     assert len(module.unknown_loops) == 1
 
 
-@pytest.mark.parametrize(("equation", "a", "b"), [
-    ("ij,jk->ik", (8, 16), (16, 32)), ("lbsd,lod->lbso", (4, 2, 8, 16), (4, 24, 16)), ("ij,ij->", (8, 16), (8, 16)),
-    ("abc,cab->b", (4, 6, 8), (8, 4, 6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "a", "b"),
+    [
+        ("ij,jk->ik", (8, 16), (16, 32)),
+        ("lbsd,lod->lbso", (4, 2, 8, 16), (4, 24, 16)),
+        ("ij,ij->", (8, 16), (8, 16)),
+        ("abc,cab->b", (4, 6, 8), (8, 4, 6)),
+    ],
+)
 def test_products(equation, a, b):
-    """2 x the number of combinations of all letters, unless XLA makes a sum of products elementwise, which is no product."""
+    """2 x the number of combinations of all letters, unless XLA makes a sum of products elementwise, which is no
+    product.
+    """
     sizes = dict(zip("".join(equation.split("->")[0].split(",")), a + b, strict=True))
     counted = flops(compiled(lambda x, y: jnp.einsum(equation, x, y), a, b))
-    assert counted in (2 * int(np.prod(list(sizes.values()))), 0 if "->b" in equation or equation.endswith("->") else None)
+    assert counted in (
+        2 * int(np.prod(list(sizes.values()))),
+        0 if "->b" in equation or equation.endswith("->") else None,
+    )
 
 
 def test_traffic_of_one_fused_kernel():
@@ -109,7 +132,9 @@ def test_traffic_of_one_fused_kernel():
 
 
 def test_traffic_counts_slices_of_what_a_loop_reads_and_writes():
-    """Each of 100 turns reads a row and writes a row; whole arrays, moved once each way by a copy at most, would be 100 times that."""
+    """Each of 100 turns reads a row and writes a row; whole arrays, moved once each way by a copy at most, would be 100
+    times that.
+    """
 
     def f(x):
         return jax.lax.scan(lambda total, row: (total + row, jnp.sin(total * row)), x[0], x)[1]
@@ -119,7 +144,9 @@ def test_traffic_counts_slices_of_what_a_loop_reads_and_writes():
 
 
 def test_every_way_of_naming_groups():
-    """The same four groups of two: listed, counted up and transposed, by mesh axes, and by axes over renumbered devices."""
+    """The same four groups of two: listed, counted up and transposed, by mesh axes, and by axes over renumbered
+    devices.
+    """
     expected = [[0, 4], [1, 5], [2, 6], [3, 7]]
     for text in (
         "replica_groups={{0,4},{1,5},{2,6},{3,7}}, x",

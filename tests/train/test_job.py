@@ -11,7 +11,9 @@ from train import job
 
 @pytest.fixture
 def of_three(monkeypatch):
-    """of_three(refusing): the other two processes of the job have come, and refuse or not; returns what this one has told them."""
+    """of_three(refusing): the other two processes of the job have come, and refuse or not; returns what this one has
+    told them.
+    """
 
     def arm(*refusing: bool) -> list[bool]:
         told = []

@@ -1,4 +1,6 @@
-"""The loop: bitwise the same run however it is stopped, errors that lose nothing, honest times, two steps in flight at most."""
+"""The loop: bitwise the same run however it is stopped, errors that lose nothing, honest times, two steps in flight at
+most.
+"""
 
 import contextlib
 import gzip
@@ -54,7 +56,9 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_
         assert got == status
         stopped_at = len(losses(run))
         answer = "stopping after this step; Ctrl-C again to stop without saving\n" if number == signal.SIGINT else ""
-        assert err.startswith(f"{answer}stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train ")
+        assert err.startswith(
+            f"{answer}stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train "
+        )
         assert str(run) in err and "Traceback" not in err
         assert (run / "checkpoints" / str(stopped_at) / "meta").is_dir()
     status, out, err = finish(start(run, store))
@@ -100,10 +104,18 @@ def test_a_run_goes_on_on_other_devices_to_rounding(tmp_path, command, stop_at, 
 
 
 def test_a_finished_run_does_nothing_and_says_so(finished_copy, command):
-    before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in finished_copy.rglob("*") if file.name != ".lock"}
+    before = {
+        file: (file.stat().st_mtime_ns, file.stat().st_size)
+        for file in finished_copy.rglob("*")
+        if file.name != ".lock"
+    }
     status, out, err = command(finished_copy)
     assert (status, out, err) == (0, f"{finished_copy}: all 60 steps are done; nothing to do\n", "")
-    assert before == {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in finished_copy.rglob("*") if file.name != ".lock"}
+    assert before == {
+        file: (file.stat().st_mtime_ns, file.stat().st_size)
+        for file in finished_copy.rglob("*")
+        if file.name != ".lock"
+    }
 
 
 def test_the_loss_falls_and_metrics_are_complete(finished):
@@ -114,11 +126,27 @@ def test_the_loss_falls_and_metrics_are_complete(finished):
     for line in (finished / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "loss" in record:
-            assert set(record) == {"step", "phase", "loss", "grad_norm", "learning_rate", "tokens", "epoch", "tokens_per_second",
-                                   "step_seconds", "data_wait_seconds"}  # fmt: skip
-            assert record["tokens"] == 128 * record["step"] and record["step_seconds"] > 0 and record["phase"] == "pretrain"
+            assert set(record) == {
+                "step",
+                "phase",
+                "loss",
+                "grad_norm",
+                "learning_rate",
+                "tokens",
+                "epoch",
+                "tokens_per_second",
+                "step_seconds",
+                "data_wait_seconds",
+            }
+            assert (
+                record["tokens"] == 128 * record["step"]
+                and record["step_seconds"] > 0
+                and record["phase"] == "pretrain"
+            )
             assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])
-            assert record["epoch"] == {"store": pytest.approx(8 * record["step"] / 228)}, "3660 tokens are 228 rows of 16"
+            assert record["epoch"] == {"store": pytest.approx(8 * record["step"] / 228)}, (
+                "3660 tokens are 228 rows of 16"
+            )
     validations = {line["step"]: line["validation"]["store"] for line in records(finished) if "validation" in line}
     assert list(validations) == [20, 40, 60]
     assert validations[60]["loss"] < validations[20]["loss"] < loss[0]
@@ -229,7 +257,9 @@ def test_stores_that_cannot_be_trained_on(tmp_path, store, command):
     one_line_error(command(run, path=cut), "train-00002.bin is truncated")
     larger = write_store(tmp_path / "larger", vocab_size=70)
     one_line_error(command(run, path=larger), "model.vocab_size = 64", "--model.vocab-size 70")
-    one_line_error(command(run, "--data.batch-size", "64"), "has 30 rows of sequence_length 16", "--data.validation-batches 0")
+    one_line_error(
+        command(run, "--data.batch-size", "64"), "has 30 rows of sequence_length 16", "--data.validation-batches 0"
+    )
     assert not run.exists(), "a command that could not work leaves no folder behind"
 
 
@@ -240,8 +270,9 @@ def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, 
     one_line_error(command(finished_copy, path=more), "not the tokens that")
     one_line_error(
         command(finished_copy, "--optimizer.learning-rate", "0.02", "--data.seed", "3"),
-        "data.seed (0 before, 3 now), optimizer.learning_rate (0.01 before, 0.02 now)", "--run",
-    )  # fmt: skip
+        "data.seed (0 before, 3 now), optimizer.learning_rate (0.01 before, 0.02 now)",
+        "--run",
+    )
     for content in ("{", "[]", "{}", '{"config": []}'):
         (finished_copy / "run.json").write_text(content)
         one_line_error(command(finished_copy), "run.json is damaged or missing")
@@ -258,7 +289,9 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(finished_copy, comma
     one_line_error(command(finished_copy), *said)
     saved.rmdir()
     saved.symlink_to(tmp_path / "nowhere")
-    one_line_error(command(finished_copy), f"{saved} is a link to {tmp_path / 'nowhere'}, which is not there: put it back")
+    one_line_error(
+        command(finished_copy), f"{saved} is a link to {tmp_path / 'nowhere'}, which is not there: put it back"
+    )
     assert records(finished_copy) == records(finished)
     saved.unlink()
     saved.symlink_to(kept)
@@ -294,7 +327,9 @@ def test_tokenizers_that_differ_are_named_with_both_folders(tmp_path, finished_c
     other = write_store(tmp_path / "other", tokenizer=b"other")
     for run, whose in ((tmp_path / "new", str(other)), (finished_copy, f"the run in {finished_copy}")):
         wrong = store if run != finished_copy else other
-        one_line_error(command(run, "--data.validation-path", str(store), path=other), f"{wrong} was tokenized", f"than {whose} (")
+        one_line_error(
+            command(run, "--data.validation-path", str(store), path=other), f"{wrong} was tokenized", f"than {whose} ("
+        )
 
 
 def test_a_mesh_that_leaves_devices_unused_is_told(store, monkeypatch):
@@ -303,19 +338,26 @@ def test_a_mesh_that_leaves_devices_unused_is_told(store, monkeypatch):
     lines = _greeting(config, {Path("no/store"): TokenStore.open(store)}, _mesh(config), 0).split("\n")
     assert lines[2] == "6 of 8 devices stay unused: --mesh.data and --mesh.lane say which share of them works"
     monkeypatch.setattr("train.loop.jax.process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices: set --mesh\.data 4, or start fewer processes$"):
+    with pytest.raises(
+        ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices: set --mesh\.data 4, or start fewer processes$"
+    ):
         _mesh(config)
     assert _mesh(tiny()).size == 8
     six = jax.devices()[:6]
     monkeypatch.setattr("train.loop.jax.device_count", lambda: 6)
     monkeypatch.setattr("laneformer.mesh.jax.devices", lambda: six)
-    with pytest.raises(ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices: set --mesh\.data 3 --mesh\.lane 2"):
+    with pytest.raises(
+        ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices: set --mesh\.data 3 --mesh\.lane 2"
+    ):
         _mesh(changed(tiny(), mesh__lane=4))
     assert _mesh(changed(tiny(), data__batch_size=12, mesh__data=3)).shape == {"data": 3, "lane": 2}
 
 
 def test_ctrl_c_is_answered_at_once_and_sigterm_is_not(capsys):
-    for number, answer in ((signal.SIGINT, "stopping after this step; Ctrl-C again to stop without saving\n"), (signal.SIGTERM, "")):
+    for number, answer in (
+        (signal.SIGINT, "stopping after this step; Ctrl-C again to stop without saving\n"),
+        (signal.SIGTERM, ""),
+    ):
         with _stop_signals() as received:
             signal.raise_signal(number)
             assert received == [number]
@@ -326,18 +368,21 @@ def test_ctrl_c_is_answered_at_once_and_sigterm_is_not(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
 
 
-
-
 def test_ctrl_c_is_answered_while_the_main_thread_is_in_a_library(monkeypatch):
     """As while XLA compiles: Python's own handler has not run by then."""
     answered = []
     with _stop_signals() as received:
-        monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda text: answered.append((text, list(received))), flush=lambda: None))
+        monkeypatch.setattr(
+            "sys.stderr",
+            SimpleNamespace(write=lambda text: answered.append((text, list(received))), flush=lambda: None),
+        )
         sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         sender.start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
         sender.join()
-    assert answered[0] == ("stopping after this step; Ctrl-C again to stop without saving", []) and received == [signal.SIGINT]
+    assert answered[0] == ("stopping after this step; Ctrl-C again to stop without saving", []) and received == [
+        signal.SIGINT
+    ]
 
 
 def test_problems_need_text_and_a_file(tmp_path, command):
@@ -365,7 +410,9 @@ def test_a_run_without_validation_text(finished_copy, command, finished):
     """Only the checkpoints of the loop are left to do."""
     shutil.rmtree(finished_copy / "checkpoints" / "60")
     assert command(finished_copy, "--data.validation-batches", "0")[0] == 0
-    now, before = ([line for line in records(run) if line["step"] > 50 and len(line) > 1] for run in (finished_copy, finished))
+    now, before = (
+        [line for line in records(run) if line["step"] > 50 and len(line) > 1] for run in (finished_copy, finished)
+    )
     assert now == [line for line in before if "loss" in line]
 
 
@@ -406,8 +453,12 @@ class World:
         loop.step, loop.asked = self.step, {False: None, True: None}
         loop.batches = SimpleNamespace(epochs_at=lambda step: {})
         every = self.config.validate_every
-        loop.evaluation = SimpleNamespace(due=lambda step: step % every == 0 or step == self.phase.last_step, measure=self.measure)
-        loop._steps(SimpleNamespace(params=None), iter([(step, None) for step in range(first, self.phase.last_step)]), None)
+        loop.evaluation = SimpleNamespace(
+            due=lambda step: step % every == 0 or step == self.phase.last_step, measure=self.measure
+        )
+        loop._steps(
+            SimpleNamespace(params=None), iter([(step, None) for step in range(first, self.phase.last_step)]), None
+        )
 
 
 def test_at_most_two_steps_are_in_flight(monkeypatch):
@@ -420,8 +471,12 @@ def test_at_most_two_steps_are_in_flight(monkeypatch):
 
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path, command):
     """A learning rate at which nothing stays finite."""
-    one_error(command(tmp_path / "run", "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
-                      "diverged at step", "not finite in 3 steps in a row", "optimizer.learning_rate")
+    one_error(
+        command(tmp_path / "run", "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
+        "diverged at step",
+        "not finite in 3 steps in a row",
+        "optimizer.learning_rate",
+    )
     steps = [line for line in records(tmp_path / "run") if "loss" in line]
     assert [line.get("skipped", False) for line in steps[-3:]] == [True] * 3 and steps[-1]["step"] < 10
     assert os.listdir(tmp_path / "run" / "checkpoints") == []

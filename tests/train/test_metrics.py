@@ -67,7 +67,9 @@ def test_a_line_is_out_as_soon_as_it_is_whole(tmp_path):
         log.sync()
 
 
-@pytest.mark.parametrize("damage", [b"\0\0\0", b'{"loss": 1}', b"[1]", b"17", b'{"step": null}', b'{"step": 2', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0", b'{"loss": 1}', b"[1]", b"17", b'{"step": null}', b'{"step": 2', b"\xff\xfe"]
+)
 def test_a_damaged_line_is_named_and_nothing_is_overwritten(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + damage + b'\n{"step": 3}\n'
@@ -88,7 +90,9 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     with pytest.raises(LaneformerError, match=told), log:
         pass  # what could not be written is tried again
     log._file = SimpleNamespace(fileno=lambda: 10**6)
-    with pytest.raises(LaneformerError, match=f"^cannot write {path}: Bad file descriptor; once it can be written, the same command"):
+    with pytest.raises(
+        LaneformerError, match=f"^cannot write {path}: Bad file descriptor; once it can be written, the same command"
+    ):
         log.sync()
 
 
@@ -100,11 +104,17 @@ def test_no_file_has_no_lines(tmp_path):
 
 def test_what_json_has_no_word_for_is_null(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
-        log.write(1, loss=float("nan"), grad_norm=float("inf"), lanes={"similarity": [-float("inf"), 0.5, None]}, skipped=True)
+        log.write(
+            1, loss=float("nan"), grad_norm=float("inf"), lanes={"similarity": [-float("inf"), 0.5, None]}, skipped=True
+        )
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {
-        "step": 1, "loss": None, "grad_norm": None, "lanes": {"similarity": [None, 0.5, None]}, "skipped": True,
-    }  # fmt: skip
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "lanes": {"similarity": [None, 0.5, None]},
+        "skipped": True,
+    }
 
 
 @given(steps=st.integers(0, 30), saved=st.integers(0, 30), seed=st.integers(0, 9))
@@ -125,15 +135,35 @@ def test_last_step(tmp_path):
 
 
 def test_numbers_are_named_by_group():
-    assert scalars({
-        "phase": "decay", "loss": 2.5, "grad_norm": None, "skipped": True, "tokens": 100, "step_seconds": 0.5, "tokens_per_second": 200,
-        "mfu": 0.4, "epoch": {"code": 0.25}, "validation": {"code": {"loss": 2.0, "bits_per_byte": 1.0}}, "time": {"compile": 3.0},
-        "lanes": {"similarity": [1.0] * 11, "landed_over_own": [None, 0.5]},
-    }) == {
-        "train/loss": 2.5, "train/skipped": 1.0, "train/tokens": 100.0, "time/step_seconds": 0.5, "time/tokens_per_second": 200.0,
-        "time/mfu": 0.4, "epoch/code": 0.25, "validation/code/loss": 2.0, "validation/code/bits_per_byte": 1.0, "time/compile": 3.0,
-        **{f"lanes/similarity/{module:02}": 1.0 for module in range(11)}, "lanes/landed_over_own/1": 0.5,
-    }  # fmt: skip
+    assert scalars(
+        {
+            "phase": "decay",
+            "loss": 2.5,
+            "grad_norm": None,
+            "skipped": True,
+            "tokens": 100,
+            "step_seconds": 0.5,
+            "tokens_per_second": 200,
+            "mfu": 0.4,
+            "epoch": {"code": 0.25},
+            "validation": {"code": {"loss": 2.0, "bits_per_byte": 1.0}},
+            "time": {"compile": 3.0},
+            "lanes": {"similarity": [1.0] * 11, "landed_over_own": [None, 0.5]},
+        }
+    ) == {
+        "train/loss": 2.5,
+        "train/skipped": 1.0,
+        "train/tokens": 100.0,
+        "time/step_seconds": 0.5,
+        "time/tokens_per_second": 200.0,
+        "time/mfu": 0.4,
+        "epoch/code": 0.25,
+        "validation/code/loss": 2.0,
+        "validation/code/bits_per_byte": 1.0,
+        "time/compile": 3.0,
+        **{f"lanes/similarity/{module:02}": 1.0 for module in range(11)},
+        "lanes/landed_over_own/1": 0.5,
+    }
 
 
 def test_sinks_get_every_record(tmp_path):

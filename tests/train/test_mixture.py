@@ -16,7 +16,9 @@ WEIGHTS = st.lists(st.one_of(st.integers(1, 10**13), st.floats(1e-3, 1e3)), min_
 def test_apportion_is_the_method_of_largest_remainders(weights, seats):
     counts = apportion(weights, seats)
     exact = [Fraction(weight) * seats / sum(map(Fraction, weights)) for weight in weights]
-    assert counts.sum() == seats and all(0 <= count - share.__floor__() <= 1 for count, share in zip(counts.tolist(), exact, strict=True))
+    assert counts.sum() == seats and all(
+        0 <= count - share.__floor__() <= 1 for count, share in zip(counts.tolist(), exact, strict=True)
+    )
     up = [share % 1 for count, share in zip(counts.tolist(), exact, strict=True) if count > share.__floor__()]
     down = [share % 1 for count, share in zip(counts.tolist(), exact, strict=True) if count == share.__floor__()]
     assert not up or min(up) >= max(down, default=0)
@@ -25,7 +27,14 @@ def test_apportion_is_the_method_of_largest_remainders(weights, seats):
 def test_apportion_known_values():
     assert apportion([1, 1, 1], 16).tolist() == [6, 5, 5]
     assert apportion([0.5, 0.3, 0.2], 10).tolist() == [5, 3, 2]
-    assert apportion([47000, 16000, 15800, 12000, 6100, 3100], 10).tolist() == [5, 2, 1, 1, 1, 0]  # Hare quota, a standard example
+    assert apportion([47000, 16000, 15800, 12000, 6100, 3100], 10).tolist() == [
+        5,
+        2,
+        1,
+        1,
+        1,
+        0,
+    ]  # Hare quota, a standard example
 
 
 @settings(deadline=None, max_examples=20)
@@ -55,7 +64,13 @@ def test_the_order_is_fixed_for_ever():
     """Written down: a change here changes every run that is resumed."""
     mixture = Mixture([0.5, 0.3, 0.2], 42)
     assert [mixture.place(row) for row in (0, 1, 2, 3, BLOCK, BLOCK + 1, 10**20)] == [
-        (0, 0), (0, 1), (1, 0), (2, 0), (2, 3277), (1, 4915), (1, 29998779296875000000),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+        (2, 3277),
+        (1, 4915),
+        (1, 29998779296875000000),
     ]
 
 

@@ -15,9 +15,13 @@ from train.optimizer import learning_rate, make_optimizer
 
 def test_only_matrices_and_embeddings_decay():
     config = changed(
-        tiny(), optimizer__weight_decay=0.5, optimizer__warmup_steps=0, model__qkv_bias=True, model__qk_norm=True,
+        tiny(),
+        optimizer__weight_decay=0.5,
+        optimizer__warmup_steps=0,
+        model__qkv_bias=True,
+        model__qk_norm=True,
         model__replicated_rmsn_scale=False,
-    )  # fmt: skip
+    )
     params = {path: jnp.ones(p.shape) for path, p in parameter_table(config.model).items()}
     optimizer = make_optimizer(config.optimizer, config.model)
     updates = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[0])(params)
@@ -30,8 +34,17 @@ def test_only_matrices_and_embeddings_decay():
 def test_the_schedule_at_its_corners():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
     assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
-        0.1, 0.2, 0.9, 1.0, 1.0, 1.0, 1.0, 0.95, 0.05, 0.0
-    ]  # fmt: skip
+        0.1,
+        0.2,
+        0.9,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.95,
+        0.05,
+        0.0,
+    ]
     values = [float(rate(step)) for step in range(101)]
     assert max(values) == 1.0 and min(values[:100]) > 0
 
@@ -54,7 +67,9 @@ def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
 
 
 def test_the_cosine_and_the_constant():
-    cosine = learning_rate(OptimizerConfig(learning_rate=2.0, schedule="cosine", warmup_steps=10, final_fraction=0.1), 110)
+    cosine = learning_rate(
+        OptimizerConfig(learning_rate=2.0, schedule="cosine", warmup_steps=10, final_fraction=0.1), 110
+    )
     steps = np.arange(10, 111)
     expected = 2 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (steps - 10) / 100)))
     np.testing.assert_allclose([float(cosine(step)) for step in steps], expected, rtol=1e-5)

@@ -30,8 +30,13 @@ def write(path, lengths, masks=None):
 
 
 def packed(kind, store, length, across=True):
-    data = DataConfig(path=(Path("x"),), sequence_length=length, batch_size=1, attend_across_documents=across,
-                      packing="concat" if kind is Concat else "best_fit")
+    data = DataConfig(
+        path=(Path("x"),),
+        sequence_length=length,
+        batch_size=1,
+        attend_across_documents=across,
+        packing="concat" if kind is Concat else "best_fit",
+    )
     source = kind(store, "train", data, row_keys(data, [store], "train"))
     return source, [source.row(index) for index in range(source.rows)]
 
@@ -48,7 +53,11 @@ def naive_best_fit(lengths, capacity):
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(1, 30).flatmap(lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=60))))
+@given(
+    st.integers(1, 30).flatmap(
+        lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=60))
+    )
+)
 def test_best_fit_decreasing_is_that_of_the_brute_force(case):
     capacity, lengths = case
     rows = best_fit_decreasing(np.array(lengths, np.int32), capacity)
@@ -69,12 +78,16 @@ def test_concat_counts_every_token_once(tmp_path_factory, lengths, length, maske
     store = write(tmp_path_factory.mktemp("store"), lengths, masks)
     total = store.tokens("train")
     if total <= length:
-        with pytest.raises(InputError, match=rf"has {total} tokens, a row of sequence_length {length} needs {length + 1}"):
+        with pytest.raises(
+            InputError, match=rf"has {total} tokens, a row of sequence_length {length} needs {length + 1}"
+        ):
             packed(Concat, store, length)
         return
     first = np.cumsum([0, *(n + 1 for n in lengths)])  # of each document, and one more
     document_of = np.searchsorted(first, np.arange(total), side="right")
-    counts = np.concatenate([[*mask, mask[-1] if mask else False] for mask in masks]) if masked else np.ones(total, bool)
+    counts = (
+        np.concatenate([[*mask, mask[-1] if mask else False] for mask in masks]) if masked else np.ones(total, bool)
+    )
     for across in (True, False):
         source, rows = packed(Concat, store, length, across)
         assert source.rows == (total - 1) // length
@@ -93,7 +106,9 @@ def test_concat_counts_every_token_once(tmp_path_factory, lengths, length, maske
 
 @settings(deadline=None, max_examples=50)
 @given(DOCUMENTS, st.integers(1, 25), st.booleans(), st.sampled_from([3, 1 << 18]), st.data())
-def test_best_fit_counts_every_token_but_the_first_of_a_document_once(tmp_path_factory, lengths, length, masked, block, data):
+def test_best_fit_counts_every_token_but_the_first_of_a_document_once(
+    tmp_path_factory, lengths, length, masked, block, data
+):
     masks = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths] if masked else None
     store = write(tmp_path_factory.mktemp("store"), lengths, masks)
     with pytest.MonkeyPatch.context() as patch:
@@ -107,10 +122,16 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(tmp_path_f
     begins = np.cumsum([0, *(n + 1 for n in lengths)])[:-1]
     ends = {int(begin) + n - 1: n for begin, n in zip(begins, lengths, strict=True) if n}  # last id before an end mark
     if masked:
-        counting = {int(begin) + i: counts for begin, mask in zip(begins, masks, strict=True) for i, counts in enumerate(mask)}
+        counting = {
+            int(begin) + i: counts for begin, mask in zip(begins, masks, strict=True) for i, counts in enumerate(mask)
+        }
     targets, padding = Counter(), 0
     for row, other in zip(rows, seen_across, strict=True):
-        assert (row["ids"] == other["ids"]).all() and (row["weights"] == other["weights"]).all() and "segments" not in other
+        assert (
+            (row["ids"] == other["ids"]).all()
+            and (row["weights"] == other["weights"]).all()
+            and "segments" not in other
+        )
         ids, weights, segments = row["ids"], row["weights"], row["segments"]
         assert (ids.dtype, weights.dtype, segments.dtype) == (np.int32, np.float32, np.int32) and segments[0] == 0
         assert set(np.diff(segments).tolist()) <= {0, 1} and not weights[np.diff(segments) > 0].any()
@@ -122,7 +143,9 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(tmp_path_f
                 continue
             piece, begin = ids[at], int(ids[at[0]])
             text = piece[:-1] if piece[-1] == EOS else piece
-            assert (text == np.arange(begin, begin + len(text))).all() and len(piece) > 1, "a piece is consecutive tokens of one document"
+            assert (text == np.arange(begin, begin + len(text))).all() and len(piece) > 1, (
+                "a piece is consecutive tokens of one document"
+            )
             for position, target in zip(at[1:], piece[1:].tolist(), strict=True):
                 source_id = int(ids[position - 1])
                 key = ("end", source_id) if target == EOS else target

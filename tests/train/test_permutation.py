@@ -16,7 +16,9 @@ def test_permute_is_a_bijection(size, seed, epoch):
 
 @given(st.integers(2, 2**61), st.integers(0, 2**32), st.data())
 def test_permute_of_large_ranges_keeps_range_shape_and_distinctness(size, seed, data):
-    index = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=4, max_size=4, unique=True)) if size > 4 else [0, 1])
+    index = np.array(
+        data.draw(st.lists(st.integers(0, size - 1), min_size=4, max_size=4, unique=True)) if size > 4 else [0, 1]
+    )
     image = permute(index, size, seed, 0)
     assert image.dtype == np.int64 and image.min() >= 0 and image.max() < size
     assert len(set(image.tolist())) == len(index)

@@ -1,4 +1,6 @@
-"""A run of three phases: each reads, learns and changes the model as it says, and kills in any of them change nothing."""
+"""A run of three phases: each reads, learns and changes the model as it says, and kills in any of them change
+nothing.
+"""
 
 import json
 import shutil
@@ -25,7 +27,13 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def begin(place):
     """begin(run): the recipe in a process of its own."""
-    paths = ["--then.long.data.path", str(place / "plain"), "--then.instruct.data.path", str(place / "plain"), str(place / "masked")]
+    paths = [
+        "--then.long.data.path",
+        str(place / "plain"),
+        "--then.instruct.data.path",
+        str(place / "plain"),
+        str(place / "masked"),
+    ]
     return lambda run, *more: start(run, place / "plain", *paths, *more, recipe=PHASED)
 
 
@@ -43,23 +51,37 @@ def test_every_phase_does_what_it_says(whole):
     steps = [line for line in records(whole) if "loss" in line]
     assert [line["phase"] for line in steps] == ["pretrain"] * 20 + ["long"] * 15 + ["instruct"] * 15
     assert [line["tokens"] for line in steps[18:22]] == [19 * 128, 20 * 128, 21 * 128, 22 * 128]
-    assert set(steps[0]["epoch"]) == set(steps[20]["epoch"]) == {"plain"} and set(steps[-1]["epoch"]) == {"plain", "masked"}
+    assert set(steps[0]["epoch"]) == set(steps[20]["epoch"]) == {"plain"} and set(steps[-1]["epoch"]) == {
+        "plain",
+        "masked",
+    }
     assert steps[-1]["epoch"]["masked"] == pytest.approx(3 * steps[-1]["epoch"]["plain"], rel=0.3)
     rates = [line["learning_rate"] for line in steps]
     assert rates[20] == pytest.approx(3e-3 / 2) and rates[34] < 1e-4 and rates[35] == pytest.approx(1e-3 / 2)
     validated = {line["step"]: line["validation"] for line in records(whole) if "validation" in line}
     assert list(validated) == [15, 20, 30, 35, 45, 50], "also at the end of a phase"
-    assert "bits_per_byte" in validated[50]["plain"] and "bits_per_byte" not in validated[50]["masked"], "a mask leaves no text to count"
+    assert "bits_per_byte" in validated[50]["plain"] and "bits_per_byte" not in validated[50]["masked"], (
+        "a mask leaves no text to count"
+    )
     assert losses(whole)[-1] < losses(whole)[0] - 1
 
 
 @pytest.mark.slow
 def test_every_phase_leaves_its_last_checkpoint_with_its_own_model(whole):
-    kept = {int(step.name): json.loads((step / "meta" / "metadata").read_text()) for step in (whole / "checkpoints").iterdir()}
-    assert {20: "pretrain", 35: "long", 50: "instruct"}.items() <= {step: meta["phase"] for step, meta in kept.items()}.items()
+    kept = {
+        int(step.name): json.loads((step / "meta" / "metadata").read_text())
+        for step in (whole / "checkpoints").iterdir()
+    }
+    assert {20: "pretrain", 35: "long", 50: "instruct"}.items() <= {
+        step: meta["phase"] for step, meta in kept.items()
+    }.items()
     for step, phase in zip((20, 35, 50), phased().phases, strict=True):
         assert laneformer.load(whole / "checkpoints" / str(step)).config == phase.model
-    assert sorted(file.name for file in (whole / "program").glob("*.json")) == ["instruct.json", "long.json", "pretrain.json"]
+    assert sorted(file.name for file in (whole / "program").glob("*.json")) == [
+        "instruct.json",
+        "long.json",
+        "pretrain.json",
+    ]
 
 
 def same(run, whole):
@@ -73,7 +95,9 @@ def same(run, whole):
 def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_path, begin, whole):
     run = tmp_path / "run"
     for moment in (8, 24, 27, 46):  # lines of metrics: in the first phase, in the second, there again, in the third
-        status, _, err = kill_when(begin(run), lambda moment=moment: lines(run) >= moment and (moment != 27 or saving(run)))
+        status, _, err = kill_when(
+            begin(run), lambda moment=moment: lines(run) >= moment and (moment != 27 or saving(run))
+        )
         assert status in (-signal.SIGKILL, 0), err
     status, _, err = finish(begin(run))
     assert (status, err) == (0, "")

@@ -1,4 +1,6 @@
-"""Dry runs: what is compiled for hardware that is not there, what follows from it, and whether a real step needs that much memory."""
+"""Dry runs: what is compiled for hardware that is not there, what follows from it, and whether a real step needs that
+much memory.
+"""
 
 import dataclasses
 import importlib.util
@@ -66,13 +68,18 @@ def test_what_crosses_nodes_takes_the_network(monkeypatch):
     program, times = found.phases[0].program, found.phases[0].times
     assert found.mesh == {"data": 2, "lane": 4}
     assert times.links == pytest.approx(program.sent("lane") / 450e9)
-    assert times.network == pytest.approx((program.sent("data") + program.sent("data x lane")) / 10e9) and times.network > 0
+    assert (
+        times.network == pytest.approx((program.sent("data") + program.sent("data x lane")) / 10e9)
+        and times.network > 0
+    )
 
 
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
     find = planning.find_device
-    monkeypatch.setattr(planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000))
+    monkeypatch.setattr(
+        planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000)
+    )
     config = changed(tiny(), mesh__lane=4, data__batch_size=64)  # activations that outweigh the gradients
     found = plan(config, ONE_NODE)
     [phase] = found.phases
@@ -88,18 +95,43 @@ def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
 
 def test_the_command_prints_and_writes(tmp_path):
     file = tmp_path / "plan.json"
-    text = dry_run([RECIPE, "--dry-run", "--cluster.device", "h200", "--cluster.compiler", "cpu", "--cluster.efficiency", "0.5", "--json",
-                    str(file), "--steps", "7", "--mesh.lane", "8"])  # fmt: skip
-    assert "8 x NVIDIA H200" in text and "every figure is projected" in text and "days" in text and "50% of the peak" in text
+    text = dry_run(
+        [
+            RECIPE,
+            "--dry-run",
+            "--cluster.device",
+            "h200",
+            "--cluster.compiler",
+            "cpu",
+            "--cluster.efficiency",
+            "0.5",
+            "--json",
+            str(file),
+            "--steps",
+            "7",
+            "--mesh.lane",
+            "8",
+        ]
+    )
+    assert (
+        "8 x NVIDIA H200" in text
+        and "every figure is projected" in text
+        and "days" in text
+        and "50% of the peak" in text
+    )
     written = json.loads(file.read_text())
-    assert written["projected"] is True and written["phases"][0]["steps"] == 7 and written["cluster"]["efficiency"] == 0.5
+    assert (
+        written["projected"] is True and written["phases"][0]["steps"] == 7 and written["cluster"]["efficiency"] == 0.5
+    )
     assert written["phases"][0]["memory_total"] > written["phases"][0]["parameters"] > 0
     assert len(written["phases"][0]["days"]) == 2
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned"))
-    with pytest.raises(LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; name another file with --json"):
+    with pytest.raises(
+        LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; name another file with --json"
+    ):
         dry_run([RECIPE, "--dry-run", "--json", str(tmp_path / "nodir" / "x.json")])
 
 
@@ -109,25 +141,35 @@ def test_a_cpu_has_no_times():
     assert "days" not in describe(found) and json.dumps(found.as_json())
 
 
-@pytest.mark.parametrize(("cluster", "message"), [
-    ({"device": "abacus"}, "known are h100"),
-    ({"nodes": 0}, "cluster.nodes = 0"),
-    ({"efficiency": 1.5}, "share of the peak"),
-    ({"network": -1.0}, "cluster.network"),
-    ({"device": "mi300x", "nodes": 2, "compiler": "cpu"}, "give --cluster.network"),
-    ({"device": "mi300x", "nodes": 1, "compiler": "cuda"}, "knows h100, h200, b200, not mi300x"),
-    ({"nodes": 3}, "batch_size = 8 must be a multiple"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"device": "abacus"}, "known are h100"),
+        ({"nodes": 0}, "cluster.nodes = 0"),
+        ({"efficiency": 1.5}, "share of the peak"),
+        ({"network": -1.0}, "cluster.network"),
+        ({"device": "mi300x", "nodes": 2, "compiler": "cpu"}, "give --cluster.network"),
+        ({"device": "mi300x", "nodes": 1, "compiler": "cuda"}, "knows h100, h200, b200, not mi300x"),
+        ({"nodes": 3}, "batch_size = 8 must be a multiple"),
+    ],
+)
 def test_what_cannot_be_planned_is_an_error(cluster, message):
     with pytest.raises(ConfigError, match=message):
         plan(changed(tiny(), mesh__lane=8), ClusterConfig(**cluster))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
+)
 def test_the_cuda_compiler_needs_no_gpu():
     """In a process of its own: 32 devices, the recipe's 8 lanes on each of 4 nodes."""
-    code = f"from train.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4', '--cluster.compiler', 'cuda']))"
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_clean(), timeout=300).stdout
+    code = (
+        f"from train.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4', '--cluster.compiler',"
+        " 'cuda']))"
+    )
+    text = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_clean(), timeout=300
+    ).stdout
     assert "mesh data 4 x lane 8" in text and "compiled with XLA:GPU" in text and "sent along lane" in text
 
 
@@ -140,7 +182,9 @@ def test_a_real_step_needs_the_memory_that_is_planned(arguments):
     """
     script = Path(__file__).with_name("measure_memory.py")
     command = [sys.executable, str(script), *arguments.split()]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env={**_clean(), "MALLOC_ARENA_MAX": "1"}, timeout=600)
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**_clean(), "MALLOC_ARENA_MAX": "1"}, timeout=600
+    )
     used, planned = map(int, run.stdout.split())
     assert used > 0.5e9, "large enough to tell"
     assert planned == pytest.approx(used, rel=0.1)

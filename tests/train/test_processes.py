@@ -1,4 +1,6 @@
-"""Several processes as one job: the losses of one process, one stop for all, and a run that goes on in another number of them."""
+"""Several processes as one job: the losses of one process, one stop for all, and a run that goes on in another number
+of them.
+"""
 
 import shutil
 import signal
@@ -17,12 +19,32 @@ class Job:
 
     def __init__(self, run, store, *options: str):
         job = environment() | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-        command = [sys.executable, "-m", "train", RECIPE, "--run", str(run), "--data.path", str(store), "--mesh.distributed", "True",
-                   "--mesh.host-devices", "4", *options]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "train",
+            RECIPE,
+            "--run",
+            str(run),
+            "--data.path",
+            str(store),
+            "--mesh.distributed",
+            "True",
+            "--mesh.host-devices",
+            "4",
+            *options,
+        ]
         self.processes = [
-            subprocess.Popen(command, cwd=ROOT, env=job | {"JAX_PROCESS_ID": str(i)}, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE) for i in range(2)
-        ]  # fmt: skip
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=job | {"JAX_PROCESS_ID": str(i)},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for i in range(2)
+        ]
 
     def wait_for(self, condition, seconds=200) -> None:
         deadline = time.monotonic() + seconds
@@ -46,7 +68,9 @@ class Job:
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, command, finished):
-    """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken run."""
+    """SIGTERM reaches one process only; both save and stop. One process of 8 devices goes on: the losses of an unbroken
+    run.
+    """
     run = tmp_path / "run"
     with Job(run, store) as job:
         job.wait_for(lambda: lines(run) >= 12)
@@ -54,13 +78,18 @@ def test_two_processes_stop_together_and_go_on_as_one(tmp_path, store, command, 
         first, second = job.end()
     assert first[0] == second[0] == 143, (first, second)
     stopped = len(losses(run))
-    assert f"stopped by SIGTERM after step {stopped}, which is saved" in first[2] and "Traceback" not in first[2] + second[2]
+    assert (
+        f"stopped by SIGTERM after step {stopped}, which is saved" in first[2]
+        and "Traceback" not in first[2] + second[2]
+    )
     assert "new run in" in first[1] and "new run in" not in second[1], "one process speaks"
     assert (run / "checkpoints" / str(stopped) / "meta").is_dir() and 12 <= stopped < 60
     status, out, _ = command(run)
     assert status == 0 and f"going on after step {stopped}" in out
     np.testing.assert_allclose(losses(run), losses(finished), rtol=1e-5)
-    ours, theirs = ([line["validation"]["store"]["loss"] for line in records(r) if "validation" in line] for r in (run, finished))
+    ours, theirs = (
+        [line["validation"]["store"]["loss"] for line in records(r) if "validation" in line] for r in (run, finished)
+    )
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
@@ -81,7 +110,10 @@ def test_two_processes_go_on_where_one_stopped(tmp_path, store, finished_copy, f
 def test_what_one_process_refuses_ends_both_in_a_line_each(tmp_path, store, finished_copy):
     with Job(finished_copy, store, "--optimizer.learning-rate", "1") as job:
         first, second = job.end()
-    for (status, _, err), said in ((first, "holds a run with other settings"), (second, "refused by process 0 of the job")):
+    for (status, _, err), said in (
+        (first, "holds a run with other settings"),
+        (second, "refused by process 0 of the job"),
+    ):
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert status == 2 and len(errors) == 1 and said in errors[0] and "Traceback" not in err, err
 

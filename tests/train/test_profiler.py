@@ -8,9 +8,17 @@ import laneformer
 from train.profiler import Profile
 
 CONFIG = laneformer.ModelConfig(
-    vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-    max_position_embeddings=8, num_lanes=2, layout="laneformer", broadcast_delay=1,
-)  # fmt: skip
+    vocab_size=16,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=8,
+    num_lanes=2,
+    layout="laneformer",
+    broadcast_delay=1,
+)
 
 
 @pytest.fixture

@@ -28,7 +28,9 @@ def test_lanes_exchange_what_the_schedule_says():
     assert reductions == 2 * (2 * 4), "four modules, forward and backward"
     stream = 8 * 16 * 32 * 4
     surplus = found["tp"].sent("lane") - found["none"].sent("lane")
-    assert 7 * stream * 7 / 4 <= surplus <= 8 * stream * 7 / 4, "the first module's backward sum serves the embedding in both"
+    assert 7 * stream * 7 / 4 <= surplus <= 8 * stream * 7 / 4, (
+        "the first module's backward sum serves the embedding in both"
+    )
     assert found["tp"].sent("data") == 0
 
 
@@ -41,7 +43,9 @@ def test_accumulated_parts_count_each():
 
 
 def test_products_are_at_least_the_models():
-    """Attention here computes whole tiles, so only the weights' products have a known number: 6 per weight and token, on 8 devices."""
+    """Attention here computes whole tiles, so only the weights' products have a known number: 6 per weight and token,
+    on 8 devices.
+    """
     tokens = 8 * 16
     weights = 6 * matmul_parameters(tiny().model) * tokens / 8
     assert weights < program().matmul_flops < 1.5 * weights
@@ -51,7 +55,9 @@ def test_memory_is_that_of_the_state_and_more():
     config, mesh = tiny(), lf.make_mesh(8, data=2, lane=4)
     trainer = Trainer(config, config.phases[0], mesh)
     state = trainer.init()
-    held = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.device.id == 0)
+    held = sum(
+        shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.device.id == 0
+    )
     memory = program(2, 4).memory
     batch = 4 * 17 * 4
     assert held + batch <= memory.arguments <= held + batch + 64
@@ -68,11 +74,16 @@ def test_what_is_saved_can_be_read_again(tmp_path):
     assert tuple(module.collectives(mesh)) == saved.collectives
     summary = json.loads((tmp_path / "program/tiny.json").read_text())
     assert summary["memory_total"] == saved.memory.total and summary["mesh"] == {"data": 2, "lane": 4}
-    assert summary["matmul_flops"] == saved.matmul_flops > 0 and summary["collectives"][0]["sent"] == saved.collectives[0].sent
+    assert (
+        summary["matmul_flops"] == saved.matmul_flops > 0
+        and summary["collectives"][0]["sent"] == saved.collectives[0].sent
+    )
     text = (tmp_path / "program/tiny.md").read_text()
     assert "| all-reduce | lane | 4 |" in text and gigabytes(saved.memory.total) in text
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (5e6, "5 MB"), (2e12, "2,000 GB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (5e6, "5 MB"), (2e12, "2,000 GB")]
+)
 def test_bytes_to_read(count, text):
     assert gigabytes(count) == text

@@ -38,7 +38,10 @@ def test_a_recipe_of_ones_own():
         (["--remat", "dots", "--compute-dtype", "bfloat16"], {"remat": "dots", "compute_dtype": "bfloat16"}),
         (["--data.path", "a b", "--run", "c"], {"data.path": ["a b"], "run": "c"}),
         (["--data.path", "a", "b", "--data.weights", "3", "1"], {"data.path": ["a", "b"], "data.weights": [3.0, 1.0]}),
-        (["--optimizer.kind", "muon", "--optimizer.schedule", "cosine"], {"optimizer.kind": "muon", "optimizer.schedule": "cosine"}),
+        (
+            ["--optimizer.kind", "muon", "--optimizer.schedule", "cosine"],
+            {"optimizer.kind": "muon", "optimizer.schedule": "cosine"},
+        ),
         (["--watch.prompts", "def ", "class "], {"watch.prompts": ["def ", "class "]}),
     ],
 )
@@ -47,7 +50,14 @@ def test_every_field_can_be_set(options, expected):
 
 
 def test_the_options_of_later_phases_carry_their_names():
-    options = ["--then.mid.steps", "7", "--then.instruct.optimizer.learning-rate", "1e-6", "--then.mid.sliding-window", "64"]
+    options = [
+        "--then.mid.steps",
+        "7",
+        "--then.instruct.optimizer.learning-rate",
+        "1e-6",
+        "--then.mid.sliding-window",
+        "64",
+    ]
     config = parse(["laneformer_2b", *options])
     assert [phase.name for phase in config.phases] == ["pretrain", "mid", "instruct"]
     assert config.then["mid"].steps == 7 and config.then["instruct"].optimizer.learning_rate == 1e-6
@@ -59,14 +69,20 @@ def test_rope_scaling_can_be_given_changed_and_taken_away():
     spelled = "yarn:factor=4,original_max_position_embeddings=16"
     config = parse([RECIPE, "--model.rope-scaling", spelled])
     assert config.model.rope_scaling == RopeScaling(type="yarn", factor=4, original_max_position_embeddings=16)
-    assert parse(["tiny", "--then.long.rope-scaling", "linear:factor=2.0"]).phases[1].model.rope_scaling.type == "linear"
+    assert (
+        parse(["tiny", "--then.long.rope-scaling", "linear:factor=2.0"]).phases[1].model.rope_scaling.type == "linear"
+    )
     assert parse(["tiny", "--then.long.rope-scaling", "None"]).phases[1].model.rope_scaling is None
 
 
 def test_the_two_billion_as_published():
     config = find_recipe("laneformer_2b")
     assert parameter_count(config.model) == 2_320_069_632
-    assert [round(phase.steps * phase.tokens_per_step, -6) for phase in config.phases] == [4e12 - 1e6, 2e12 - 1e6, 210e6]
+    assert [round(phase.steps * phase.tokens_per_step, -6) for phase in config.phases] == [
+        4e12 - 1e6,
+        2e12 - 1e6,
+        210e6,
+    ]
 
 
 def test_the_long_phase_of_the_350m_reaches_131072_positions():
@@ -97,8 +113,14 @@ def fails(capsys, *arguments) -> str:
         (["--mesh.lane", "x"], ["--mesh.lane"]),
         (["--remat", "perhaps"], ["--remat"]),
         (["--data.path"], ["data.path is empty"]),
-        (["--model.rope-scaling", "yarn"], ["--model.rope-scaling", "write it as yarn:factor=4,original_max_position_embeddings=4096 ("]),
-        (["--model.rope-scaling", "llama3:factor=8"], ["write it as llama3:factor=8,original_max_position_embeddings=8192 ("]),
+        (
+            ["--model.rope-scaling", "yarn"],
+            ["--model.rope-scaling", "write it as yarn:factor=4,original_max_position_embeddings=4096 ("],
+        ),
+        (
+            ["--model.rope-scaling", "llama3:factor=8"],
+            ["write it as llama3:factor=8,original_max_position_embeddings=8192 ("],
+        ),
         (["--model.rope-scaling", "linear:fac=8"], ["write it as linear:factor=4 ("]),
         (["--stpes", "4"], ["Unrecognized options: --stpes, 4; perhaps you meant --steps; "]),
         (["--seed", "9" * 20], ["seed = 99999999999999999999: it lies in 0..4294967295"]),
@@ -159,7 +181,9 @@ def test_ctrl_c_while_libraries_are_loaded_is_one_line():
         "sys.argv = ['train', 'stdlib']\n"
         "runpy.run_module('train', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     said = "stopped without saving; to go on from the last checkpoint: python -m train stdlib\n"
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
@@ -167,7 +191,9 @@ def test_ctrl_c_while_libraries_are_loaded_is_one_line():
 def test_help_shows_every_option_with_type_default_and_meaning():
     """In a process of its own, as wide as options need."""
     command = [sys.executable, "-m", "train", "stdlib", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env={"COLUMNS": "200", "PATH": ""})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env={"COLUMNS": "200", "PATH": ""}
+    )
     assert done.stderr == ""
     config = RECIPES["stdlib"]()
     for option in recorded(config):

@@ -16,9 +16,19 @@ from laneformer.precision import Precision
 from train.samples import SAMPLING, LiveEngine, Samples, texts
 
 CONFIG = laneformer.ModelConfig(
-    vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    max_position_embeddings=48, num_lanes=8, layout="laneformer", broadcast_delay=1, bos_token_id=256, eos_token_id=(0,),
-)  # fmt: skip
+    vocab_size=257,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    max_position_embeddings=48,
+    num_lanes=8,
+    layout="laneformer",
+    broadcast_delay=1,
+    bos_token_id=256,
+    eos_token_id=(0,),
+)
 PROMPTS = ["", "one two", "a somewhat longer prompt"]
 
 
@@ -43,8 +53,10 @@ def weights(seed):
     """Large enough for logits that differ."""
     random = np.random.default_rng(seed)
     table = parameter_table(CONFIG)
-    return {path: np.float32(1 if p.initial == "ones" else random.normal(0, 0.2, p.shape)) + np.zeros(p.shape, np.float32)
-            for path, p in table.items()}  # fmt: skip
+    return {
+        path: np.float32(1 if p.initial == "ones" else random.normal(0, 0.2, p.shape)) + np.zeros(p.shape, np.float32)
+        for path, p in table.items()
+    }
 
 
 def spread(weights, mesh):
@@ -111,7 +123,11 @@ def test_samples_are_drawn_in_the_precision_of_training(mesh, tokenizer):
 def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
     def start(**changes):
         file = tokenizer if text else tmp_path / "none"
-        return Samples(LiveEngine(CONFIG.replace(**changes), mesh, Precision(), file), [""], max_new_tokens=1).prompts[""].tolist()
+        return (
+            Samples(LiveEngine(CONFIG.replace(**changes), mesh, Precision(), file), [""], max_new_tokens=1)
+            .prompts[""]
+            .tolist()
+        )
 
     assert start() == [256]
     assert start(bos_token_id=None, eos_token_id=(7, 8)) == [7]
@@ -129,4 +145,6 @@ def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
 )
 def test_impossible_prompts_are_refused_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
     with pytest.raises(InputError, match=message):
-        Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none"), [prompt], max_new_tokens=4)
+        Samples(
+            LiveEngine(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none"), [prompt], max_new_tokens=4
+        )

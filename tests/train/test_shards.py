@@ -1,4 +1,6 @@
-"""Token shards: what is written is read back across shard borders, every kind of damage is named, a stopped writer goes on."""
+"""Token shards: what is written is read back across shard borders, every kind of damage is named, a stopped writer goes
+on.
+"""
 
 import hashlib
 import json
@@ -28,7 +30,9 @@ def fast_disk():
 
 
 def write(path, documents, *, vocab_size=100, shard_tokens=1 << 27, split="train", **marks):
-    with StoreWriter(path, tokenizer=TOKENIZER, vocab_size=vocab_size, eos_id=0, shard_tokens=shard_tokens, **marks) as writer:
+    with StoreWriter(
+        path, tokenizer=TOKENIZER, vocab_size=vocab_size, eos_id=0, shard_tokens=shard_tokens, **marks
+    ) as writer:
         for ids in documents:
             writer.add(split, ids, 3 * len(ids))
         writer.finish({"text": "test"})
@@ -59,11 +63,17 @@ def test_reads_across_shards_equal_the_documents_end_to_end(tmp_path_factory, do
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.lists(st.tuples(st.integers(1, 99), st.booleans()), max_size=9), min_size=1, max_size=20), st.integers(1, 30),
-       st.sampled_from([None, 5]), st.data())
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 99), st.booleans()), max_size=9), min_size=1, max_size=20),
+    st.integers(1, 30),
+    st.sampled_from([None, 5]),
+    st.data(),
+)
 def test_loss_masks_say_which_tokens_count(tmp_path_factory, documents, shard_tokens, bos_id, data):
     path = tmp_path_factory.mktemp("store")
-    with StoreWriter(path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, bos_id=bos_id, shard_tokens=shard_tokens) as writer:
+    with StoreWriter(
+        path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, bos_id=bos_id, shard_tokens=shard_tokens
+    ) as writer:
         for document in documents:
             writer.add("train", [token for token, _ in document], 1, loss=[counts for _, counts in document])
         writer.add("validation", [1], 1)
@@ -71,7 +81,9 @@ def test_loss_masks_say_which_tokens_count(tmp_path_factory, documents, shard_to
     store = TokenStore.open(path)
     stream = []
     for document in documents:
-        stream += [False] * (bos_id is not None) + [counts for _, counts in document] + [bool(document) and document[-1][1]]
+        stream += (
+            [False] * (bos_id is not None) + [counts for _, counts in document] + [bool(document) and document[-1][1]]
+        )
     assert store.has_loss_mask("train") and not store.has_loss_mask("validation")
     start = data.draw(st.integers(0, len(stream)))
     length = data.draw(st.integers(0, len(stream) - start))
@@ -134,7 +146,10 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
 def test_an_unfinished_write_leaves_the_old_store(tmp_path):
     store = write(tmp_path, [[1, 2, 3]])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError, match="died"), StoreWriter(tmp_path, tokenizer=b"other", vocab_size=9, eos_id=0) as writer:
+    with (
+        pytest.raises(RuntimeError, match="died"),
+        StoreWriter(tmp_path, tokenizer=b"other", vocab_size=9, eos_id=0) as writer,
+    ):
         writer.add("train", [4], 1)
         raise RuntimeError("died")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -167,9 +182,14 @@ def test_bad_writes(tmp_path):
         StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=10, eos_id=0, shard_tokens=0)
 
 
-@pytest.mark.parametrize(("kind", "cut", "sizes"), [("bin", 2, "14 bytes, the manifest says 16"),
-                                                    ("ends", 8, "8 bytes, the manifest says 16"),
-                                                    ("loss", 1, "7 bytes, the manifest says 8")])
+@pytest.mark.parametrize(
+    ("kind", "cut", "sizes"),
+    [
+        ("bin", 2, "14 bytes, the manifest says 16"),
+        ("ends", 8, "8 bytes, the manifest says 16"),
+        ("loss", 1, "7 bytes, the manifest says 8"),
+    ],
+)
 def test_missing_truncated_and_longer_files(tmp_path, kind, cut, sizes):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, shard_tokens=8) as writer:
         for _ in range(10):
@@ -190,8 +210,11 @@ def test_missing_truncated_and_longer_files(tmp_path, kind, cut, sizes):
     store = TokenStore.open(tmp_path)
     with pytest.raises(InputError, match=rf"train-00001\.{kind} is corrupted near byte 0: .*--overwrite"):
         store.verify()
-    read = {"bin": lambda start: store.read("train", start, 8), "ends": lambda start: store.document_ends("train", start, start + 8),
-            "loss": lambda start: store.read_loss("train", start, 8)}[kind]
+    read = {
+        "bin": lambda start: store.read("train", start, 8),
+        "ends": lambda start: store.document_ends("train", start, start + 8),
+        "loss": lambda start: store.read_loss("train", start, 8),
+    }[kind]
     assert len(read(0)) and len(read(16))
     with pytest.raises(InputError, match=rf"train-00001\.{kind} is corrupted"):
         read(8)
@@ -226,7 +249,9 @@ def test_one_flipped_bit_is_found_in_its_block_and_only_there(tmp_path):
 def test_tokenizer_must_be_the_one_of_the_tokens(tmp_path):
     store = write(tmp_path, [[1]])
     store.require_tokenizer(hashlib.sha256(TOKENIZER).hexdigest(), "the run")
-    with pytest.raises(InputError, match=rf"{tmp_path} was tokenized with another tokenizer .*than the run \(.*--tokenizer"):
+    with pytest.raises(
+        InputError, match=rf"{tmp_path} was tokenized with another tokenizer .*than the run \(.*--tokenizer"
+    ):
         store.require_tokenizer(hashlib.sha256(b"other").hexdigest(), "the run")
     (tmp_path / "tokenizer.json").write_bytes(b"other")
     with pytest.raises(InputError, match="is not the tokenizer that made these tokens"):
@@ -236,20 +261,31 @@ def test_tokenizer_must_be_the_one_of_the_tokens(tmp_path):
         TokenStore.open(tmp_path)
 
 
-SHARD = {"name": "train-00000", "tokens": 2, "bytes": 1, "documents": 1, "tokens_crc32": "0" * 8, "ends_crc32": "0" * 8, "loss_crc32": None}
+SHARD = {
+    "name": "train-00000",
+    "tokens": 2,
+    "bytes": 1,
+    "documents": 1,
+    "tokens_crc32": "0" * 8,
+    "ends_crc32": "0" * 8,
+    "loss_crc32": None,
+}
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"version": 1}, "format version 1, this program reads 2: tokenize again with --overwrite"),
-    ({"format": "other"}, "is not a laneformer-tokens manifest"),
-    ({"dtype": "float32"}, "damaged .*float32"),
-    ({"splits": {"train": [{"file": "train-00000.bin"}]}}, "damaged"),
-    ({"splits": {"train": [{**SHARD, "tokens_crc32": "00"}]}}, r"\.bin does not have 1 blocks"),
-    ({"splits": {"train": [{**SHARD, "ends_crc32": ""}]}}, r"\.ends does not have 1 blocks"),
-    ({"splits": {"train": [SHARD, {**SHARD, "loss_crc32": "00000000"}]}}, "loss mask for some"),
-    ({"splits": {"train": [{**SHARD, "name": "../train-00000"}]}}, "damaged"),
-    ({"surprise": 1}, "damaged .*surprise"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "format version 1, this program reads 2: tokenize again with --overwrite"),
+        ({"format": "other"}, "is not a laneformer-tokens manifest"),
+        ({"dtype": "float32"}, "damaged .*float32"),
+        ({"splits": {"train": [{"file": "train-00000.bin"}]}}, "damaged"),
+        ({"splits": {"train": [{**SHARD, "tokens_crc32": "00"}]}}, r"\.bin does not have 1 blocks"),
+        ({"splits": {"train": [{**SHARD, "ends_crc32": ""}]}}, r"\.ends does not have 1 blocks"),
+        ({"splits": {"train": [SHARD, {**SHARD, "loss_crc32": "00000000"}]}}, "loss mask for some"),
+        ({"splits": {"train": [{**SHARD, "name": "../train-00000"}]}}, "damaged"),
+        ({"surprise": 1}, "damaged .*surprise"),
+    ],
+)
 def test_manifests_that_cannot_be_read(tmp_path, change, message):
     write(tmp_path, [[1]])
     file = tmp_path / "manifest.json"
@@ -286,8 +322,12 @@ def document(number):
 
 
 def take(path, total, *, settings, every=3, stop=None, **options):
-    """Write documents [writer.done, total) with a checkpoint after `every` of them; die before `stop`. Returns where the writer began."""
-    with StoreWriter(path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, settings=settings, **{"shard_tokens": 20, **options}) as writer:
+    """Write documents [writer.done, total) with a checkpoint after `every` of them; die before `stop`. Returns where
+    the writer began.
+    """
+    with StoreWriter(
+        path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, settings=settings, **{"shard_tokens": 20, **options}
+    ) as writer:
         began = writer.done
         for number in range(began, total):
             if number == stop:
@@ -319,18 +359,27 @@ def test_a_writer_that_died_goes_on_to_the_same_bytes(tmp_path_factory, total, d
 def test_a_checkpoint_reaches_the_disk_before_it_is_recorded(tmp_path, monkeypatch):
     synced, replaced, replace = set(), [], os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
-    monkeypatch.setattr(os, "replace", lambda old, new: replaced.append((Path(new).name, set(synced))) or replace(old, new))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: replaced.append((Path(new).name, set(synced))) or replace(old, new)
+    )
     with pytest.raises(RuntimeError, match="died"):
         take(tmp_path, 20, every=9, stop=9, settings={"text": "x"})
     name, before = replaced[-1]
     files = {file.name for file in (tmp_path / ".partial").iterdir()} - {"progress.json", "tokenizer.json"}
     assert name == "progress.json" and len(files) > 6
-    assert {f"{file}.new" if file.endswith(".json") else file for file in files} | {"progress.json.new", ".partial"} <= before
+    assert {f"{file}.new" if file.endswith(".json") else file for file in files} | {
+        "progress.json.new",
+        ".partial",
+    } <= before
 
 
 def test_work_of_other_settings_is_thrown_away(tmp_path):
-    for name, change in [("settings", {"settings": {"text": "y"}}), ("none", {"settings": None}), ("shard", {"shard_tokens": 21}),
-                         ("bos", {"bos_id": 7})]:
+    for name, change in [
+        ("settings", {"settings": {"text": "y"}}),
+        ("none", {"settings": None}),
+        ("shard", {"shard_tokens": 21}),
+        ("bos", {"bos_id": 7}),
+    ]:
         same = {"settings": {"text": "x"}}
         with pytest.raises(RuntimeError, match="died"):
             take(tmp_path / name, 20, stop=10, **same)
@@ -427,11 +476,17 @@ print(*began)
 
 @pytest.mark.slow
 def test_a_killed_writer_leaves_the_old_store_or_goes_on_to_the_same_bytes(tmp_path):
-    """SIGKILL before every call that orders what reaches the disk, in a process of its own: it forks, which JAX does not like."""
+    """SIGKILL before every call that orders what reaches the disk, in a process of its own: it forks, which JAX does
+    not like.
+    """
     script = KILLED.format(tests=str(Path(__file__).parent), root=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     began = [int(number) for number in done.stdout.split()]
     before, after = began[:-3], began[-3:]  # the new store was in place
-    assert len(before) > 60 and set(before) == {0, 4, 8, 12} and before == sorted(before), "nothing is lost but since the last checkpoint"
+    assert len(before) > 60 and set(before) == {0, 4, 8, 12} and before == sorted(before), (
+        "nothing is lost but since the last checkpoint"
+    )
     assert after == [0, 0, 0], "written again"

@@ -43,15 +43,18 @@ class TestTensorBoard:
         plugins = {"scalars": float, "text": lambda array: array.item().decode()}
         return {
             tag: [(event.step, read(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
-            for plugin, read in plugins.items() for tag in events.PluginTagToContent(plugin)
-        }  # fmt: skip
+            for plugin, read in plugins.items()
+            for tag in events.PluginTagToContent(plugin)
+        }
 
     def test_what_was_written_is_read_back(self, tmp_path):
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 6))
         events = self.read(tmp_path / "tensorboard")
         assert set(events) == {"train/loss", "train/grad_norm", "validation/code/loss", "samples/0"}
         assert events["train/loss"] == [(step, pytest.approx(step / 3)) for step in range(1, 6)]
-        assert events["samples/0"][-1] == (5, "    def f():\n        return 5\n"), "Markdown for a block that is shown as it is"
+        assert events["samples/0"][-1] == (5, "    def f():\n        return 5\n"), (
+            "Markdown for a block that is shown as it is"
+        )
 
     def test_a_resumed_run_has_every_step_once(self, tmp_path):
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 8))
@@ -87,7 +90,9 @@ class TestWeightsAndBiases:
 
     @staticmethod
     def open(run):
-        return WeightsAndBiases(run, project="p", name="n", config={"steps": 9}, last_step=last_step(run / "metrics.jsonl"))
+        return WeightsAndBiases(
+            run, project="p", name="n", config={"steps": 9}, last_step=last_step(run / "metrics.jsonl")
+        )
 
     @staticmethod
     def read(run):
@@ -114,7 +119,10 @@ class TestWeightsAndBiases:
                     record, whole = Record.FromString(whole), b""
                     name = record.run.run_id or name
                     if record.HasField("history"):
-                        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                        items = {
+                            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                            for item in record.history.item
+                        }
                         rows.append(items)
             parts.append((name, rows))
         return parts
@@ -124,8 +132,12 @@ class TestWeightsAndBiases:
         [(name, rows)] = self.read(tmp_path)
         assert name == json.loads((tmp_path / "wandb.json").read_text())["id"]
         assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5]
-        assert [(row["train/loss"], row["validation/code/loss"]) for row in rows] == [(step / 3, step / 2) for step in range(1, 6)]
-        [table] = {file.read_text() for file in tmp_path.glob("wandb/offline-run-*/files/media/table/samples*_5_*.json")}
+        assert [(row["train/loss"], row["validation/code/loss"]) for row in rows] == [
+            (step / 3, step / 2) for step in range(1, 6)
+        ]
+        [table] = {
+            file.read_text() for file in tmp_path.glob("wandb/offline-run-*/files/media/table/samples*_5_*.json")
+        }
         assert json.loads(table) == {"columns": ["name", "text"], "data": [["samples/0", "def f():\n    return 5"]]}
 
     def test_a_resumed_run_has_every_step_once(self, tmp_path):
@@ -149,5 +161,7 @@ class TestWeightsAndBiases:
         monkeypatch.setenv("NETRC", str(tmp_path / "none"))
         monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
-        with pytest.raises(InputError, match=r"cannot start \(.*\): log in with `wandb login`, or set WANDB_MODE=offline"):
+        with pytest.raises(
+            InputError, match=r"cannot start \(.*\): log in with `wandb login`, or set WANDB_MODE=offline"
+        ):
             self.open(tmp_path)

@@ -25,7 +25,9 @@ def trainer(data=1, lane=8, **changes):
 
 def batch_of(step: int, rows: int = 8) -> np.ndarray:
     random = np.random.default_rng(step)
-    return ((np.arange(17) * random.integers(1, 5, (rows, 1)) + random.integers(63, size=(rows, 1))) % 63 + 1).astype(np.int32)
+    return ((np.arange(17) * random.integers(1, 5, (rows, 1)) + random.integers(63, size=(rows, 1))) % 63 + 1).astype(
+        np.int32
+    )
 
 
 def put(trainer, ids, **more):
@@ -52,7 +54,9 @@ def reference():
 
 
 def close(a, b):
-    """Equal losses and norms to rounding, and weights to rounding as Adam passes it on (it divides small gradients by small roots)."""
+    """Equal losses and norms to rounding, and weights to rounding as Adam passes it on (it divides small gradients by
+    small roots).
+    """
     np.testing.assert_allclose(a[0], b[0], rtol=1e-5)
     for path, weight in a[1].params.items():
         np.testing.assert_allclose(weight, b[1].params[path], rtol=0, atol=1e-4, err_msg=path)
@@ -74,13 +78,19 @@ def test_the_loss_is_the_cross_entropy_of_the_models_logits():
 
 @pytest.mark.parametrize(
     ("data", "lane"),
-    [(2, 4), pytest.param(4, 2, marks=pytest.mark.exhaustive), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 1)))],
+    [
+        (2, 4),
+        pytest.param(4, 2, marks=pytest.mark.exhaustive),
+        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 1))),
+    ],
 )
 def test_every_mesh_gives_the_same_losses(reference, data, lane):
     close(run(trainer(data, lane)), reference)
 
 
-@pytest.mark.parametrize(("data", "parts"), [pytest.param(1, 4, marks=pytest.mark.exhaustive), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("data", "parts"), [pytest.param(1, 4, marks=pytest.mark.exhaustive), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_accumulating_over_parts_changes_nothing(reference, data, parts):
     close(run(trainer(data, 8 // data, accumulate=parts)), reference)
 
@@ -103,7 +113,9 @@ def test_weights_of_one_and_one_segment_change_nothing(reference):
 
 @pytest.mark.slow
 def test_tokens_of_weight_zero_do_not_count():
-    """The step on rows whose last half is masked is that on the first half alone, also where parts have unequally many tokens."""
+    """The step on rows whose last half is masked is that on the first half alone, also where parts have unequally many
+    tokens.
+    """
     t, cut, batch = trainer(accumulate=2), trainer(data__sequence_length=8), batch_of(3)
     weights = np.where(np.arange(16) < 8, 1, 0).astype(np.float32) * np.ones((8, 1), np.float32)
     state, values = step(t, t.init(), put(t, batch, weights=weights))
@@ -121,11 +133,15 @@ def test_documents_of_a_row_do_not_see_each_other():
     """A row of two documents costs what they cost as rows of their own."""
     batch = batch_of(5)
     segments = (np.arange(17) >= 8).astype(np.int32) * np.ones((8, 1), np.int32)
-    weights = np.where(np.arange(16) == 7, 0, 1).astype(np.float32) * np.ones((8, 1), np.float32)  # the target that begins the second
+    weights = np.where(np.arange(16) == 7, 0, 1).astype(np.float32) * np.ones(
+        (8, 1), np.float32
+    )  # the target that begins the second
     both, first, second = trainer(), trainer(data__sequence_length=7), trainer(data__sequence_length=8)
     params = both.init().params
     sums = both.evaluate(params, put(both, batch, weights=weights, segments=segments))
-    apart = sum(float(t.evaluate(params, put(t, part))["nll"]) for t, part in ((first, batch[:, :8]), (second, batch[:, 8:])))
+    apart = sum(
+        float(t.evaluate(params, put(t, part))["nll"]) for t, part in ((first, batch[:, :8]), (second, batch[:, 8:]))
+    )
     assert float(sums["nll"]) == pytest.approx(apart, rel=1e-5)
     assert float(both.evaluate(params, put(both, batch, weights=weights))["nll"]) != pytest.approx(apart, rel=1e-5)
 
@@ -157,7 +173,11 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count(broken):
     weights[2, 3] = broken
     state, values = step(t, state, put(t, batch_of(1), weights=weights))
     assert bool(values["skipped"]) and int(state.step) == 2
-    for kept, now in zip(jax.tree.leaves((before.params, before.optimizer)), jax.tree.leaves((state.params, state.optimizer)), strict=True):
+    for kept, now in zip(
+        jax.tree.leaves((before.params, before.optimizer)),
+        jax.tree.leaves((state.params, state.optimizer)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(kept, now)
     _, values = step(t, state, put(t, batch_of(2)))
     assert not bool(values["skipped"]) and np.isfinite(float(values["loss"]))
@@ -172,10 +192,13 @@ def test_a_batch_without_targets_has_no_gradient():
 @pytest.mark.slow
 def test_a_later_phase_keeps_the_moments_of_its_own_kind_of_optimizer():
     data = tiny().data
-    config = changed(tiny(), then={
-        "same": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(learning_rate=1e-3)),
-        "other": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(kind="muon")),
-    })  # fmt: skip
+    config = changed(
+        tiny(),
+        then={
+            "same": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(learning_rate=1e-3)),
+            "other": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(kind="muon")),
+        },
+    )
     first, same, other = (Trainer(config, phase, make_mesh(8)) for phase in config.phases)
     state, _ = step(first, first.init(), put(first, batch_of(0)))
     mu = np.asarray(state.optimizer[1].mu["lm_head"])
@@ -200,7 +223,9 @@ def test_the_rate_of_a_phase_counts_from_its_beginning():
     assert float(values["learning_rate"]) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize(("data", "lane"), [pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(1, 8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("data", "lane"), [pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(1, 8, marks=pytest.mark.exhaustive)]
+)
 def test_muon_on_every_mesh(data, lane):
     close(run(trainer(data, lane, optimizer__kind="muon")), run(trainer(1, 1, optimizer__kind="muon")))
 

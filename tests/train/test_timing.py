@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from train.timing import BUCKETS, Clock
 
-# What a run does: time passes (n), a bucket is entered (name), the innermost is left (None), an interval ends ("interval").
-EVENTS = st.lists(st.one_of(st.integers(0, 10**12), st.sampled_from(BUCKETS), st.none(), st.just("interval")), max_size=60)
+# What a run does: time passes (n), a bucket is entered (name), the innermost is left (None), an interval ends
+# ("interval").
+EVENTS = st.lists(
+    st.one_of(st.integers(0, 10**12), st.sampled_from(BUCKETS), st.none(), st.just("interval")), max_size=60
+)
 
 
 class Now:

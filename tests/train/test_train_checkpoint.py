@@ -1,4 +1,6 @@
-"""Saved runs: what is restored is bitwise what was saved, damage is found, reported and survived, failed saves are told."""
+"""Saved runs: what is restored is bitwise what was saved, damage is found, reported and survived, failed saves are
+told.
+"""
 
 import json
 import os
@@ -65,7 +67,9 @@ def test_a_save_keeps_the_state_of_its_moment_though_training_goes_on(tmp_path, 
     for step in (6, 4, 2):
         restored = opened(tmp_path / "run").restore(wanted(trainer))
         assert int(restored.step) == step and bits(restored) == saved[step]
-        assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(trainer.abstract_state())]
+        assert [x.sharding for x in jax.tree.leaves(restored)] == [
+            x.sharding for x in jax.tree.leaves(trainer.abstract_state())
+        ]
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     assert opened(tmp_path / "run").restore(wanted(trainer)) is None
 
@@ -94,7 +98,11 @@ def test_the_ends_of_phases_and_every_so_many_steps_are_kept_too(tmp_path, train
 def test_what_a_step_says_of_itself(finished):
     meta = json.loads((finished / "checkpoints" / "60" / "meta" / "metadata").read_text())
     assert meta["step"] == 60 and meta["param_dtype"] == "float32"
-    assert meta["phase"] == "pretrain" and meta["run"]["data.batch_size"] == 8 and set(meta["fingerprint"]) == {"params", "optimizer"}
+    assert (
+        meta["phase"] == "pretrain"
+        and meta["run"]["data.batch_size"] == 8
+        and set(meta["fingerprint"]) == {"params", "optimizer"}
+    )
     assert {"jax", "flax", "optax", "orbax", "python", "commit"} == set(meta["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", meta["saved_at"])
 
@@ -174,7 +182,9 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_used(finished_co
     state = opened(finished_copy).restore(wanted(trainer))
     assert int(state.step) == 50
     said = capsys.readouterr().err
-    assert re.fullmatch(rf"warning: the checkpoint of step 60 is damaged \(.+\): moved to {finished_copy}/damaged-60\n", said), said
+    assert re.fullmatch(
+        rf"warning: the checkpoint of step 60 is damaged \(.+\): moved to {finished_copy}/damaged-60\n", said
+    ), said
     assert saved_steps(finished_copy) == [40, 50] and (finished_copy / "damaged-60").is_dir()
 
 
@@ -226,13 +236,17 @@ def test_a_full_disk_is_told_before_it_is_written_to(finished_copy, trainer, ope
     checkpoints = opened(finished_copy)
     state = checkpoints.restore(wanted(trainer))
     monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"cannot save step 70 .*: it takes 29\d,\d{3} bytes and the disk has 1,000 left"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save step 70 .*: it takes 29\d,\d{3} bytes and the disk has 1,000 left"
+    ):
         checkpoints.save(state, 70)
     assert saved_steps(finished_copy) == [40, 50, 60]
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(tmp_path, store, command, same_end):
+def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_ends_the_same(
+    tmp_path, store, command, same_end
+):
     """`ulimit -f`: no file above 16 KiB, as if the disk filled up while a checkpoint is written."""
     run = tmp_path / "run"
     status, _, err = finish(start(run, store, limit="-f 16"))
@@ -248,11 +262,19 @@ def test_a_save_that_fails_in_the_background_is_told_and_once_it_can_the_run_end
 @pytest.mark.parametrize("method", ["check_for_errors", "wait_until_finished", "save"])
 @pytest.mark.parametrize(
     "error",
-    [OSError(28, "No space left on device"), Exception("bare\nwith more"), ValueError(1000 * "long " + "cause [source locations=x]")],
+    [
+        OSError(28, "No space left on device"),
+        Exception("bare\nwith more"),
+        ValueError(1000 * "long " + "cause [source locations=x]"),
+    ],
 )
 def test_a_failed_save_is_told_in_a_line(tmp_path, trainer, opened, monkeypatch, method, error):
     checkpoints, state = opened(tmp_path / "run"), trainer.init()
-    calls = {"check_for_errors": checkpoints.check, "wait_until_finished": checkpoints.wait, "save": lambda: checkpoints.save(state, 10)}
+    calls = {
+        "check_for_errors": checkpoints.check,
+        "wait_until_finished": checkpoints.wait,
+        "save": lambda: checkpoints.save(state, 10),
+    }
     checkpoints.check()
     checkpoints.saving = 10
 
@@ -263,7 +285,10 @@ def test_a_failed_save_is_told_in_a_line(tmp_path, trainer, opened, monkeypatch,
         patch.setattr(checkpoints.manager, method, fail)
         with pytest.raises(CheckpointError) as told:
             calls[method]()
-    expected = r"cannot save step 10 in .*: .*(No space left on device|bare with more|cause); once it can, the same command goes on .*"
+    expected = (
+        r"cannot save step 10 in .*: .*(No space left on device|bare with more|cause); once it can, the same command"
+        r" goes on .*"
+    )
     assert re.fullmatch(expected, str(told.value)) and len(str(told.value)) < 600
 
 
@@ -271,7 +296,11 @@ def test_a_failed_save_is_told_in_a_line(tmp_path, trainer, opened, monkeypatch,
 @given(st.data())
 def test_a_fingerprint_sees_every_bit_and_every_exchange(data):
     random = np.random.default_rng(0)
-    tree = {"a": random.normal(size=(4, 3, 5)).astype(np.float32), "b": np.arange(7, dtype=np.int32), "c": jnp.ones((6,), jnp.bfloat16)}
+    tree = {
+        "a": random.normal(size=(4, 3, 5)).astype(np.float32),
+        "b": np.arange(7, dtype=np.int32),
+        "c": jnp.ones((6,), jnp.bfloat16),
+    }
     before = fingerprint(tree)
     assert 0 <= before < 2**32 and before == fingerprint(tree)
     name = data.draw(st.sampled_from("abc"))
@@ -287,7 +316,9 @@ def test_a_fingerprint_sees_every_bit_and_every_exchange(data):
 def test_a_fingerprint_is_what_its_formula_says_on_every_mesh():
     x = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
     step = np.int32(5)
-    expected = (sum(int(b) * (2 * i + 1) for i, b in enumerate(x.view(np.uint32).reshape(-1))) + 5 * (2 * 32 + 1)) % 2**32
+    expected = (
+        sum(int(b) * (2 * i + 1) for i, b in enumerate(x.view(np.uint32).reshape(-1))) + 5 * (2 * 32 + 1)
+    ) % 2**32
     for data, lane in ((1, 8), (2, 4), (1, 1)):
         put = jax.device_put(x, NamedSharding(make_mesh(8, data=data, lane=lane), P("lane", "data")))
         assert fingerprint({"x": put, "z": jnp.asarray(step)}) == expected

@@ -18,7 +18,9 @@ def twice(n: int, lanes: int) -> Schedule:
 
 
 def grid(**changes) -> Grid:
-    base = changed(tiny(), mesh=MeshConfig(), steps=12, validate_every=6, save_every=3, model=tiny().model.replace(num_lanes=4))
+    base = changed(
+        tiny(), mesh=MeshConfig(), steps=12, validate_every=6, save_every=3, model=tiny().model.replace(num_lanes=4)
+    )
     fields = {"variants": (variant("tp"), variant("twice")), "seeds": (0,), "probe": {"tp": (0, 2)}}
     return Grid(**{"name": "tiny", "base": base, "projected": base.model, **fields, **changes})
 

@@ -26,8 +26,16 @@ def tiny() -> TrainConfig:
         name="tiny",
         steps=60,
         model=ModelConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-            max_position_embeddings=32, num_lanes=8, layout="laneformer", broadcast_delay=1,
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=32,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=1,
         ),
         data=DataConfig(path=(Path("no/store"),), sequence_length=16, batch_size=8, validation_batches=2),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
@@ -35,21 +43,41 @@ def tiny() -> TrainConfig:
         validate_every=20,
         save_every=10,
         keep=3,
-    )  # fmt: skip
+    )
 
 
 def phased() -> TrainConfig:
-    """Three phases: `tiny`; longer rows of whole documents with Muon and another window; a mixture with a masked store."""
+    """Three phases: `tiny`; longer rows of whole documents with Muon and another window; a mixture with a
+    masked store.
+    """
     config = changed(tiny(), steps=20, validate_every=15, save_every=5)
     long = DataConfig(
-        path=config.data.path, sequence_length=32, batch_size=4, packing="best_fit", attend_across_documents=False, validation_batches=1
+        path=config.data.path,
+        sequence_length=32,
+        batch_size=4,
+        packing="best_fit",
+        attend_across_documents=False,
+        validation_batches=1,
     )
-    mixed = dataclasses.replace(config.data, path=(Path("no/store"), Path("no/masked")), weights=(1.0, 3.0), validation_batches=1)
-    return dataclasses.replace(config, name="phased", then={
-        "long": LaterPhase(steps=15, data=long, optimizer=OptimizerConfig(kind="muon", warmup_steps=2, schedule="cosine"),
-                           sliding_window=12, rope_theta=500.0),
-        "instruct": LaterPhase(steps=15, data=mixed, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2), accumulate=2),
-    })  # fmt: skip
+    mixed = dataclasses.replace(
+        config.data, path=(Path("no/store"), Path("no/masked")), weights=(1.0, 3.0), validation_batches=1
+    )
+    return dataclasses.replace(
+        config,
+        name="phased",
+        then={
+            "long": LaterPhase(
+                steps=15,
+                data=long,
+                optimizer=OptimizerConfig(kind="muon", warmup_steps=2, schedule="cosine"),
+                sliding_window=12,
+                rope_theta=500.0,
+            ),
+            "instruct": LaterPhase(
+                steps=15, data=mixed, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2), accumulate=2
+            ),
+        },
+    )
 
 
 def changed(config: TrainConfig, **changes) -> TrainConfig:
@@ -57,7 +85,12 @@ def changed(config: TrainConfig, **changes) -> TrainConfig:
     for name, value in changes.items():
         section, _, option = name.rpartition("__")
         config = dataclasses.replace(
-            config, **({section: dataclasses.replace(getattr(config, section), **{option: value})} if section else {name: value})
+            config,
+            **(
+                {section: dataclasses.replace(getattr(config, section), **{option: value})}
+                if section
+                else {name: value}
+            ),
         )
     return config
 
@@ -70,7 +103,9 @@ def write_store(
     masked: only the last 40 of the 60 tokens of a document count.
     """
     random = np.random.default_rng(seed)
-    with StoreWriter(path, tokenizer=tokenizer, vocab_size=vocab_size, eos_id=0, **{"shard_tokens": 600, **options}) as writer:
+    with StoreWriter(
+        path, tokenizer=tokenizer, vocab_size=vocab_size, eos_id=0, **{"shard_tokens": 600, **options}
+    ) as writer:
         for split, documents in (("train", 60), ("validation", 8)):
             for _ in range(documents):
                 ids = (np.arange(60) * random.integers(1, 5) + random.integers(63)) % 63 + 1
@@ -80,9 +115,19 @@ def write_store(
 
 
 def environment() -> dict[str, str]:
-    """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests' own process."""
-    compiling = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    return {name: value for name, value in os.environ.items() if name in compiling or not name.startswith(("XLA_", "PJRT_", "JAX_"))}
+    """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests'
+    own process.
+    """
+    compiling = (
+        "JAX_DISABLE_MOST_OPTIMIZATIONS",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    )
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in compiling or not name.startswith(("XLA_", "PJRT_", "JAX_"))
+    }
 
 
 def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
@@ -90,7 +135,9 @@ def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = 
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -136,7 +183,9 @@ def records(run: Path) -> list[dict]:
     """What metrics.jsonl says, without the times."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))} for record in records if "time" not in record
+        {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))}
+        for record in records
+        if "time" not in record
     ]
 
 

@@ -1,10 +1,12 @@
-// What the decode kernel stands on, measured with its own headers: the weight stream, edges, the lane exchange, launches. NVIDIA only.
+// What the decode kernel stands on, measured with its own headers: the weight stream, edges, the lane exchange,
+// launches. NVIDIA only.
 //
 //   micro [--quick] [NAME ...]     names: ring plain copy burst sync edge lanes launch; by default all
 //
-// One JSON object per line. Times come from the devices' global timer inside a kernel (from the first CTA's begin to the last one's end) or, where
-// "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a failed measurement ends the program with status 1.
-// The build chooses the ring: -DLF_WARPS, -DLF_SLOT_LINES (512 bytes each), -DLF_SLOTS.
+// One JSON object per line. Times come from the devices' global timer inside a kernel (from the first CTA's begin to
+// the last one's end) or, where "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a
+// failed measurement ends the program with status 1. The build chooses the ring: -DLF_WARPS, -DLF_SLOT_LINES (512 bytes
+// each), -DLF_SLOTS.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
@@ -43,7 +45,8 @@ struct Numbers {
 Numbers summary(std::vector<double> samples) {
   std::sort(samples.begin(), samples.end());
   const size_t n = samples.size();
-  return {(samples[(n - 1) / 2] + samples[n / 2]) / 2, samples[0], samples[std::min(n - 1, (size_t)(0.95 * (double)n))]};
+  return {(samples[(n - 1) / 2] + samples[n / 2]) / 2, samples[0],
+          samples[std::min(n - 1, (size_t)(0.95 * (double)n))]};
 }
 
 using Kernel = void (*)(Params, Job);
@@ -56,7 +59,8 @@ struct Bench {
   cudaEvent_t before, after;
   u32 next_tag = 1;
 
-  static constexpr int kMost = 1024, kRounds = 24, kBoards = 256;  // CTAs with time stamps, stamps of each, CTAs with boards
+  static constexpr int kMost = 1024, kRounds = 24,
+                       kBoards = 256;  // CTAs with time stamps, stamps of each, CTAs with boards
 
   Bench() {
     check(cudaSetDevice(0), "cudaSetDevice");
@@ -83,7 +87,9 @@ struct Bench {
 
   // Milliseconds by events.
   double launch(Kernel kernel, int grid, bool cooperative = true, const char* what = "launch") {
-    const int bytes = kernel == fill || kernel == empty || kernel == clocks || kernel == plain || kernel == grid_sync ? 0 : kSharedBytes;
+    const int bytes = kernel == fill || kernel == empty || kernel == clocks || kernel == plain || kernel == grid_sync
+                          ? 0
+                          : kSharedBytes;
     check(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what);
     job.first_tag = next_tag;
     next_tag += (u32)job.rounds + 16;
@@ -103,7 +109,8 @@ struct Bench {
   // Microseconds from the first CTA's begin to the last one's end.
   double span(int n, int first, int last, int grid) {
     stamps.resize((size_t)grid);
-    check(cudaMemcpy(stamps.data(), job.stamps + (i64)n * grid, sizeof(Stamp) * (size_t)grid, cudaMemcpyDeviceToHost), "time stamps");
+    check(cudaMemcpy(stamps.data(), job.stamps + (i64)n * grid, sizeof(Stamp) * (size_t)grid, cudaMemcpyDeviceToHost),
+          "time stamps");
     u64 begin = ~0ull, end = 0;
     for (int c = first; c < last; c++) begin = std::min(begin, stamps[c].begin), end = std::max(end, stamps[c].end);
     return (double)(end - begin) / 1000;
@@ -117,13 +124,15 @@ struct Bench {
   }
 
   static void print(const std::string& conditions, const Numbers& us, const std::string& more = "") {
-    std::printf("{%s, \"median\": %.4f, \"min\": %.4f, \"p95\": %.4f%s}\n", conditions.c_str(), us.median, us.least, us.p95, more.c_str());
+    std::printf("{%s, \"median\": %.4f, \"min\": %.4f, \"p95\": %.4f%s}\n", conditions.c_str(), us.median, us.least,
+                us.p95, more.c_str());
     std::fflush(stdout);
   }
 
   std::string conditions(const char* test, const char* unit, int ctas, const std::string& more) const {
-    return "\"test\": \"" + std::string(test) + "\", \"unit\": \"" + unit + "\", \"ctas\": " + std::to_string(ctas) + ", \"threads\": " +
-           std::to_string(kThreads) + ", \"repetitions\": " + std::to_string(repetitions) + (more.empty() ? "" : ", " + more);
+    return "\"test\": \"" + std::string(test) + "\", \"unit\": \"" + unit + "\", \"ctas\": " + std::to_string(ctas) +
+           ", \"threads\": " + std::to_string(kThreads) + ", \"repetitions\": " + std::to_string(repetitions) +
+           (more.empty() ? "" : ", " + more);
   }
 
   static std::string rate(i64 bytes, const Numbers& us) {
@@ -132,7 +141,9 @@ struct Bench {
     return text;
   }
 
-  static std::string field(const char* name, i64 value) { return "\"" + std::string(name) + "\": " + std::to_string(value); }
+  static std::string field(const char* name, i64 value) {
+    return "\"" + std::string(name) + "\": " + std::to_string(value);
+  }
 
   std::vector<int> counts(std::vector<int> wanted) const {
     wanted.push_back(sms);
@@ -147,20 +158,25 @@ struct Bench {
     check(cudaGetDeviceProperties(&prop, 0), "properties");
     int driver = 0, runtime = 0, clock = 0, memory = 0;
     cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
-    cudaDeviceGetAttribute(&clock, cudaDevAttrClockRate, 0), cudaDeviceGetAttribute(&memory, cudaDevAttrMemoryClockRate, 0);
+    cudaDeviceGetAttribute(&clock, cudaDevAttrClockRate, 0),
+        cudaDeviceGetAttribute(&memory, cudaDevAttrMemoryClockRate, 0);
     launch(clocks, 1, false, "clocks");
     u64 seen[4];
     check(cudaMemcpy(seen, job.done, sizeof seen, cudaMemcpyDeviceToHost), "clocks");
-    std::printf("{\"test\": \"machine\", \"device\": \"%s\", \"multiprocessors\": %d, \"l2_bytes\": %d, \"memory_bytes\": %zu, \"sm_mhz_most\": %d, "
-                "\"memory_mhz_most\": %d, \"sm_mhz_seen\": %llu, \"timer_step_ns\": %llu, \"driver\": %d, \"runtime\": %d, \"buffer_bytes\": %lld, "
-                "\"warps\": %d, \"slot_bytes\": %d, \"slots\": %d}\n",
-                prop.name, sms, prop.l2CacheSize, prop.totalGlobalMem, clock / 1000, memory / 1000, seen[3], seen[2], driver, runtime, job.buffer,
-                kWarps, kSlotBytes, kSlots);
+    std::printf(
+        "{\"test\": \"machine\", \"device\": \"%s\", \"multiprocessors\": %d, \"l2_bytes\": %d, \"memory_bytes\": %zu, "
+        "\"sm_mhz_most\": %d, "
+        "\"memory_mhz_most\": %d, \"sm_mhz_seen\": %llu, \"timer_step_ns\": %llu, \"driver\": %d, \"runtime\": %d, "
+        "\"buffer_bytes\": %lld, "
+        "\"warps\": %d, \"slot_bytes\": %d, \"slots\": %d}\n",
+        prop.name, sms, prop.l2CacheSize, prop.totalGlobalMem, clock / 1000, memory / 1000, seen[3], seen[2], driver,
+        runtime, job.buffer, kWarps, kSlotBytes, kSlots);
     std::fflush(stdout);
   }
 
   std::string ring_fields() const {
-    return field("slot_bytes", kSlotBytes) + ", " + field("slots", kSlots) + ", " + field("in_flight_bytes", kRingBytes);
+    return field("slot_bytes", kSlotBytes) + ", " + field("slots", kSlots) + ", " +
+           field("in_flight_bytes", kRingBytes);
   }
 
   void read_ring() {
@@ -198,7 +214,8 @@ struct Bench {
       check(cudaEventElapsedTime(&ms, before, after), "copy");
       return 1000.0 * ms;
     });
-    print(conditions("copy", "us", 0, "\"clock\": \"events\", \"counted\": \"bytes read and written\""), us, rate(2 * half, us));
+    print(conditions("copy", "us", 0, "\"clock\": \"events\", \"counted\": \"bytes read and written\""), us,
+          rate(2 * half, us));
   }
 
   void bursts() {
@@ -210,8 +227,9 @@ struct Bench {
       std::vector<double> samples;
       for (int n = 4; n < job.rounds; n++) samples.push_back(span(n, 0, sms, sms));
       const Numbers us = summary(samples);
-      print("\"test\": \"burst\", \"unit\": \"us\", \"ctas\": " + std::to_string(sms) + ", " + field("threads", kThreads) + ", " +
-                field("repetitions", (i64)samples.size()) + ", \"idle_before_us\": 20",
+      print("\"test\": \"burst\", \"unit\": \"us\", \"ctas\": " + std::to_string(sms) + ", " +
+                field("threads", kThreads) + ", " + field("repetitions", (i64)samples.size()) +
+                ", \"idle_before_us\": 20",
             us, rate(job.bytes, us));
     }
   }
@@ -228,7 +246,8 @@ struct Bench {
   }
 
   void edges() {
-    if (sms < 128 || 2 * sms > kMost) give_up("edge", "the device has a number of multiprocessors that this was not made for");
+    if (sms < 128 || 2 * sms > kMost)
+      give_up("edge", "the device has a number of multiprocessors that this was not made for");
     job.rounds = 1000, job.group = 128, job.words = 384;
     const auto measured = [&](bool with_edges, int lines) {
       job.edges = with_edges, job.lines = lines;
@@ -239,18 +258,21 @@ struct Bench {
     };
     constexpr int lines = 112 / kWarps / 2 * 2;  // 56 KB for a CTA: a fifth of a layer of the 2B on 8 GPUs
     const Numbers stream = measured(false, lines);
-    print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"none\", " + field("lines_between", lines)), stream,
-          rate((i64)128 * kWarps * lines * kLineBytes, stream));
+    print(conditions("edge", "us", 128,
+                     field("rounds", job.rounds) + ", \"form\": \"none\", " + field("lines_between", lines)),
+          stream, rate((i64)128 * kWarps * lines * kLineBytes, stream));
     for (const int words : {384, 1536, kWidest})
       for (const int group : {16, 32, 64, 128})
         for (const std::string form : {"tags", "tags, all looked at", "flags"})
           for (const int between : {0, lines}) {
-            job.words = words, job.group = group, job.flags = form == "flags", job.at_once = form == "tags, all looked at";
+            job.words = words, job.group = group, job.flags = form == "flags",
+            job.at_once = form == "tags, all looked at";
             const Numbers us = measured(true, between);
             char more[80] = "";
             if (between) std::snprintf(more, sizeof more, ", \"above_stream_us\": %.4f", us.median - stream.median);
-            print(conditions("edge", "us", 128, field("rounds", job.rounds) + ", \"form\": \"" + form + "\", " + field("words", words) + ", " +
-                                                       field("group", group) + ", " + field("lines_between", between)),
+            print(conditions("edge", "us", 128,
+                             field("rounds", job.rounds) + ", \"form\": \"" + form + "\", " + field("words", words) +
+                                 ", " + field("group", group) + ", " + field("lines_between", between)),
                   us, more);
           }
   }
@@ -266,8 +288,10 @@ struct Bench {
             launch(lanes, 2 * group + loading, true, "lanes");
             return span(0, 0, 2 * group, 2 * group + loading) / job.rounds / (ping ? 2 : 1);
           });
-          print(conditions("lanes", "us", 2 * group, std::string("\"form\": \"") + (ping ? "half of a round trip" : "both at once") + "\", " +
-                           field("rows_of_a_cta", kRows) + ", " + field("rounds", job.rounds) + ", " + field("ctas_that_load_memory", loading)),
+          print(conditions("lanes", "us", 2 * group,
+                           std::string("\"form\": \"") + (ping ? "half of a round trip" : "both at once") + "\", " +
+                               field("rows_of_a_cta", kRows) + ", " + field("rounds", job.rounds) + ", " +
+                               field("ctas_that_load_memory", loading)),
                 us);
         }
   }
@@ -278,18 +302,23 @@ struct Bench {
       launch(empty, sms, true, "launch");
       return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - from).count();
     });
-    print(conditions("launch", "us", sms, "\"clock\": \"host\", \"what\": \"empty cooperative launch until synchronized, with two events\""), one);
+    print(conditions("launch", "us", sms,
+                     "\"clock\": \"host\", \"what\": \"empty cooperative launch until synchronized, with two events\""),
+          one);
     void* arguments[] = {&params, &job};
     const Numbers many = repeat([&] {
       float ms = 0;
       check(cudaEventRecord(before), "launch");
-      for (int i = 0; i < 200; i++) check(cudaLaunchCooperativeKernel((const void*)empty, sms, kThreads, arguments, 0, 0), "launch");
+      for (int i = 0; i < 200; i++)
+        check(cudaLaunchCooperativeKernel((const void*)empty, sms, kThreads, arguments, 0, 0), "launch");
       check(cudaEventRecord(after), "launch");
       check(cudaDeviceSynchronize(), "launch");
       check(cudaEventElapsedTime(&ms, before, after), "launch");
       return 1000.0 * ms / 200;
     });
-    print(conditions("launch", "us", sms, "\"clock\": \"events\", \"what\": \"empty cooperative launches one after the other\""), many);
+    print(conditions("launch", "us", sms,
+                     "\"clock\": \"events\", \"what\": \"empty cooperative launches one after the other\""),
+          many);
   }
 };
 
@@ -302,10 +331,12 @@ int main(int count, char** words) {
   Bench bench;
   if (!wanted.empty() && wanted[0] == "--quick") bench.repetitions = 3, wanted.erase(wanted.begin());
   const std::vector<std::pair<std::string, void (Bench::*)()>> all = {
-      {"ring", &Bench::read_ring}, {"plain", &Bench::read_plain}, {"copy", &Bench::copy},      {"burst", &Bench::bursts},
-      {"sync", &Bench::syncs},     {"edge", &Bench::edges},       {"lanes", &Bench::exchange}, {"launch", &Bench::launches}};
+      {"ring", &Bench::read_ring}, {"plain", &Bench::read_plain}, {"copy", &Bench::copy},
+      {"burst", &Bench::bursts},   {"sync", &Bench::syncs},       {"edge", &Bench::edges},
+      {"lanes", &Bench::exchange}, {"launch", &Bench::launches}};
   for (const std::string& name : wanted)
-    if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; })) give_up(name.c_str(), "there is no such measurement");
+    if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; }))
+      give_up(name.c_str(), "there is no such measurement");
   bench.machine();
   for (const auto& [name, measure] : all)
     if (wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end()) (bench.*measure)();

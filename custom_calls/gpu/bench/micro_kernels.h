@@ -12,8 +12,8 @@ namespace gpu {
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kSharedBytes = kRingBytes + 8 * kWarps * kSlots;
 constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of a CTA
-constexpr int kTake = 4;                                         // lines that a warp takes at once
-constexpr int kWidest = 3072, kRows = 24;                        // words of an edge, rows of a CTA in the exchange
+constexpr int kTake = 4;                                        // lines that a warp takes at once
+constexpr int kWidest = 3072, kRows = 24;                       // words of an edge, rows of a CTA in the exchange
 using Mail = Exchange<2, 8, kWidest>;
 
 struct Stamp {
@@ -109,7 +109,8 @@ LF_KERNEL void plain(LF_PARAMS, const Job job) {
   end(job, 0);
 }
 
-// Bursts of a number of bytes from memory that no cache has, all CTAs together, the memory idle before: bulk copies of 4 KiB from every warp.
+// Bursts of a number of bytes from memory that no cache has, all CTAs together, the memory idle before: bulk copies of
+// 4 KiB from every warp.
 LF_KERNEL void burst(LF_PARAMS, const Job job) {
   constexpr int bytes = 4096, slots = kRingBytes / kWarps / bytes;
   LF_SHARED(memory);
@@ -133,7 +134,8 @@ LF_KERNEL void burst(LF_PARAMS, const Job job) {
     const int count = first < copies ? (copies - first + warps - 1) / warps : 0;
     const auto issue = [&](int n) {
       if (warp_lane() == 0)
-        bulk_copy(own + (taken + n) % slots * bytes, from + (i64)(first + n * warps) * bytes, bytes, &barriers[warp()][(taken + n) % slots], policy);
+        bulk_copy(own + (taken + n) % slots * bytes, from + (i64)(first + n * warps) * bytes, bytes,
+                  &barriers[warp()][(taken + n) % slots], policy);
     };
     for (int n = 0; n < smaller(count, slots); n++) issue(n);
     for (int n = 0; n < count; n++) {
@@ -156,7 +158,8 @@ LF_KERNEL void grid_sync(LF_PARAMS, const Job job) {
   end(job, 0);
 }
 
-// Every CTA publishes its part of the words and all CTAs of the group read all of them, again and again; between, a warp takes some lines.
+// Every CTA publishes its part of the words and all CTAs of the group read all of them, again and again; between, a
+// warp takes some lines.
 LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
@@ -188,7 +191,8 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
         fence_device();
       }
       sync_cta();
-      for (int at = thread() * 4; at < job.words; at += kThreads * 4) total += bits_to_float(load_vec_between_ctas(data + at).word[0]) * 1e-9f;
+      for (int at = thread() * 4; at < job.words; at += kThreads * 4)
+        total += bits_to_float(load_vec_between_ctas(data + at).word[0]) * 1e-9f;
     } else {
       for (int r = thread(); r < rows; r += kThreads) store_word(board + c * rows + r, word_of(total + r, tag));
       float x[each][8];
@@ -207,14 +211,16 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   keep(job, mixed ^ float_to_bits(total));
 }
 
-// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The others load the memory meanwhile, if there are any.
+// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The others load the memory meanwhile, if
+// there are any.
 LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   if (cta() >= 2 * job.group) {
     Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
     u32 mixed = 0;
     begin(job, 0);
-    while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0)) mixed ^= take<kTake>(stream, 64);
+    while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0))
+      mixed ^= take<kTake>(stream, 64);
     end(job, 0);
     stream.drain();
     keep(job, mixed);

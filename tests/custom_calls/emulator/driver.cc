@@ -1,5 +1,6 @@
-// A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu_host/driver.cc asks for. A module's image is
-// the path of a library made from emulator.cc; its kernel runs on the thread that launches it, to its end.
+// A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu_host/driver.cc
+// asks for. A module's image is the path of a library made from emulator.cc; its kernel runs on the thread that
+// launches it, to its end.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -50,7 +51,8 @@ struct Memory {
 };
 static_assert(sizeof(Memory) <= sizeof(Handle), "a handle tells it");
 std::mutex memory_lock;
-auto& memories = *new std::map<uint64_t, Memory>;  // of this process, and those that it has opened; sessions may end after us
+auto& memories =
+    *new std::map<uint64_t, Memory>;  // of this process, and those that it has opened; sessions may end after us
 
 int map(uint64_t* address, const Memory& memory) {
   void* mapped = mmap(nullptr, memory.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.file, 0);
@@ -79,8 +81,10 @@ int number(const char* variable, int otherwise) {
 }
 
 int launch(void* function, unsigned grid, unsigned shared, const void* params) {
-  const int result = ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
-  if (result) std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
+  const int result =
+      ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
+  if (result)
+    std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
   return result;
 }
 
@@ -113,7 +117,8 @@ int cuModuleLoadData(void** module, const void* image) {
 }
 int cuModuleUnload(void*) { return 0; }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
-  *function = dlsym(module, std::strcmp(name, "laneformer_read") == 0 ? "laneformer_emulate_read" : "laneformer_emulate");
+  *function =
+      dlsym(module, std::strcmp(name, "laneformer_read") == 0 ? "laneformer_emulate_read" : "laneformer_emulate");
   return *function == nullptr;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
@@ -167,7 +172,8 @@ int cuDeviceCanAccessPeer(int* can, int, int) {
   return 0;
 }
 int cuCtxEnablePeerAccess(void*, unsigned) { return 0; }
-int cuLaunchCooperativeKernel(void* function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void*, void** arguments) {
+int cuLaunchCooperativeKernel(void* function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned,
+                              unsigned shared, void*, void** arguments) {
   return launch(function, grid, shared, arguments[0]);
 }
 
@@ -195,7 +201,8 @@ int cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
 int cuGraphDestroy(void* graph) { return cuStreamDestroy_v2(graph); }
 int cuGraphExecDestroy(void* executable) { return cuStreamDestroy_v2(executable); }
 int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void**) {
-  ((Graph*)config->stream)->push_back({function, config->grid[0], config->shared, *(const laneformer::gpu::Params*)arguments[0]});
+  ((Graph*)config->stream)
+      ->push_back({function, config->grid[0], config->shared, *(const laneformer::gpu::Params*)arguments[0]});
   return 0;
 }
 int cuGraphLaunch(void* executable, void*) {

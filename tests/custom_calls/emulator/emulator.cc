@@ -1,11 +1,11 @@
 // Runs the decode kernel on the CPU: see port_host.h. Compiled for one model, like the kernel itself.
-#include "kernel.cu"
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <vector>
+
+#include "kernel.cu"
 
 namespace emulator {
 
@@ -58,8 +58,8 @@ uint64_t random_bits() {
   return random_state;
 }
 
-// Tests let one CTA stand still from the moment when so many tokens have been told, until the others have given it up, or for good:
-// EMULATOR_STILL=CTA,TOKENS or CTA,TOKENS,lost.
+// Tests let one CTA stand still from the moment when so many tokens have been told, until the others have given it up,
+// or for good: EMULATOR_STILL=CTA,TOKENS or CTA,TOKENS,lost.
 struct Still {
   int cta = -1, tokens = 0;
   bool lost = false;
@@ -67,7 +67,8 @@ struct Still {
   Still() {
     char word[8] = "";
     if (const char* said = std::getenv("EMULATOR_STILL"))
-      if (std::sscanf(said, "%d,%d,%7s", &cta, &tokens, word) < 2) std::fprintf(stderr, "EMULATOR_STILL=%s?\n", said), std::abort();
+      if (std::sscanf(said, "%d,%d,%7s", &cta, &tokens, word) < 2)
+        std::fprintf(stderr, "EMULATOR_STILL=%s?\n", said), std::abort();
     lost = word[0] != 0;
   }
   bool stands(int c) const {
@@ -131,7 +132,8 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
   for (const Fiber& reader : *all)
     if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, inside))
       std::fprintf(stderr, "a bulk copy may overtake a read of what it overwrites\n"), std::abort();
-  if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
+  if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
+    std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
   std::memset(to, 0xff, bytes);
   copies.push_back({to, from, bytes, barrier});
 }
@@ -139,7 +141,8 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
 }  // namespace emulator
 
 // Runs a grid to its end. Returns 0; 1 if all threads wait for each other, 2 if copies were left on their way.
-extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes, uint64_t seed) {
+extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes,
+                                  uint64_t seed) {
   using namespace emulator;
   using laneformer::gpu::kThreads;
   using laneformer::gpu::kWarpSize;
@@ -153,14 +156,26 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
     blocks[c] = {kThreads, 0, 0, {}};
-    shared[c] = (char*)std::aligned_alloc(128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer sees what lies beyond
+    shared[c] = (char*)std::aligned_alloc(
+        128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer sees what lies beyond
     std::memset(shared[c], 0xff, shared_bytes);
     for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}};
   }
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];
     const int c = i / kThreads, t = i % kThreads;
-    f = {nullptr, (char*)std::malloc(kStackBytes), shared[c], t, c, false, &warp_groups[(size_t)c * warps + t / kWarpSize], &blocks[c], 0, nullptr, 0, {}};
+    f = {nullptr,
+         (char*)std::malloc(kStackBytes),
+         shared[c],
+         t,
+         c,
+         false,
+         &warp_groups[(size_t)c * warps + t / kWarpSize],
+         &blocks[c],
+         0,
+         nullptr,
+         0,
+         {}};
     void** top = (void**)(((uintptr_t)f.stack + kStackBytes) & ~(uintptr_t)15);
     *--top = nullptr;  // as if called: the stack is 8 bytes off a multiple of 16
     *--top = (void*)body;
@@ -177,7 +192,8 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
       const auto ended = [](const Fiber& f) { return f.ended; };
-      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * kThreads, fibers.begin() + c * kThreads, ended)) break;
+      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * kThreads, fibers.begin() + c * kThreads, ended))
+        break;
       if (!alone && idle < 100 && still.stands(c)) {  // later it is all that is left
         if (!still.lost) continue;
         for (int i = c * kThreads; i < (c + 1) * kThreads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
@@ -222,7 +238,8 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   return result;
 }
 
-extern "C" int laneformer_emulate_read(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes, uint64_t seed) {
+extern "C" int laneformer_emulate_read(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes,
+                                       uint64_t seed) {
   emulator::reading = true;
   const int result = laneformer_emulate(params, grid, shared_bytes, seed);
   emulator::reading = false;

@@ -1,6 +1,6 @@
-// The port of custom_calls/gpu/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the host runs them all, in an order
-// that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled at once, so that whoever does not wait reads NaN.
-// x86-64 only.
+// The port of custom_calls/gpu/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the host runs
+// them all, in an order that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled at once,
+// so that whoever does not wait reads NaN. x86-64 only.
 #pragma once
 
 #include <cmath>
@@ -136,7 +136,9 @@ LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // phases that have
 LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
 LF_DEVICE void reads_done() { emulator::self->num_reads = 0; }
-LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { emulator::bulk_copy(to, from, bytes, barrier); }
+LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) {
+  emulator::bulk_copy(to, from, bytes, barrier);
+}
 LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
   while ((*(volatile u64*)barrier & 1) == parity) pause();
 }
