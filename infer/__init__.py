@@ -4,23 +4,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.engine import BACKENDS as BACKENDS
-    from infer.engine import Engine as Engine
-    from infer.generation import Generation as Generation
-    from infer.generation import Result as Result
-    from infer.generation import Token as Token
+    from infer.engine.engine import BACKENDS as BACKENDS
+    from infer.engine.engine import Engine as Engine
+    from infer.engine.generation import Generation as Generation
+    from infer.engine.generation import Result as Result
+    from infer.engine.generation import Token as Token
     from infer.sampling import Sampling as Sampling
-    from infer.tokenizer import Tokenizer as Tokenizer
+    from infer.text.tokenizer import Tokenizer as Tokenizer
 
 # Name -> module, imported when the name is first asked for: the server's web process and many commands need no JAX.
 _HOMES = {
-    "BACKENDS": "engine",
-    "Engine": "engine",
-    "Generation": "generation",
-    "Result": "generation",
+    "BACKENDS": "engine.engine",
+    "Engine": "engine.engine",
+    "Generation": "engine.generation",
+    "Result": "engine.generation",
     "Sampling": "sampling",
-    "Token": "generation",
-    "Tokenizer": "tokenizer",
+    "Token": "engine.generation",
+    "Tokenizer": "text.tokenizer",
 }
 __all__ = list(_HOMES)
 

@@ -11,12 +11,12 @@ from laneformer.errors import LaneformerError, say_errors_once
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
-    "generate": ("infer.cli_generate", "continue a prompt and print the text as it comes"),
-    "bench": ("infer.cli_bench", "measure the latency of decoding, with all conditions"),
-    "roofline": ("infer.cli_roofline", "project the speed of a model on hardware that need not be there"),
-    "serve": ("infer.cli_serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
-    "humaneval": ("infer.cli_humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
-    "agent": ("infer.cli_agent", "work on a task until its tests pass, and tell where the time goes"),
+    "generate": ("infer.commands.generate", "continue a prompt and print the text as it comes"),
+    "bench": ("infer.commands.bench", "measure the latency of decoding, with all conditions"),
+    "roofline": ("infer.commands.roofline", "project the speed of a model on hardware that need not be there"),
+    "serve": ("infer.commands.serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
+    "humaneval": ("infer.commands.humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
+    "agent": ("infer.commands.agent", "work on a task until its tests pass, and tell where the time goes"),
 }
 
 

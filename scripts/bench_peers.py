@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import tyro
 
 import custom_calls
-from infer.bench_machine import hardware, software, utc_now
-from infer.bench_source import model_config
+from infer.bench.machine import hardware, software, utc_now
+from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token

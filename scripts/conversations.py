@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.chat_template import check_messages
+from infer.text.chat_template import check_messages
 from laneformer.errors import InputError
 
 MESSAGES = ("messages", "conversations", "conversation")

@@ -10,7 +10,7 @@ from typing import Literal
 
 import tyro
 
-from infer.chat_template import ChatTemplate
+from infer.text.chat_template import ChatTemplate
 from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infer.chat_template import TURN_END, TURN_START, ChatTemplate
+from infer.text.chat_template import TURN_END, TURN_START, ChatTemplate
 from laneformer.errors import InputError
 from scripts import fim
 from scripts.documents import Document, place

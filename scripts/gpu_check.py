@@ -47,7 +47,7 @@ TESTS = {
 TEST_FILES = (
     "tests/custom_calls/test_gpu.py",
     "tests/custom_calls/test_gpu_steps.py",
-    "tests/infer/test_gpu_engine.py",
+    "tests/infer/engine/test_gpu.py",
 )
 # Tests are named as they end: a stage may run out of time. pytest-benchmark warns of xdist, which ends it.
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:benchmark")

@@ -22,9 +22,9 @@ import tyro
 
 import custom_calls
 from custom_calls.gpu_session import GpuSession
-from infer.backend import device_name
-from infer.bench_source import RandomSource, recipe_config
-from infer.native_engine import kernel_shapes
+from infer.engine.backend import device_name
+from infer.engine.native import kernel_shapes
+from infer.engine.sources import RandomSource, recipe_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.precision import Precision

@@ -24,7 +24,7 @@ import tokenizers
 import tyro
 from tqdm import tqdm
 
-from infer.chat_template import CONFIG, TEMPLATE, ChatTemplate
+from infer.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
 from laneformer.errors import ConfigError, InputError, LaneformerError, writing
 from scripts import fim
 from scripts.documents import Dataset, Files, Survey, digest, place

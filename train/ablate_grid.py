@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from infer.roofline_sweeps import layouts_of
+from infer.roofline.sweeps import layouts_of
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from train.config import TrainConfig, recorded

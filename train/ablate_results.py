@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from infer.roofline import Work, token
-from infer.roofline_devices import make_node
+from infer.roofline.devices import make_node
+from infer.roofline.model import Work, token
 from laneformer.errors import InputError
 from laneformer.layout import Schedule, parse_layout
 from train.ablate_grid import Cell, Grid, Variant

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from infer import roofline_devices
+from infer.roofline import devices
 from laneformer.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class Device:
     per_node: int
 
 
-# Those of the one table (infer/roofline_devices.py) that can be bought.
+# Those of the one table (infer/roofline/devices.py) that can be bought.
 DEVICES: dict[str, Device] = {
     name: Device(
         kind=known.kind,
@@ -36,7 +36,7 @@ DEVICES: dict[str, Device] = {
         network=known.network,
         per_node=known.per_node,
     )
-    for name, known in roofline_devices.DEVICES.items()
+    for name, known in devices.DEVICES.items()
     if known.kind is not None
 }
 

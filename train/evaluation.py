@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 
-from infer.humaneval import evaluate
-from infer.problems import load_problems
-from infer.scoring import Judge
+from infer.evaluate.humaneval import evaluate
+from infer.evaluate.problems import load_problems
+from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError, InputError
 from train.config import Phase, TrainConfig, WatchConfig
 from train.data import HeldOut, Rows
@@ -87,7 +87,7 @@ class Evaluation:
 
 
 class Problems:
-    """Programming problems solved with weights that are being trained, greedily: see infer/humaneval.py."""
+    """Programming problems solved with weights that are being trained, greedily: see infer/evaluate/humaneval.py."""
 
     def __init__(self, live: LiveEngine, watch: WatchConfig, folder: Path):
         """folder: gets STEP.json with every verdict. Raises ConfigError or InputError where this cannot work, and

@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.sampling import Sampling
-from infer.tokenizer import Tokenizer
+from infer.text.tokenizer import Tokenizer
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, InputError
 from laneformer.model import Laneformer, check_ids

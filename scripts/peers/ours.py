@@ -9,11 +9,11 @@ import jax
 import jaxlib
 import numpy as np
 
-from infer.backend import Request
-from infer.bench_source import RandomSource, model_config
-from infer.cpu_engine import CpuBackend
+from infer.engine.backend import Request
+from infer.engine.cpu import CpuBackend
+from infer.engine.sources import RandomSource, model_config
+from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
-from infer.xla_engine import XlaBackend
 from laneformer.config import ModelConfig
 from scripts.peers.protocol import XLA, Task, serve
 

@@ -7,12 +7,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import small
 
 import custom_calls
 from custom_calls import ENDS, build
-from infer.sampling import Sampling, sample
-from laneformer.config import RopeScaling
+from infer.sampling import sample
+from tests.support import small
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
 
 pytestmark = small.needs_library
 
@@ -41,71 +41,10 @@ def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-
     return outputs
 
 
-LAYOUTS = [
-    ("tp", 2),
-    ("tp", 3),
-    ("parallel", 3),
-    ("ladder", 2),
-    ("desync(1)", 2),
-    ("desync(2)", 3),
-    ("desync(4)", 2),
-    ("spd(0, 2)", 3),
-    ("caat(0.3)", 2),
-    ("caat(1)", 3),
-    ("kraken", 2),
-    ("kraken", 5),
-    ("track(1)", 2),
-    ("track(2)", 3),
-    ("dtp(0)", 2),
-    ("dtp(1)", 3),
-    ("dtp(2)", 8),
-    ("dtp(3)", 2),
-    ("dtp(9)", 2),
-    ("none", 3),
-    ("tp", 1),
-    ("desync(2)", 1),
-]
-
-
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS, ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS])
 def test_layouts(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
     check(small.reference_logits, config, small.make_weights(config))
-
-
-CONFIGS = {
-    "dense": {"lanes": 1},
-    "delay 0": {"broadcast_delay": 0},
-    "delay 1": {"broadcast_delay": 1, "lanes": 3},
-    "delay 2": {"broadcast_delay": 2, "lanes": 8, "num_hidden_layers": 5},
-    "delay longer than the model": {"broadcast_delay": 4, "lanes": 5},
-    "not early": {"broadcast_delay": 1, "use_early_comm": False, "lanes": 5},
-    "no attention comm": {"broadcast_delay": 1, "use_attention_comm": False, "lanes": 3},
-    "no mlp comm": {"broadcast_delay": 1, "use_mlp_comm": False},
-    "lane head": {"lm_head_type": "lane", "lanes": 3},
-    "vocab head": {"lm_head_type": "vocab_parallel", "lanes": 5, "vocab_size": 95},
-    "vocab head, few tokens": {"lm_head_type": "vocab_parallel", "lanes": 8, "vocab_size": 24},
-    "norm of the sum": {"pre_norm_lane_agg": True, "lanes": 3},
-    "norms of lanes": {"replicated_rmsn_scale": False, "lanes": 3},
-    "norms of lanes, vocab head": {"replicated_rmsn_scale": False, "lm_head_type": "vocab_parallel"},
-    "norms of lanes, lane head": {"replicated_rmsn_scale": False, "lm_head_type": "lane"},
-    "norms of lanes, norm of the sum": {"replicated_rmsn_scale": False, "pre_norm_lane_agg": True},
-    "tied": {"tie_word_embeddings": True, "lanes": 3},
-    "tied, norm of the sum": {"tie_word_embeddings": True, "pre_norm_lane_agg": True},
-    "first layers slide": {"sliding_window": 5, "sliding_window_n_layers": 2},
-    "last layers slide": {"sliding_window": 17, "sliding_window_n_layers": -1},
-    "window of one": {"sliding_window": 1, "sliding_window_n_layers": 3, "unclamped_layers": (1,)},
-    "a list of sliding layers": {"sliding_window": 3, "swa_layers": (0, 2)},
-    "smallest heads": {"head_dim": 2},
-    "odd heads": {"head_dim": 24, "heads": 3, "kv_heads": 3},
-    "large heads": {"head_dim": 130, "heads": 4, "kv_heads": 2},
-    "one channel more than vectors": {"hidden_size": 33, "ff": 17, "vocab_size": 49},
-    "smallest": {"hidden_size": 1, "ff": 1, "head_dim": 2, "vocab_size": 40, "heads": 1, "norm_eps": 1e-2},
-    "whole vectors": {"hidden_size": 64, "ff": 32, "head_dim": 16, "vocab_size": 64},
-    "eps and theta": {"norm_eps": 0.1, "rope_theta": 50.0},
-    "llama3 rope": {"rope_scaling": RopeScaling(type="llama3", factor=4.0, original_max_position_embeddings=8)},
-    "yarn rope": {"rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8)},
-}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -121,14 +60,6 @@ def test_configs(name):
 def test_weights_of_two_bytes_lose_nothing(dtype, changes):
     config = small.make_config(**changes)
     check(small.reference_logits, config, small.make_weights(config, dtype))
-
-
-MODELS = {
-    "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
-    "biases": {"qkv_bias": True},
-    "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
-    "fractional delay": {"layout": "dtp(1.25)"},
-}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -216,16 +147,6 @@ def test_equal_logits_rank_by_token(model):
 def test_a_damaged_model_is_noticed(model):
     outputs, _ = run(model[0], model[1] | {"norm": np.full_like(model[1]["norm"], np.nan)}, [1, 2], 2, threads=3)
     assert np.isnan(outputs.logprobs).all() and outputs.status[0] == 2
-
-
-SAMPLINGS = [
-    Sampling(temperature=1.0, seed=7),
-    Sampling(temperature=0.7, top_k=5, seed=2**63),
-    Sampling(temperature=1.5, top_p=0.8),
-    Sampling(temperature=1.2, min_p=0.1),
-    Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=5),
-    Sampling(temperature=0.0, repetition_penalty=1.5),
-]
 
 
 draw = jax.jit(jax.vmap(sample, (0, 0, 0, None)))

@@ -8,12 +8,12 @@ import time
 import jax
 import numpy as np
 import pytest
-import small
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 import laneformer
 from custom_calls import decode
+from tests.support import small
 
 pytestmark = small.needs_library
 

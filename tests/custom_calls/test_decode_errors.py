@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 from jax.errors import JaxRuntimeError
 
 import custom_calls
 from custom_calls import ENDS, Session
+from tests.support import small
 
 pytestmark = small.needs_library
 

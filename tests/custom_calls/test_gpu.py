@@ -8,54 +8,24 @@ a read, every number. What it cannot show: the memory model of a GPU, and speed.
 import re
 import threading
 import time
-from functools import partial
 
-import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
-from test_decode import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
 
-import custom_calls
 from configs.laneformer_2b import laneformer_2b
 from custom_calls import ENDS, NativeError, gpu_build, gpu_layout, gpu_session
 from custom_calls.gpu_layout import H200, Machine
 from infer.sampling import sample
+from tests.support import emulated, small
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
+from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
 FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2)}
 FAST_CONFIGS = {"lane head", "norm of the sum", "large heads", "one channel more than vectors"}
-AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=False)
-
-
-def some(cases, fast):
-    """Compiling a kernel for each takes its time: a few of the cases always, the others among the exhaustive tests."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            id=str(case),
-            marks=() if case in fast else pytest.mark.exhaustive,
-        )
-        for case in cases
-    ]
-
-
-def jitted(session, mesh=None, **sizes):
-    """decode(inputs, state) with the state donated, which returns when the device has done it."""
-    function = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
-    return lambda inputs, state: jax.block_until_ready(function(inputs, state, session.operands))
-
-
-def same(a, b) -> bool:
-    """Whether two results are equal in every bit that is defined: rows of tokens that were drawn."""
-    count = int(a.status[0])
-    cut = [
-        [x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)
-    ]
-    return small.same(*cut)
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):
@@ -165,9 +135,6 @@ def model():
     return config, small.make_weights(config)
 
 
-ROOM = 160
-
-
 @pytest.fixture(scope="module")
 def session(model):
     return emulated.make_session(*model, timeout_ms=2000)
@@ -274,16 +241,6 @@ def test_tokens_come_while_the_call_runs_and_it_can_be_cancelled(model, session,
     )
 
 
-REFUSED = {
-    "more prompt than there is": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)),
-    "a token beyond the vocabulary": small.make_inputs([1, 40], 4),
-    "a negative token": small.make_inputs([-1], 4),
-    "no token to draw": small.make_inputs([1], 0),
-    "more tokens than the cache has": small.make_inputs([1] * 50, 150),
-    "a negative position": small.make_inputs([1], 1, start=-1),
-}
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_only_the_device_can_see_is_refused_there(name, model, session, call):
     config, _ = model
@@ -306,25 +263,6 @@ def test_a_lane_that_does_not_come_is_an_error_in_time(model, monkeypatch):
     outputs, _ = call(small.make_inputs([3], 4), small.make_state(config, 160))
     assert time.monotonic() - began < 60 and outputs.status[1] == len(ENDS)
     assert "check-in of lane 2 did not come within 1800 ms" in session.failure
-
-
-def fail_often(session, config, monkeypatch, calls: int) -> None:
-    """One CTA stands still in the middle of each call and comes back when the others have given it up: all tokens told
-    are right.
-    """
-    call = jitted(session, room=ROOM)
-    for index in range(calls):
-        inputs = small.make_inputs([3 + index % 5], 30, room=ROOM)
-        expected = call(inputs, small.make_state(config, 160))[0].tokens
-        monkeypatch.setenv("EMULATOR_STILL", f"{index % (config.num_lanes * session.layout.ctas)},{3 + index % 7}")
-        session.begin()
-        outputs, _ = call(inputs, small.make_state(config, 160))
-        monkeypatch.delenv("EMULATOR_STILL")
-        count = int(outputs.status[0])
-        assert outputs.status[1] == len(ENDS) and "did not come within" in session.failure
-        assert 3 + index % 7 <= count < 30 and outputs.tokens[:count].tolist() == expected[:count].tolist()
-        assert session.drawn(0, count).tokens.tolist() == expected[:count].tolist()
-        session.begin()
 
 
 @emulated.only_emulated

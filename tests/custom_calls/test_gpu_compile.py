@@ -12,7 +12,7 @@ from configs.laneformer_2b import laneformer_2b
 from custom_calls import gpu_build
 from custom_calls.gpu_layout import H200, MI300X, Layout
 from custom_calls.schedule import Table
-from infer.native_engine import kernel_shapes
+from infer.engine.native import kernel_shapes
 from laneformer import Precision
 
 needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")

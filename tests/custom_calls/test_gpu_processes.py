@@ -3,27 +3,23 @@ everyone, and what keeps processes from coming together.
 """
 
 import json
-import os
 import re
 import signal
 import time
 
-import decode_process
-import emulated
 import jax
 import numpy as np
 import pytest
-import several
-import small
-from several import ROOT
 
 import infer
 import laneformer
 from custom_calls import ENDS, NativeError
 from custom_calls.processes import Group
-from infer.backend import ModelSource
-from infer.gpu_engine import CudaBackend
+from infer.engine.backend import ModelSource
+from infer.engine.gpu import CudaBackend
 from laneformer.hf import save_hf
+from tests.support import decode_process, emulated, several, small
+from tests.support.several import ROOT
 
 pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
 
@@ -44,7 +40,7 @@ def job(tmp_path_factory, expected):
     """What the processes of decode_process.py have written, and how long the one that was left alone took to end."""
     folder = tmp_path_factory.mktemp("job")
     save_hf(decode_process.with_lanes_own(), folder / "model")
-    paths = os.pathsep.join(map(str, (ROOT / "tests/custom_calls", ROOT / "tests", ROOT)))
+    paths = str(ROOT)
     started = [
         several.start(environment | {"PYTHONPATH": paths}, decode_process.__file__, index, folder)
         for index, environment in enumerate(several.environments(decode_process.PROCESSES))

@@ -6,15 +6,14 @@ The emulator runs the CTAs of an op one after the other wherever none of them ma
 
 import threading
 
-import emulated
 import jax
 import numpy as np
 import pytest
-import small
-from test_decode import CONFIGS, LAYOUTS, MODELS
-from test_gpu import AMD, REFUSED, fail_often, jitted, same, some
 
 from custom_calls import ENDS, NativeError
+from tests.support import emulated, small
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS
+from tests.support.gpu_cases import AMD, REFUSED, fail_often, jitted, same, some
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 

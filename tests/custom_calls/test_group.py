@@ -4,9 +4,9 @@ import threading
 
 import jax
 import pytest
-import several
 
 from custom_calls.processes import Group, GroupError
+from tests.support import several
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import small
 
 from custom_calls import build
 from custom_calls.library import library
+from tests.support import small
 
 pytestmark = small.needs_library
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("name", ["laneformer", "infer"])
@@ -32,8 +32,8 @@ def test_every_name_is_there_and_editors_see_the_same(name):
     "code",
     [
         "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
-        "import infer.__main__, infer.cli_serve",
-        "import infer.cli_roofline, infer.roofline_hf, infer.roofline_moe",
+        "import infer.__main__, infer.commands.serve",
+        "import infer.commands.roofline, infer.roofline.hf_config, infer.roofline.published",
         "import train.cluster",
     ],
 )

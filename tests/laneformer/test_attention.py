@@ -16,55 +16,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer import attention, make_mesh
 from laneformer.attention import attend
 from laneformer.mesh import DATA, LANE
-
-
-def visible(s: int, t: int, window=None, segments=None, start=0) -> np.ndarray:
-    """Which keys each query sees, by one comparison per pair: [1 or b, s, t]."""
-    seen = np.zeros((1 if segments is None else len(segments), s, t), bool)
-    for row, i, j in np.ndindex(seen.shape):
-        newest = start + i
-        oldest = 0 if window is None else newest - window + 1
-        seen[row, i, j] = oldest <= j <= newest and (segments is None or segments[row, i] == segments[row, j])
-    return seen
-
-
-def expected(q, k, v, do, **which) -> tuple[np.ndarray, ...]:
-    """o, dq, dk, dv of float64 softmax attention with the gradient do of o."""
-    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
-    group, scale = q.shape[3] // k.shape[3], q.shape[-1] ** -0.5
-    keys, values = k.repeat(group, 3), v.repeat(group, 3)
-    seen = visible(q.shape[2], k.shape[2], **which)[None, :, None]
-    scores = np.where(seen, np.einsum("lbshk,lbthk->lbhst", q, keys) * scale, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    dp = np.einsum("lbshk,lbthk->lbhst", do, values)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-    dq = np.einsum("lbhst,lbthk->lbshk", ds, keys)
-    dk, dv = np.einsum("lbhst,lbshk->lbthk", ds, q), np.einsum("lbhst,lbshk->lbthk", p, do)
-    dk, dv = (x.reshape(*x.shape[:3], -1, group, x.shape[-1]).sum(4) for x in (dk, dv))
-    return np.einsum("lbhst,lbthk->lbshk", p, values), dq, dk, dv
-
-
-def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="float32") -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient of the output."""
-    r = np.random.default_rng(seed)
-    queries, keys = (l, b, s, n * group, k), (l, b, t or s, n, k)
-    return tuple(jnp.asarray(r.standard_normal(shape), dtype) for shape in (queries, keys, keys, queries))
-
-
-@partial(jax.jit, static_argnames="window")
-def with_gradients(q, k, v, do, window=None, segments=None) -> tuple[jax.Array, ...]:
-    """o, dq, dk, dv."""
-    o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, window=window, segments=segments), q, k, v)
-    return o, *pull(do)
-
-
-def assert_close(found, wanted, tolerance=3e-6):
-    """The error of each array is small next to its largest entry."""
-    for name, x, y in zip(("o", "dq", "dk", "dv"), found, wanted, strict=False):
-        assert x.shape == y.shape
-        error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
-        assert error <= tolerance * max(1.0, float(np.abs(y).max())), name  # also fails for nan
+from tests.support.attention_reference import assert_close, expected, random_inputs, with_gradients
 
 
 @settings(max_examples=16)

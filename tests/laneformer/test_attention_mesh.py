@@ -3,24 +3,21 @@ not be here.
 """
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
-from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_attention import assert_close, expected, random_inputs
-from tiny import config, token_ids
 
 from laneformer import Laneformer, attention, make_mesh
-from laneformer.attention import attend
 from laneformer.mesh import DATA, LANE
+from tests.support.attention_reference import assert_close, expected, on_lanes, random_inputs
+from tests.support.paths import ROOT
+from tests.support.tiny import config, token_ids
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
@@ -39,16 +36,6 @@ def kernel_calls(monkeypatch) -> list:
     monkeypatch.setattr(attention, "_has_cudnn_kernel", lambda q: True)
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     return calls
-
-
-def on_lanes(mesh, window=None, wrap=lambda f: f):
-    """o, dq, dk, dv of q, k, v, do as the model has them: lanes by hand, the batch by the compiler."""
-
-    def local(q, k, v, do):
-        o, pull = jax.vjp(wrap(partial(attend, window=window)), q, k, v)
-        return o, *pull(do)
-
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(LANE), out_specs=P(LANE), axis_names={LANE}))
 
 
 @pytest.mark.parametrize(("data", "lane", "window"), [(2, 4, None), (1, 4, 20), (4, 2, 20)])
@@ -112,7 +99,7 @@ import sys
 import jax
 from laneformer import make_mesh
 from laneformer.mesh import DATA, LANE
-from test_attention_mesh import on_lanes
+from tests.support.attention_reference import on_lanes
 from train.cluster import find_device
 from train.compile_only import OPTIONS, compile_only_devices
 
@@ -133,9 +120,7 @@ def test_compiles_for_gpus(mesh):
     needed.
     """
     run = [sys.executable, "-c", COMPILE, *mesh.split()]
-    folder = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1])))}
-    text = subprocess.run(run, capture_output=True, text=True, check=True, env=env, timeout=300).stdout
+    text = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT, timeout=300).stdout
     calls = re.findall(r"= \((bf16\S+?)\{.* custom_call_target=\"(__cudnn\S+)\"", text)
     assert sorted(calls) == [
         ("bf16[8,2,128,64]", "__cudnn$fmhaSoftmax"),

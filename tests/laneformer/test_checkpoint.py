@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tiny
 
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step, open_checkpoint
 from laneformer.errors import say_errors_once
 from laneformer.hf_config import config_to_hf
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ import dataclasses
 import inspect
 
 import pytest
-import reference
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
+from tests.support import reference, tiny
 
 FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
 

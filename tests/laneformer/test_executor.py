@@ -8,12 +8,11 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laneformer.executor import run_schedule
+from tests.support import reference, tiny
 
 D = 8  # channels of the toy streams
 

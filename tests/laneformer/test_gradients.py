@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import tiny
 
 from laneformer import Laneformer, Precision, make_mesh
 from laneformer.parameters import parameter_table
+from tests.support import reference, tiny
 
 IDS = tiny.token_ids(40, (2, 9))
 PROJECTION = (

@@ -6,13 +6,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import load_file, save_file
 
 import laneformer.hf
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint
 from laneformer.hf_config import read_hf_config
+from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]

@@ -5,12 +5,12 @@ under.
 import math
 
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import LAYOUTS, ConfigError
 from laneformer.layout import Landing, Own, Payload, make_schedule, parse_layout
+from tests.support import tiny
 
 
 def schedule(layout: str, n: int, lanes: int = 4, **changes):

@@ -10,8 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import several
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer import ConfigError, Laneformer, Precision, make_mesh, use_host_devices
 from laneformer import mesh as mesh_module
 from laneformer.mesh import JOB, fit_spec, join_hosts, lane_spec
+from tests.support import several, tiny
 
 
 @given(lanes=st.integers(1, 12), data=st.integers(1, 8))

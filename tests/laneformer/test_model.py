@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import reference
-import tiny
 
 import laneformer
 from laneformer import InputError, Laneformer, Precision, load, make_mesh
 from laneformer.hf_config import config_from_hf
 from laneformer.parameters import parameter_table
+from tests.support import reference, tiny
 
 TOLERANCE = 1e-4
 

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from laneformer import (
     weight_bytes_per_token,
 )
 from laneformer.parameters import parameter_table
+from tests.support import tiny
 
 TWO_BILLION = ModelConfig(
     vocab_size=32000,

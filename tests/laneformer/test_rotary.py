@@ -5,12 +5,11 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer.rotary import rotary_frequencies, rotary_tables, rotate
+from tests.support import reference, tiny
 
 factors = st.floats(1.0, 40.0)
 contexts = st.integers(8, 100_000)

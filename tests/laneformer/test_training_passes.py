@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import tiny
 
 import laneformer.model
 from laneformer import make_mesh
 from laneformer.model import Laneformer
+from tests.support import tiny
 
 IDS = tiny.token_ids(40, (4, 12))
 TARGETS = np.roll(IDS, -1, 1)

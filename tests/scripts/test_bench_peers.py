@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from configs.stdlib import stdlib
-from infer.backend import Request
-from infer.cpu_engine import CpuBackend
+from infer.engine.backend import Request
+from infer.engine.cpu import CpuBackend
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
 from scripts import bench_peers

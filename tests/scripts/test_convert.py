@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -12,12 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import laneformer
-from infer.chat_template import CHATML, TURN_END, TURN_START
+from infer.text.chat_template import CHATML, TURN_END, TURN_START
 from laneformer.checkpoint import fingerprint
 from laneformer.hf_config import config_to_hf
 from scripts.convert import main
+from tests.support.paths import TESTS
 
-TESTS = Path(__file__).parents[1]
 DENSE, LANED = TESTS / "dense" / "qwen3", TESTS / "oracle" / "case_03"
 
 

@@ -12,8 +12,8 @@ import laneformer
 from laneformer.layout import make_schedule
 from scripts.convert_dense import main
 from scripts.convert_dense_affinity import Assignment, Units, assign, contiguous, late_pairs, random
+from tests.support.paths import TESTS
 
-TESTS = Path(__file__).parents[1]
 DENSE = TESTS / "dense"
 FAST = ("--calibration-rows", "1")
 

@@ -5,11 +5,11 @@ refuse.
 import os
 
 import pytest
-from tokenizing import cache, jsonl, parquet  # noqa: F401
 
 from laneformer.errors import InputError
 from scripts.conversations import Conversation
 from scripts.documents import Dataset, Document, Files, Survey, digest, place
+from tests.support.tokenizing import cache, jsonl, parquet  # noqa: F401
 
 pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("cache")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from infer import cli_bench
+from infer.commands import bench
 from scripts import gpu_check, gpu_rank
 from scripts.gpu_check import PYTHON, ROOT, Stage
 
@@ -56,8 +56,8 @@ def test_the_benchmarks_options_are_those_of_the_command():
     for stage in gpu_check.stages():
         for command in stage.commands:
             if command[1:4] == ("-m", "infer", "bench"):
-                options = tyro.cli(cli_bench.Options, args=command[4:])
-                cli_bench.backends(options)
+                options = tyro.cli(bench.Options, args=command[4:])
+                bench.backends(options)
                 assert all(int(n) + options.output_tokens <= 4096 for n in options.context.split(","))
                 assert str(options.json).startswith("{out}/")
 

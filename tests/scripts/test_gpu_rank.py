@@ -1,19 +1,12 @@
 """One lane alone, its peers played, on an emulated GPU: it comes to its end, and waits where a layout has to."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "custom_calls"))
-
-import emulated
-import small
 
 from custom_calls.gpu_layout import Machine
 from laneformer import ConfigError
 from scripts import gpu_rank
 from scripts.gpu_rank import Options, measure, table
+from tests.support import emulated, small
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 RECIPE = """

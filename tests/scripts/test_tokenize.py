@@ -5,17 +5,15 @@ mistakes are named.
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from tokenizing import documents, run, texts
 
 from scripts import encoder
 from scripts import tokenize as command
+from tests.support.paths import ROOT
+from tests.support.tokenizing import documents, run, texts
 from train.shards import TokenStore
-
-ROOT = Path(command.__file__).parents[1]
 
 
 @pytest.fixture

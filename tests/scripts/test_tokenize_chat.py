@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tokenizing import cache, content, documents, jsonl, run  # noqa: F401
 
-from infer.chat_template import CHATML, ChatTemplate
+from infer.text.chat_template import CHATML, ChatTemplate
 from scripts import encoder
+from tests.support.tokenizing import cache, content, documents, jsonl, run  # noqa: F401
 from train.shards import TokenStore
 
 pytestmark = pytest.mark.usefixtures("cache")

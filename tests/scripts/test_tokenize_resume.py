@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
 
 from scripts import encoder
 from scripts import tokenize as command
+from tests.support.paths import ROOT
+from tests.support.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
 
-ROOT = Path(command.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")
 GROUP, CHECKPOINT = 1500, 400
 # The command, stopped by a signal to itself when it writes the n-th document.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_recipe import RECIPE, finish, records, start, write_store
 
-import laneformer
+from tests.support.runs import weights_of
+from tests.support.tiny_recipe import RECIPE, finish, records, start, write_store
 from train.__main__ import main
 from train.metrics import MetricsLog
 
@@ -64,10 +64,6 @@ def stop_at(monkeypatch):
         monkeypatch.setattr(MetricsLog, "write", write_and_signal)
 
     return arm
-
-
-def weights_of(run: Path) -> dict[str, np.ndarray]:
-    return {path: np.asarray(weight) for path, weight in laneformer.load(run).weights().items()}
 
 
 @pytest.fixture

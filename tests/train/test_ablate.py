@@ -14,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_grid import at, final_loss, grid, pretend, twice
-from tiny_recipe import ROOT, changed, environment, finish, wait_until
 
 from configs.ablations import RECIPES
 from laneformer import LAYOUTS, ConfigError
 from laneformer.errors import InputError
 from laneformer.layout import make_schedule
+from tests.support.paths import ROOT, TESTS
+from tests.support.tiny_grid import at, final_loss, grid, pretend, twice
+from tests.support.tiny_recipe import changed, environment, finish, wait_until
 from train import ablate_plots
 from train.ablate import main, read
 from train.ablate_grid import Grid, cross, every_layout, variant
@@ -31,7 +32,7 @@ from train.ablate_results import collect, delay_of, summarize
 from train.ablate_run import Runner, duration, finished, progress
 from train.recipes import find_recipe
 
-GRID = f"{Path(__file__).parent / 'tiny_grid.py'}:grid"
+GRID = f"{TESTS / 'support/tiny_grid.py'}:grid"
 
 
 @pytest.fixture(autouse=True)
@@ -447,7 +448,7 @@ def start(run: Path, store: Path, *options: str) -> subprocess.Popen:
         str(store),
         *options,
     ]
-    env = environment() | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = environment() | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tiny_recipe import RECIPE, tiny
 
 from laneformer.errors import ConfigError
+from tests.support.tiny_recipe import RECIPE, tiny
 from train.bench import Bench, Entry, _summary, entries, main
 from train.flops import train_flops_per_token
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import weights_of
-from tiny_recipe import changed, losses, records, tiny
 
 import laneformer
 from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
 from scripts.convert_dense import main as convert_dense
+from tests.support.runs import weights_of
+from tests.support.tiny_recipe import changed, losses, records, tiny
 from train.config import DistillConfig, check_same_run, recorded
 from train.distill import TEACHER, annealed
 from train.step import Trainer

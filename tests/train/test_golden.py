@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_recipe import changed, tiny
 
 from laneformer import LAYOUTS, make_mesh
 from laneformer.layout import parse_layout
+from tests.support.tiny_recipe import changed, tiny
 from train.step import Trainer
 
 FILE = Path(__file__).with_name("golden_losses.json")

@@ -19,9 +19,21 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tiny_recipe import changed, finish, kill_when, lines, losses, records, saving, start, tiny, wait_until, write_store
 
 from laneformer.errors import CheckpointError, ConfigError, InputError
+from tests.support.tiny_recipe import (
+    changed,
+    finish,
+    kill_when,
+    lines,
+    losses,
+    records,
+    saving,
+    start,
+    tiny,
+    wait_until,
+    write_store,
+)
 from train.loop import _greeting, _Loop, _mesh, _stop_signals
 from train.metrics import MetricsLog, read_lines
 from train.run_folder import only_one, open_stores, record_run

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_recipe import changed, tiny
 
 from laneformer.parameters import initial_weights, parameter_table
+from tests.support.tiny_recipe import changed, tiny
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate, make_optimizer
 

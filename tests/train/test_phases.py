@@ -8,10 +8,21 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import weights_of
-from tiny_recipe import RECIPE, finish, kill_when, lines, losses, phased, records, saving, start, write_store
 
 import laneformer
+from tests.support.runs import weights_of
+from tests.support.tiny_recipe import (
+    RECIPE,
+    finish,
+    kill_when,
+    lines,
+    losses,
+    phased,
+    records,
+    saving,
+    start,
+    write_store,
+)
 
 PHASED = RECIPE.replace(":tiny", ":phased")
 

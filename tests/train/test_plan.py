@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_recipe import RECIPE, changed, tiny
 
 from laneformer.errors import ConfigError, LaneformerError
+from tests.support.tiny_recipe import RECIPE, changed, tiny
 from train import plan as planning
 from train.config import LaterPhase
 from train.flops import train_flops_per_token

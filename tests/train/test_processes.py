@@ -10,8 +10,10 @@ import time
 
 import numpy as np
 import pytest
-from several import free_port
-from tiny_recipe import RECIPE, ROOT, environment, lines, losses, records
+
+from tests.support.paths import ROOT
+from tests.support.several import free_port
+from tests.support.tiny_recipe import RECIPE, environment, lines, losses, records
 
 
 class Job:

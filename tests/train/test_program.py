@@ -5,9 +5,9 @@ import json
 
 import jax
 import pytest
-from tiny_recipe import changed, tiny
 
 import laneformer as lf
+from tests.support.tiny_recipe import changed, tiny
 from train.flops import matmul_parameters
 from train.hlo import Module
 from train.program import gigabytes, read_program, save_program

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from tiny_recipe import RECIPE, ROOT, tiny
 
 from configs import RECIPES
 from laneformer import ConfigError, RopeScaling, parameter_count
+from tests.support.paths import ROOT
+from tests.support.tiny_recipe import RECIPE, tiny
 from train.__main__ import main
 from train.config import TrainConfig, recorded
 from train.recipes import find_recipe, parse

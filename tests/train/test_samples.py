@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 import laneformer
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.sampling import Sampling
 from laneformer.errors import InputError
 from laneformer.mesh import sharding

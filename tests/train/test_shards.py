@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer.errors import ConfigError, InputError
+from tests.support.paths import ROOT
+from tests.support.stores import TOKENIZER, content, take
 from train.shards import BLOCK_BYTES, Manifest, StoreWriter, TokenStore
-
-TOKENIZER = b'{"any": "bytes"}'
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -310,36 +309,6 @@ def test_manifest_round_trip(tmp_path):
     assert store.manifest.to_json() == (tmp_path / "manifest.json").read_text()
 
 
-def content(path):
-    """Every file of a folder, hidden ones too."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
-def document(number):
-    """Splits, lengths and masks that vary with the number of the document."""
-    ids = np.random.default_rng(number).integers(1, 99, number * 7 % 11)
-    return ("validation" if number % 4 == 1 else "train"), ids, ids % 2 == 0 if number % 4 == 1 else None
-
-
-def take(path, total, *, settings, every=3, stop=None, **options):
-    """Write documents [writer.done, total) with a checkpoint after `every` of them; die before `stop`. Returns where
-    the writer began.
-    """
-    with StoreWriter(
-        path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, settings=settings, **{"shard_tokens": 20, **options}
-    ) as writer:
-        began = writer.done
-        for number in range(began, total):
-            if number == stop:
-                raise RuntimeError("died")
-            split, ids, loss = document(number)
-            writer.add(split, ids, 3 * len(ids), loss)
-            if (number + 1) % every == 0:
-                writer.checkpoint(number + 1)
-        writer.finish({"text": "test"})
-    return began
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(1, 60))
 def test_a_writer_that_died_goes_on_to_the_same_bytes(tmp_path_factory, total, deaths, shard_tokens):
@@ -428,8 +397,7 @@ def test_two_writers_of_one_folder(tmp_path):
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_shards import content, take
+from tests.support.stores import content, take
 from train.shards import StoreWriter
 
 def in_child(work):
@@ -479,7 +447,7 @@ def test_a_killed_writer_leaves_the_old_store_or_goes_on_to_the_same_bytes(tmp_p
     """SIGKILL before every call that orders what reaches the disk, in a process of its own: it forks, which JAX does
     not like.
     """
-    script = KILLED.format(tests=str(Path(__file__).parent), root=str(tmp_path))
+    script = KILLED.format(root=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_recipe import changed, tiny
 
 from laneformer import Laneformer, make_mesh
 from laneformer.parameters import parameter_table
+from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig
 from train.program import read_program
 from train.step import Trainer

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny_recipe import changed, finish, losses, start, tiny
 
 import laneformer
 from laneformer import CheckpointError, make_mesh
 from laneformer.errors import say_errors_once
+from tests.support.tiny_recipe import changed, finish, losses, start, tiny
 from train.checkpoint import Checkpoints, fingerprint, saved_steps
 from train.config import LaterPhase
 from train.step import Trainer

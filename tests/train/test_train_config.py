@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_recipe import changed, tiny
 
 from laneformer import ConfigError, RopeScaling
+from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig, check_same_run, recorded
 
 

@@ -1,0 +1,102 @@
+"""What is told of an agent's run: a line per turn, where its time went, what other speeds would change, and the
+record.
+"""
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from typing import Any
+
+from infer.agent.client import Model
+from infer.agent.loop import FIRST, TESTS, WAITING, Run, Turn
+from infer.agent.task import Task
+from infer.roofline.agent import AgentTask, agent_table, usual_rates
+from infer.roofline.table import MEASURED, Column, Table
+
+SCHEMA = "laneformer.agent/1"
+
+
+def turn_line(turn: Turn, max_turns: int) -> str:
+    """As in "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s, tests 0.31 s"."""
+    reply, result = turn.reply, turn.outcome.verdict
+    if result != "passed" and turn.output:
+        result += f" ({turn.output.splitlines()[-1].strip()[:80]})"
+    tokens = "tokens unknown" if reply.tokens is None else f"{reply.tokens:,} tokens"
+    if reply.tokens is not None and reply.tokens > 1 and reply.decode:
+        tokens += f", {(reply.tokens - 1) / reply.decode:,.0f} tok/s"
+    queue = f"queue {reply.queue:.2f} s, " if reply.queue >= 0.005 else ""
+    cut = ", cut off at --max-new-tokens" if reply.finish_reason == "length" else ""
+    times = f"{queue}first token {1000 * reply.first:,.0f} ms, decode {reply.decode:.2f} s, tests {turn.tests:.2f} s"
+    return f"turn {turn.number}/{max_turns}: {result}; {tokens}, {times}{cut}"
+
+
+def split_table(run: Run, conditions: dict[str, Any]) -> Table:
+    """Where the wall time went."""
+    rows = [(name, seconds, 100 * seconds / run.wall) for name, seconds in run.split.items()]
+    columns = (Column("part"), Column("s", ",.2f", MEASURED), Column("%", ".1f", MEASURED))
+    server = conditions["server"] or {}
+    engine = (
+        f"; {server['model']}, backend {server['backend']}, {server['devices']} x {server['device']}" if server else ""
+    )
+    count = "an unknown number of" if run.tokens is None else f"{run.tokens:,}"
+    speed = "" if run.rate is None else f", {run.rate:,.0f} tok/s while decoding"
+    title = f"{run.task.name}: {run.verdict} after {len(run.turns)} turns, {count} tokens{speed}"
+    sampling = f"{conditions['mode']}, temperature {conditions['options']['temperature']:g}"
+    return Table(
+        "split",
+        title,
+        columns,
+        [*rows, ("together", run.wall, 100.0)],
+        f"measured at the client of {conditions['base_url']}, model {conditions['model']}{engine}; {sampling}, "
+        f"sandbox {conditions['sandbox']['level']}; tokens as the server counts them; "
+        "waiting: the server's queue where it tells, connections, files",
+    )
+
+
+def projection(run: Run) -> Table | None:
+    """What the same loop would take at other generation speeds; None where no speed is known."""
+    if run.rate is None:
+        return None
+    split, rounds = run.split, len(run.turns)
+    task = AgentTask(
+        tokens=run.tokens,
+        iterations=rounds,
+        tool_seconds=round((split[FIRST] + split[WAITING]) / rounds, 4),
+        test_seconds=round(split[TESTS] / rounds, 4),
+    )
+    return agent_table(task, {"this run": (run.rate, MEASURED)} | usual_rates())
+
+
+def conditions(
+    model: Model, judge_report: dict[str, Any], sandbox: dict[str, Any], options: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Without which the figures mean nothing."""
+    return {
+        "base_url": model.base_url,
+        "model": model.name,
+        "mode": model.mode,
+        "options": options,
+        "server": model.conditions,
+        **more,
+        "sandbox": sandbox,
+        "limits": judge_report,
+        "measured_at": "client",
+        "software": {"openai": importlib.metadata.version("openai"), "python": platform.python_version()},
+    }
+
+
+def record(run: Run, told: dict[str, Any], task: Task) -> dict[str, Any]:
+    """For JSON; times in seconds."""
+    projected = projection(run) if run.turns else None
+    return {
+        "schema": SCHEMA,
+        "verdict": run.verdict,
+        "task": {"name": task.name, "sha256": task.sha256, "tests": list(task.tests)},
+        "conditions": told,
+        "wall": run.wall,
+        "split": run.split,
+        "tokens": run.tokens,
+        "tokens_per_second": run.rate,
+        "turns": [asdict(turn) for turn in run.turns],
+        "projected": projected.record() if projected else None,
+    }

@@ -1,0 +1,87 @@
+"""The machine and the programs that a figure was measured with."""
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jax
+import jaxlib
+import numpy as np
+
+from infer.engine.backend import device_name
+
+ROOT = Path(__file__).resolve().parents[1]
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+
+
+def on_host() -> bool:
+    """Whether JAX's devices are the host's processor, however many it was split into."""
+    return jax.default_backend() == "cpu"
+
+
+def hardware() -> dict:
+    """What is known of host and accelerators beside their name and number; None where nobody says."""
+    gpu = {} if on_host() else _nvidia()
+    return {
+        "host_cpu": device_name(jax.devices("cpu")[0]),
+        "host_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "interconnect": None,
+        "driver": gpu.get("driver"),
+        "power_cap_w": gpu.get("power_cap_w"),
+        "clocks": _cpu_clocks() if on_host() else gpu.get("clocks"),
+    }
+
+
+def software() -> dict:
+    """Versions; the commit is that of this source tree, None outside of a git repository."""
+    inside = _said("git", "-C", str(ROOT), "rev-parse", "--show-toplevel") == str(ROOT)
+    changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") if inside else None
+    return {
+        "git_sha": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") if inside else None,
+        "dirty": None if changed is None else bool(changed),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "python": platform.python_version(),
+        "os": platform.platform(),
+    }
+
+
+def utc_now() -> str:
+    """Date and time."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _nvidia() -> dict:
+    """Driver, power cap and clocks of the first NVIDIA GPU; {} without its tool."""
+    fields = "driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+    line = _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0")
+    try:
+        driver, cap, sm, most, memory = (word.strip() for word in (line or "").split(","))
+    except ValueError:
+        return {}
+    watts = float(cap) if cap.replace(".", "", 1).isdigit() else None
+    return {
+        "driver": driver,
+        "power_cap_w": watts,
+        "clocks": f"SM {sm} of {most} MHz, memory {memory} MHz, after the runs",
+    }
+
+
+def _cpu_clocks() -> str | None:
+    try:
+        return f"governor {GOVERNOR.read_text(encoding='utf-8').strip()}"
+    except OSError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    """What a program printed; None if it is not there or failed."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return done.stdout.strip() if done.returncode == 0 else None

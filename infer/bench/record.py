@@ -1,0 +1,237 @@
+"""Records of measurements: made from runs, written to files with the raw times beside them, and read back."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from infer.bench import latency
+from infer.bench.latency import Measured
+from infer.bench.machine import hardware, on_host, software, utc_now
+from infer.bench.schema import RANDOM, SCHEMA, check
+from laneformer.errors import InputError
+from laneformer.parameters import parameter_count, parameters_per_token
+
+SUSTAINED = 1000  # output tokens from which a rate is a sustained one
+HOST, KERNEL = "engine_host", "kernel"  # where the clock stands
+
+
+def make_record(
+    measured: Measured,
+    *,
+    random_weights: bool,
+    bandwidth_spec: float | None = None,
+    beside: Measured | None = None,
+    notes: Sequence[str] = (),
+) -> dict:
+    """A complete record. bandwidth_spec: bytes per second of one device, as its maker says. beside: runs of the same
+    prompts elsewhere.
+    """
+    record = {
+        "schema": SCHEMA,
+        "kind": "decode_latency",
+        "status": "measured",
+        "conditions": conditions(measured, random_weights, bandwidth_spec),
+        "metrics": metrics(measured, bandwidth_spec),
+        "correctness": _correctness(measured, beside),
+        "raw": None,
+        "notes": [*_notes(measured, random_weights), *notes],
+    }
+    check(record)
+    return record
+
+
+def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float | None) -> dict:
+    """Everything that the figures depend on."""
+    engine, case, memory = measured.engine, measured.case, measured.memory
+    config, said = engine.config, engine.conditions
+    bandwidths = [run.bandwidth for run in measured.runs if run.bandwidth is not None]
+    groups = np.concatenate([run.counts[1:] for run in measured.runs])
+    return {
+        "model": {
+            "name": engine.name,
+            "config_sha256": hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest(),
+            "weights": RANDOM if random_weights else f"checkpoint:{engine.name}",
+            "params_total": parameter_count(config),
+            "params_streamed": parameters_per_token(config),
+            "weight_bytes_per_token": latency.weight_bytes(engine),
+            "layout": config.layout,
+            "lanes": config.num_lanes,
+        },
+        "precision": {
+            "stored": said["stored_dtype"],
+            "weights": said["weights_dtype"],
+            "activations": said["compute_dtype"],
+            "kv_cache": said["kv_dtype"],
+            "accumulate": engine.precision.accumulate,
+            "matmul_flag": (
+                None if engine.backend != "xla" else "highest" if said["compute_dtype"] == "float32" else "default"
+            ),
+        },
+        "batch_size": 1,
+        "concurrency": 1,
+        "speculative": False,
+        "quantized": False,
+        "pruned": False,
+        "prompt_tokens": case.prompt_tokens,
+        "output_tokens": case.output_tokens,
+        "context_mean": latency.mean_context(case),
+        "sliding_window": config.sliding_window if any(config.layer_windows) else None,
+        "prompts": f"random token ids, seed {case.sampling.seed}",
+        "sampling": asdict(case.sampling),
+        "ignore_eos": True,
+        "parallelism": {
+            "kind": config.layout,
+            "devices": said["devices"],
+            "delay": config.broadcast_delay if config.layout == "laneformer" else None,
+            "exchanges": config.schedule.num_reductions,
+            "exposed": len(config.schedule.exposed),
+        },
+        "engine": said,
+        "tokens_per_dispatch": {
+            "asked": case.tokens_per_dispatch,
+            "median": float(np.median(groups)),
+            "max": int(groups.max()),
+        },
+        "measurement_point": HOST,
+        "hardware": {
+            "device": said["device"],
+            "count": said["devices"],
+            "memory_bw_spec_Bps": bandwidth_spec,
+            "memory_bw_effective_Bps": float(np.median(bandwidths)) if bandwidths else None,
+            "effective_source": memory.source if bandwidths else None,
+            **hardware(),
+        },
+        "software": software(),
+        "warmup_runs": case.warmup_runs,
+        "measured_runs": len(measured.runs),
+        "compile_s": {"cold": measured.first_request, "cached": measured.second_request},
+        "other_load": {"loadavg_before": list(measured.load_before), "loadavg_after": list(measured.load_after)},
+        "date_utc": utc_now(),
+    }
+
+
+def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
+    """Every figure."""
+    engine, case, runs = measured.engine, measured.case, measured.runs
+    num_bytes = latency.bytes_per_token(engine, case)
+    rates, totals = [run.rate for run in runs], [run.seconds for run in runs]
+    gaps = [gaps for run in runs if (gaps := run.gaps) is not None]
+    peaks = [found for run in runs if (found := latency.peak(run.arrivals, run.counts)) is not None]
+    peak, peak_tokens = max(peaks, default=(None, None))
+    devices = 1 if on_host() else engine.conditions["devices"]
+    return {
+        "ttft_ms": latency.summary([1e3 * run.arrivals[0] for run in runs]),
+        "itl_us": (
+            {"point": HOST if engine.session is None else KERNEL, **latency.summary(1e6 * np.concatenate(gaps))}
+            if gaps
+            else None
+        ),
+        "group_us": _groups(runs),
+        "ici_us": None,
+        "queue_ms": None,
+        "e2e_ms": latency.summary([1e3 * total for total in totals]),
+        "e2e_tps": {
+            "median": float(np.median([case.output_tokens / total for total in totals])),
+            "min": case.output_tokens / max(totals),
+        },
+        "decode_tps": {
+            "sustained_median": float(np.median(rates)),
+            "sustained_min": min(rates),
+            "window_tokens": case.output_tokens - 1,
+            "samples": rates,
+            "peak": peak,
+            "peak_window_tokens": peak_tokens,
+        },
+        "mbu": {
+            "peak_spec": (
+                None
+                if bandwidth_spec is None
+                else latency.share([num_bytes * rate / (devices * bandwidth_spec) for rate in rates])
+            ),
+            "effective": latency.share(
+                [num_bytes * run.rate / run.bandwidth for run in runs if run.bandwidth is not None]
+            ),
+            "read_pass": latency.share([run.read_pass * run.rate for run in runs if run.read_pass is not None]),
+            "bytes_per_token": num_bytes,
+        },
+    }
+
+
+def _groups(runs: Sequence[latency.Run]) -> dict | None:
+    """Between arrivals of groups of tokens; None where every token came alone."""
+    if all((run.counts == 1).all() for run in runs):
+        return None
+    gaps = 1e6 * np.concatenate([np.diff(run.arrivals) for run in runs])
+    counts = np.concatenate([run.counts[1:] for run in runs])
+    return {"point": HOST, "per_token_p50": float(np.median(gaps / counts)), **latency.summary(gaps)}
+
+
+def _correctness(measured: Measured, beside: Measured | None) -> dict:
+    if beside is None:
+        return {"matches_reference": None, "method": "not compared"}
+    first = latency.first_difference(measured.runs, beside.runs)
+    found = "all equal" if first is None else f"the first {first} of each equal, not all"
+    method = f"tokens of {len(beside.runs)} runs beside those of backend {beside.engine.backend}: {found}"
+    return {"matches_reference": first is None, "method": method}
+
+
+def _notes(measured: Measured, random_weights: bool) -> list[str]:
+    case, session = measured.case, measured.engine.session
+    notes = []
+    if random_weights:
+        notes.append("random weights: speeds are those of the architecture, the text means nothing")
+    if case.output_tokens < SUSTAINED:
+        notes.append(
+            f"{case.output_tokens} output tokens: fewer than the {SUSTAINED:,} from which a rate counts as sustained"
+        )
+    if measured.memory.unavailable:
+        notes.append(f"no effective bandwidth: {measured.memory.unavailable}")
+    if session is not None:
+        notes.append(
+            "mbu.read_pass: time in which the workers read one token's weights and do nothing else, over the time of a"
+            " token; keys and values are not in it"
+        )
+    if on_host() and measured.engine.conditions["devices"] > 1:
+        notes.append(f"the {measured.engine.conditions['devices']} devices are parts of one processor")
+    return notes
+
+
+def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> None:
+    """The records as a JSON list, and all times of their runs in a .npz beside it, whose hash they get."""
+    raw = path.with_suffix(".npz")
+    arrays, prefixes = {}, []
+    for n, one in enumerate(measured):
+        prefixes.append(f"{n}.{one.engine.backend}.{one.case.prompt_tokens}.")
+        for i, run in enumerate(one.runs):
+            name = f"{prefixes[-1]}run{i}."
+            arrays |= {f"{name}arrivals_s": run.arrivals, f"{name}tokens": run.counts}
+            known = {
+                "gaps_us": None if run.gaps is None else 1e6 * run.gaps,
+                "bandwidth_Bps": run.bandwidth,
+                "read_pass_s": run.read_pass,
+            }
+            arrays |= {f"{name}{key}": np.asarray(value) for key, value in known.items() if value is not None}
+    np.savez(raw, **arrays)
+    digest = hashlib.sha256(raw.read_bytes()).hexdigest()
+    for record, prefix in zip(records, prefixes, strict=True):
+        record["raw"] = {"path": raw.name, "sha256": digest, "prefix": prefix}
+        check(record)
+    path.write_text(json.dumps(list(records), indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a file, one or a list of them. Raises InputError for a record that is not complete."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    records = content if isinstance(content, list) else [content]
+    if not records:
+        raise InputError(f"{path} holds no record")
+    for n, record in enumerate(records):
+        check(record, f"{path}, record {n + 1}" if len(records) > 1 else str(path))
+    return records

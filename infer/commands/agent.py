@@ -1,0 +1,229 @@
+"""python -m infer agent: lets a model work on a task with tests until they pass, and tells where the time went."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from infer.agent.client import Model, OwnServer
+from infer.agent.loop import Run, Turn, Workspace, check_start, solve
+from infer.agent.report import conditions, projection, record, split_table, turn_line
+from infer.agent.task import Task, load_task
+from infer.engine.options import Compute, Dtype
+from infer.evaluate.scoring import Judge
+from laneformer.errors import ConfigError
+
+KEY = "OPENAI_API_KEY"
+RUNS = Path("runs/agent")
+SERVING = ("backend", "devices", "threads", "lanes", "dtype", "compute")  # options that `infer serve` has too
+
+Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Let a model solve a task: it writes code, the tests run in the sandbox, it reads what failed, and writes again.
+    The exit code is 0 if the tests pass in the end, else 1. docs/agent.md has the details.
+    """
+
+    task: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TASK_DIR")]]
+    """Folder with task.md, files to start from and tests (test*.py). Nothing in it is changed."""
+    base_url: str = ""
+    """Server that speaks OpenAI's protocol, as in http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """Model of that server; by default the only one it has."""
+    api_key: str = ""
+    """Key for that server; the environment variable OPENAI_API_KEY does the same, and does not show in lists of
+    processes.
+    """
+    checkpoint: str = ""
+    """Or start our own server for this: HF folder, training run, or a recipe as `python -m train` takes it, which gets
+    random weights.
+    """
+    mode: Literal["auto", "chat", "completion"] = "auto"
+    """chat: the model is asked in messages. completion: it continues a text. auto: chat, unless our server says that
+    the model cannot.
+    """
+    max_turns: int = 6
+    """Rounds of writing and testing at most."""
+    max_new_tokens: int = 1024
+    """Tokens of an answer at most."""
+    temperature: float = 0.0
+    """Of the sampling; 0 takes the most likely token each time."""
+    seed: Integer = None
+    """Of the sampling, for servers that take one."""
+    test_seconds: float = 60.0
+    """CPU time that the tests get, on a machine of nominal speed."""
+    timeout: float = 600.0
+    """Seconds for an answer at most."""
+    sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
+    """How the tests are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
+    limits; only inside a virtual machine.
+    """
+    workspace: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """New folder for the copy that the model works on (files), the transcript and the record; by default one in
+    runs/agent.
+    """
+    json: File = None
+    """Record of the run; by default record.json in the workspace."""
+    backend: str = "auto"
+    """With --checkpoint: cuda, hip, cpu or xla; auto takes the first of them that is available."""
+    devices: int = 1
+    """With --checkpoint: devices that the lanes are spread over; where there is no GPU the CPU is split into as many.
+    """
+    threads: Integer = None
+    """With --checkpoint: worker threads of backend cpu; by default one per core that this process may use."""
+    lanes: Integer = None
+    """With --checkpoint: cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
+    dtype: Dtype = None
+    """With --checkpoint: convert the weights; without it they stay as stored."""
+    compute: Compute = None
+
+
+def run(options: Options) -> int:
+    check(options)
+    task = load_task(options.task)
+    folder = find_workspace(options, task)
+    with contextlib.ExitStack() as stack:
+        stack.callback(
+            signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt)
+        )  # ends servers and programs too
+        if options.base_url:  # first: it takes no time
+            key = options.api_key or os.environ.get(KEY) or "none"
+            model = Model(options.base_url, key, options.model, options.mode, options.timeout)
+        judge = stack.enter_context(Judge(options.sandbox, workers=1))
+        workspace = Workspace(task, folder / "files")
+        check_start(workspace, judge, options.test_seconds)
+        if options.checkpoint:  # last: it takes long
+            model = own_model(options, folder, stack)
+        return work(options, task, workspace, model, judge, folder)
+
+
+def check(options: Options) -> None:
+    """Raises ConfigError for what cannot be meant."""
+    if bool(options.base_url) == bool(options.checkpoint):
+        raise ConfigError("give either --base-url, a server's, or --checkpoint, which starts our own")
+    defaults = {name: Options.__dataclass_fields__[name].default for name in SERVING}
+    given = [name for name in SERVING if getattr(options, name) != defaults[name]]
+    if options.base_url and given:
+        raise ConfigError(f"--{given[0]} goes with --checkpoint: a server that runs has its own")
+    if options.checkpoint and (options.model or options.api_key):
+        raise ConfigError(
+            f"--{'model' if options.model else 'api-key'} goes with --base-url: our own server has one model and its"
+            " own key"
+        )
+    for name, least in (("max_turns", 1), ("max_new_tokens", 1), ("temperature", 0)):
+        if not getattr(options, name) >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
+    for name in ("test_seconds", "timeout"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give seconds, more than 0")
+
+
+def find_workspace(options: Options, task: Task) -> Path:
+    """Where a new folder can be made, outside of the task. Raises ConfigError for one that holds files, or lies in the
+    task.
+    """
+    folder = options.workspace
+    if folder is None:
+        number = 1
+        while (folder := RUNS / f"{task.name}-{number}").exists():
+            number += 1
+    if folder.resolve().is_relative_to(options.task.resolve()):
+        raise ConfigError(f"--workspace {folder} lies in the task's folder, which stays as it is: name another")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--workspace {folder} is there already: name a new folder")
+    return folder
+
+
+def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Model:
+    """The checkpoint on a server of our own, which lives as long as `stack`."""
+    given = [(name, getattr(options, name)) for name in SERVING]
+    args = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
+    args += ["--checkpoint", options.checkpoint, "--timeout", f"{options.timeout:g}"]
+    server = stack.enter_context(OwnServer(args, folder / "server.log"))
+    print(f"loading {options.checkpoint} (log in {folder / 'server.log'})", file=sys.stderr)
+    return Model(server.wait(), server.key, "", options.mode, options.timeout)
+
+
+def work(options: Options, task: Task, workspace: Workspace, model: Model, judge: Judge, folder: Path) -> int:
+    """The loop, with its transcript and its record; the exit code."""
+    asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
+    asked |= {} if options.seed is None else {"seed": options.seed}
+    described = conditions(
+        model, judge.report, judge.sandbox.report, asked, max_turns=options.max_turns, test_seconds=options.test_seconds
+    )
+    found, path = Run(task), options.json or folder / "record.json"
+    print(f"{task.name}: {model.name} at {model.base_url}, {model.mode}", file=sys.stderr)
+    live = Live(options.max_turns)
+    with (folder / "transcript.jsonl").open("w", encoding="utf-8") as transcript:
+
+        def told(turn: Turn, prompt: Any) -> None:
+            line = {
+                "turn": turn.number,
+                "prompt": prompt,
+                "answer": turn.reply.text,
+                "written": turn.written,
+                "notes": turn.notes,
+                "verdict": turn.outcome.verdict,
+                "output": turn.output,
+            }
+            transcript.write(json.dumps(line, ensure_ascii=False) + "\n")
+            transcript.flush()
+            live.end(turn_line(turn, options.max_turns))
+
+        try:
+            solve(
+                found,
+                workspace,
+                model,
+                judge,
+                max_turns=options.max_turns,
+                test_seconds=options.test_seconds,
+                options=asked,
+                progress=live.show,
+                told=told,
+            )
+        finally:
+            live.end()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(
+                json.dumps(record(found, described, task), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+    print(split_table(found, described).text())
+    if found.turns and (table := projection(found)) is not None:
+        print(f"\n{table.text()}")
+    print(f"record in {path}, files and transcript in {folder}", file=sys.stderr)
+    return {"passed": 0, "failed": 1}.get(found.verdict, 130)
+
+
+class Live:
+    """One line on standard error that follows the answer as it comes; on a terminal only."""
+
+    def __init__(self, turns: int):
+        self._turns, self._shown, self._next = turns, False, 0.0
+
+    def show(self, turn: int, characters: int) -> None:
+        if sys.stderr.isatty() and time.monotonic() >= self._next:
+            self._shown, self._next = True, time.monotonic() + 0.1
+            print(f"\r\x1b[Kturn {turn}/{self._turns}: {characters:,} characters", end="", file=sys.stderr, flush=True)
+
+    def end(self, line: str = "") -> None:
+        """In its place the finished line, if any."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr)
+            self._shown = False
+        if line:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

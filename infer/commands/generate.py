@@ -1,0 +1,218 @@
+"""python -m infer generate: continues a prompt, printing the text as it comes, then the speed with its conditions."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax.numpy as jnp
+import tyro
+
+from infer.bench.latency import weight_bytes
+from infer.engine.engine import Engine
+from infer.engine.generation import Generation, Result
+from infer.engine.job import show_log, speaks, take_devices
+from infer.engine.options import Compute, Distributed, Dtype
+from infer.sampling import Sampling
+from laneformer.errors import ConfigError, InputError
+from laneformer.parameters import kv_bytes_per_token
+from laneformer.precision import Precision
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Continue a prompt with a checkpoint. Text goes to standard output as it comes, everything else to
+    standard error.
+    """
+
+    checkpoint: Path
+    """HF folder (config.json + safetensors), training run, or one step of a run."""
+    prompt: str = ""
+    """Text to continue; - reads it from standard input."""
+    prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with the text to continue, UTF-8."""
+    prompt_ids: str = ""
+    """Token ids to continue, as in 1,2,3: for a checkpoint without tokenizer.json."""
+    max_new_tokens: int = 256
+    """Tokens to generate at most; the context ends it too."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
+    """How tokens are chosen (infer/sampling.py has the definition)."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End the text before this string; may be repeated."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-text token."""
+    backend: str = "auto"
+    """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there
+    to compare with.
+    """
+    devices: int = 1
+    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Worker threads of backend cpu; by default one per core that this process may use."""
+    lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
+    dtype: Dtype = None
+    """Convert the weights; without it they stay as stored."""
+    compute: Compute = None
+    top_logprobs: int = 0
+    """With --json: tell so many of the most likely tokens at each position, up to 20, with their log-probabilities."""
+    json: bool = False
+    """Print one JSON object at the end instead of the text as it comes."""
+
+
+def run(options: Options) -> int:
+    show_log()
+    if options.top_logprobs and not options.json:
+        raise ConfigError("--top-logprobs goes with --json")
+    prompt = read_prompt(options)
+    take_devices(options.devices, options.distributed)
+    engine = Engine.load(
+        options.checkpoint,
+        options.backend,
+        dtype=options.dtype,
+        devices=options.devices,
+        num_lanes=options.lanes,
+        precision=None if options.compute is None else Precision(compute=options.compute),
+        **({} if options.threads is None else {"threads": options.threads}),
+    )
+    compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
+    generation = engine.generate(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling,
+        stop_tokens=() if options.ignore_eos else None,
+        stop_strings=options.stop,
+        top_logprobs=options.top_logprobs,
+    )
+    try:
+        if not options.json:
+            stream(generation, prompt, engine.tokenizer is not None)
+        result = generation.result
+    except KeyboardInterrupt:
+        generation.cancel()
+        result = generation.result
+    if options.json:
+        print(json.dumps(report(engine, options, result, compiled), ensure_ascii=False))
+    else:
+        print(file=sys.stdout, flush=True)
+        if speaks():
+            print(summary(engine, options, result), file=sys.stderr)
+    return 130 if result.finish_reason == "cancelled" else 0
+
+
+def read_prompt(options: Options) -> str | list[int]:
+    """The text or the ids. Raises InputError when there is not exactly one of them."""
+    if sum(map(bool, (options.prompt, options.prompt_file, options.prompt_ids))) != 1:
+        raise InputError("give one of --prompt, --prompt-file and --prompt-ids")
+    if options.prompt_ids:
+        try:
+            return [int(word) for word in options.prompt_ids.split(",")]
+        except ValueError:
+            raise InputError(
+                f"--prompt-ids {options.prompt_ids}: write whole numbers with commas between them, as in 1,2,3"
+            ) from None
+    if options.prompt not in ("", "-"):
+        return options.prompt
+    name, source = ("standard input", sys.stdin.buffer) if options.prompt else (options.prompt_file, None)
+    try:
+        return (source.read() if source else options.prompt_file.read_bytes()).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{name} is not UTF-8 text: convert it, or give ids with --prompt-ids") from None
+
+
+def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
+    """Prints text, or ids where there is no tokenizer, as it comes; on a terminal after the prompt, dimmed."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of ending the run
+    if sys.stdout.isatty():
+        print(
+            f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True
+        )
+    for piece in generation.texts() if text else _ids(generation):
+        print(piece, end="", flush=True)
+
+
+def _ids(generation: Generation) -> Iterator[str]:
+    for n, token in enumerate(generation):
+        yield f"{',' if n else ''}{int(token)}"
+
+
+def summary(engine: Engine, options: Options, result: Result) -> str:
+    """One line: tokens, speed, and the conditions without which a speed means nothing."""
+    c = engine.conditions
+    ended = f"{result.finish_reason}{'' if result.stop_reason is None else f' {result.stop_reason!r}'}"
+    speed = (
+        "too few tokens for a rate"
+        if result.time_per_token is None
+        else f"{1 / result.time_per_token:,.1f} tokens/s sustained"
+    )
+    first = (
+        "no token"
+        if result.time_to_first_token is None
+        else f"first token after {1000 * result.time_to_first_token:.1f} ms"
+    )
+    weights = c["weights_dtype"] + (
+        f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else ""
+    )
+    weights += f", products in {c['compute_dtype']}" if c["compute_dtype"] != c["weights_dtype"] else ""
+    threads = f", {c['threads']} thread{'s' * (c['threads'] > 1)} ({c['instructions']})" if "threads" in c else ""
+    s = options.sampling
+    changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
+    chosen = ", ".join(
+        f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty"
+    )
+    sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
+    return (
+        f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | {c['model']}:"
+        f" {c['parameters']:,} parameters, weights {weights}; backend {c['backend']}{threads}, {c['devices']} x"
+        f" {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, context {c['context']}; {sampling}"
+    )
+
+
+def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
+    """Bytes read per token, at the answer's mean context, and the share of the time in which the backend's threads only
+    read as many.
+
+    The share is measured now, on backend cpu: what is missing to 1 is more than streaming. None where there is no rate.
+    """
+    if result.time_per_token is None:
+        return None
+    weights = weight_bytes(engine)
+    context = result.prompt_tokens + len(result.tokens) // 2
+    total = weights + kv_bytes_per_token(engine.config, context, jnp.dtype(engine.conditions["kv_dtype"]).itemsize)
+    if engine.session is None:
+        return total, None
+    passes = [engine.session.read_pass()]
+    while len(passes) < 3 or sum(passes) < 0.1:  # the fastest of many where the weights fit a cache
+        passes.append(engine.session.read_pass())
+    return total, total / weights * min(passes) / result.time_per_token
+
+
+def _reading(engine: Engine, result: Result) -> str:
+    if (read := reading(engine, result)) is None:
+        return ""
+    num_bytes, share = read
+    bound = "" if share is None else f", {share:.0%} of what its threads can read"
+    return f" ({num_bytes / 1e6:,.1f} MB per token, {num_bytes / result.time_per_token / 1e9:.1f} GB/s{bound})"
+
+
+def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
+    """For --json: everything the engine knows, times in seconds."""
+    num_bytes, share = reading(engine, result) or (None, None)
+    return {
+        **dataclasses.asdict(result),
+        "bytes_per_token": num_bytes,
+        "share_of_read_speed": share,
+        "conditions": {
+            **engine.conditions,
+            "sampling": dataclasses.asdict(options.sampling),
+            "ignore_eos": options.ignore_eos,
+        },
+        "warmup_seconds": compiled,
+    }

@@ -1,0 +1,185 @@
+"""python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, whose engine runs in a process of its
+own.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from infer.engine.options import Compute, Distributed, Dtype
+from laneformer.errors import ConfigError
+
+Optional = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+KEY = "LANEFORMER_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Serve a checkpoint over HTTP, in the forms of OpenAI's completions and chat completions. docs/serving.md has the
+    details.
+    """
+
+    checkpoint: str
+    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random
+    weights.
+    """
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than this machine's own need a key."""
+    port: int = 8000
+    """Port to listen on; 0 for any free one."""
+    model_name: str = ""
+    """What clients call the model; by default the name of the checkpoint's folder."""
+    api_key_file: File = None
+    """File with the key that clients must send; the environment variable LANEFORMER_API_KEY does the same."""
+    insecure: bool = False
+    """Listen on --host without a key: whoever reaches it may use it."""
+    allowed_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Answer requests for this host name too, besides localhost and IP addresses; may be repeated."""
+    chat_template: File = None
+    """Chat template (Jinja) instead of the checkpoint's."""
+    max_waiting: int = 16
+    """Requests that may wait while one is answered; more are refused."""
+    timeout: float = 120.0
+    """Seconds for a request, its time in the queue included."""
+    stream_interval_ms: float = 0.0
+    """Milliseconds between two events of a stream at least: fewer and larger ones."""
+    backend: str = "auto"
+    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
+    devices: int = 1
+    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
+    distributed: Distributed = False
+    threads: Optional = None
+    """Worker threads of backend cpu; by default one per core that this process may use."""
+    lanes: Optional = None
+    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
+    dtype: Dtype = None
+    """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
+    compute: Compute = None
+    tokens_per_dispatch: Optional = None
+    """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's
+    choice.
+    """
+
+
+def run(options: Options) -> int:
+    try:
+        import uvicorn
+
+        from infer.serve.application import Api
+        from infer.serve.engine import EngineProcess, Limits
+        from infer.serve.guard import is_loopback
+        from infer.serve.metrics import Metrics
+        from infer.serve.worker import EngineOptions, follow
+    except ImportError as error:
+        raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
+    check(options)
+    engine_options = EngineOptions(
+        options.checkpoint,
+        options.backend,
+        options.dtype,
+        options.compute,
+        options.devices,
+        options.distributed,
+        options.lanes,
+        options.threads,
+        None if options.chat_template is None else str(options.chat_template),
+    )
+    if options.distributed and not _is_first():
+        return follow(engine_options)
+    key = read_key(options)
+    if key is None and not is_loopback(options.host) and not options.insecure:
+        raise ConfigError(
+            f"--host {options.host}: others could reach it: set a key with {KEY} or --api-key-file, or say --insecure"
+        )
+    listening = listen(options.host, options.port)
+    logging.basicConfig(format="%(message)s", force=True)  # also where an imported library has set one up
+    logging.getLogger("infer").setLevel(logging.INFO)
+    metrics = Metrics()
+    limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
+    engine = EngineProcess(engine_options, limits, metrics, end=lambda: setattr(server, "should_exit", True))
+    name = options.model_name or Path(options.checkpoint.rsplit(":", 1)[-1]).absolute().name
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            engine.close()  # first: streams that go on would be waited for
+            await super().shutdown(sockets)
+
+    app = Api(engine, metrics, name, options.stream_interval_ms / 1000).app(key, {options.host, *options.allowed_host})
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+        )
+    )
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # uvicorn ends in good order, and then raises what it was ended with once more
+        signal.signal(number, lambda *_: None)
+    host, port = listening.getsockname()[:2]
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}", file=sys.stderr, flush=True)
+    asyncio.run(server.serve([listening]))
+    if engine.failure is not None:
+        raise ConfigError(engine.failure)
+    print("stopped", file=sys.stderr)
+    return 0
+
+
+def _is_first() -> bool:
+    """Whether this process of the job is the one that clients talk to."""
+    from laneformer.mesh import job_index  # has JAX, which the web process does without
+
+    return job_index() == 0
+
+
+def check(options: Options) -> None:
+    """Raises ConfigError for what would fail only with the first request, or cannot be meant."""
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port {options.port}: give a number from 1 to 65535, or 0 for any free port")
+    for name, least in (("max_waiting", 0), ("devices", 1), ("stream_interval_ms", 0), ("tokens_per_dispatch", 1)):
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    if not 0 < options.timeout < float("inf"):
+        raise ConfigError(f"--timeout {options.timeout}: give seconds, more than 0")
+
+
+def read_key(options: Options) -> str | None:
+    """The key that clients must send. Raises ConfigError for one that is none."""
+    if options.api_key_file is not None and KEY in os.environ:
+        raise ConfigError(f"give either --api-key-file or {KEY}, not both")
+    if options.api_key_file is not None:
+        key, source = (
+            options.api_key_file.read_text(encoding="utf-8", errors="replace").strip(),
+            str(options.api_key_file),
+        )
+    elif KEY in os.environ:
+        key, source = os.environ[KEY], KEY
+    else:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{source} holds no key: write one of printable ASCII characters without spaces")
+    return key
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on the address, before anything is loaded. Raises ConfigError."""
+    try:
+        return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}: choose another address or port") from None

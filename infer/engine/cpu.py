@@ -1,0 +1,73 @@
+"""The CPU backend: the persistent decode kernel of custom_calls, which generates a whole answer, prompt included, in
+one call.
+"""
+
+import jax
+
+import custom_calls
+from custom_calls import Session
+from infer.engine.backend import Source, device_name
+from infer.engine.native import NativeBackend, kernel_shapes, pack
+from laneformer.errors import ConfigError
+from laneformer.rotary import rotary_frequencies
+
+
+class CpuBackend(NativeBackend):
+    """Worker threads, each with its weights packed in the order in which it reads them."""
+
+    name = "cpu"
+    patience = 0.05  # the host looks on a core that computes, and finds its own code pushed out of the caches
+
+    @classmethod
+    def unavailable(cls, source: Source) -> str | None:
+        platform = jax.default_backend() if source.mesh is None else source.mesh.devices.flat[0].platform
+        precision = source.precision
+        if platform != "cpu":
+            return f"JAX's devices here are {platform}: use backend xla, or set JAX_PLATFORMS=cpu"
+        if jax.process_count() > 1:
+            return "it runs in one process: use backend xla"
+        if (precision.stream, precision.accumulate) != ("float32", "float32"):
+            return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
+        return custom_calls.unavailable()
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        threads: int | None = None,
+        one_thread_per_lane: bool = False,
+        chaos_us: int = 0,
+        instructions: str | None = None,
+    ):
+        """The options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library
+        cannot be used.
+        """
+        self.source, config = source, source.config
+        try:
+            session = Session(
+                kernel_shapes(source),
+                config.schedule,
+                rope_frequencies=rotary_frequencies(config)[0],
+                windows=config.layer_windows,
+                threads=threads,
+                one_thread_per_lane=one_thread_per_lane,
+                chaos_us=chaos_us,
+                instructions=instructions,
+            )
+            pack(session, source)
+        except custom_calls.NativeError as error:
+            raise ConfigError(str(error)) from None
+        self._use(session)
+
+    @property
+    def conditions(self) -> dict:
+        shapes = self.session.shapes
+        return {
+            "weights_dtype": shapes.weight_dtype,
+            "compute_dtype": self.source.precision.compute,
+            "kv_dtype": shapes.cache_dtype,
+            "device": device_name(jax.devices("cpu")[0]),
+            "devices": 1 if self.source.mesh is None else self.source.mesh.size,
+            "threads": self.session.threads,
+            "instructions": self.session.instructions,
+        }

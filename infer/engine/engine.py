@@ -1,0 +1,320 @@
+"""The engine: a model, a backend that runs it, and a tokenizer; checks requests and starts generations."""
+
+import contextlib
+import inspect
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from custom_calls.processes import GroupError
+from custom_calls.session import Running
+from infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
+from infer.engine.cpu import CpuBackend
+from infer.engine.following import Leader, follow
+from infer.engine.generation import Generation
+from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
+from infer.engine.xla import XlaBackend
+from infer.sampling import Sampling
+from infer.text.tokenizer import Tokenizer
+from laneformer.checkpoint import read_config
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError, InputError
+from laneformer.mesh import make_mesh
+from laneformer.model import Laneformer, check_ids
+from laneformer.parameters import parameter_count
+from laneformer.precision import Precision
+
+log = logging.getLogger("infer")
+
+ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend
+    for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
+}
+NAMES = (
+    *ORDER,
+    CudaGraphBackend.name,
+    CudaOverlapBackend.name,
+)  # the last ones are to compare with: auto never takes them
+MOST_TOP_LOGPROBS = 20
+
+
+class Engine:
+    """Generates text with a model, one generation at a time.
+
+    engine = infer.Engine.load("checkpoints/mine")
+    for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
+        print(token.text, end="", flush=True)
+    """
+
+    def __init__(
+        self,
+        model: Laneformer | Source,
+        backend: str = "auto",
+        *,
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
+        **options: Any,
+    ):
+        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` says
+        which.
+
+        name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/engine/cpu.py).
+        Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for options that
+        it does not have.
+        """
+        source = ModelSource(model) if isinstance(model, Laneformer) else model
+        chosen = _choose(backend, source)
+        for option, value in options.items():
+            if option not in inspect.signature(chosen).parameters:
+                raise ConfigError(f"{option} = {value!r}: backend {chosen.name} has no such option")
+        self._backend = chosen(source, **options)
+        self.tokenizer, self.name = tokenizer, name
+        self._running: weakref.ref[Generation] | None = None
+        self._leader: Leader | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        backend: str = "auto",
+        *,
+        dtype=None,
+        devices: int = 1,
+        num_lanes: int | None = None,
+        precision: Precision | None = None,
+        **options: Any,
+    ) -> "Engine":
+        """An engine for a checkpoint and the tokenizer.json beside it, if there is one.
+
+        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: over how many
+        the lanes spread. backend, options: as above. Raises CheckpointError or ConfigError.
+        """
+        mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
+        source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+        tokenizer = Tokenizer.find(path, source.config.bos_token_id)
+        return cls(source, backend, tokenizer=tokenizer, name=Path(path).absolute().name, **options)
+
+    @property
+    def backend(self) -> str:
+        """The backend in use."""
+        return self._backend.name
+
+    @property
+    def model(self) -> Laneformer:
+        """The model as backend xla runs it; its weights may be replaced between generations. ConfigError on backends
+        that have none.
+        """
+        if not isinstance(self._backend, XlaBackend):
+            raise ConfigError(
+                f"backend {self.backend} keeps the weights in a form of its own: use laneformer.load, or backend xla"
+            )
+        return self._backend.model
+
+    @property
+    def session(self) -> Running | None:
+        """What the native backends keep in their library, for measurements: when each token was drawn. None on backend
+        xla.
+        """
+        return getattr(self._backend, "session", None)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self._backend.source.config
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that the backend was asked for."""
+        return self._backend.source.precision
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a measured speed depends on, apart from the request; belongs beside every figure."""
+        return {
+            "model": self.name,
+            "parameters": parameter_count(self.config),
+            "layout": self.config.layout,
+            "lanes": self.config.num_lanes,
+            "stored_dtype": self._backend.source.stored_dtype,
+            "backend": self.backend,
+            **self._backend.conditions,
+            "batch_size": 1,
+            "context": self.config.max_position_embeddings,
+        }
+
+    def encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        """The prompt as generate() takes it: token ids, int32 [n]. Raises InputError unless it leaves room for an
+        answer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError(
+                    "a text prompt needs a tokenizer.json beside the checkpoint: put it there, or give token ids"
+                )
+            ids = np.asarray(self.tokenizer.encode(prompt), np.int64)
+        else:
+            ids = np.asarray(prompt)
+        if ids.size == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"a prompt is a text or a list of token ids, not {ids.dtype} {list(ids.shape)}")
+        if ids.size >= self.config.max_position_embeddings:
+            raise InputError(
+                f"the prompt has {ids.size} tokens and the context {self.config.max_position_embeddings}: "
+                "shorten it so that there is room for an answer"
+            )
+        check_ids(self.config, ids[None])
+        return ids.astype(np.int32)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        stop_tokens: int | Iterable[int] | None = None,
+        stop_strings: str | Iterable[str] = (),
+        tokens_per_dispatch: int | None = None,
+        top_logprobs: int = 0,
+    ) -> Generation:
+        """Starts to generate; the tokens come from the returned iterator.
+
+        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, taken as they are.
+        max_new_tokens: by default as many as the context has room for. stop_tokens: by default the config's
+        eos_token_id; () for none; not handed out. stop_strings: the text ends before the first of them; they are looked
+        for in the answer's text, which special tokens are not in. tokens_per_dispatch: tokens between two looks of the
+        host, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens each token tells,
+        with their log-probabilities by the raw logits; up to 20.
+
+        Raises InputError for a prompt or a limit that cannot work, and while another generation of this engine runs.
+        """
+        accepted = time.perf_counter()
+        self._require_free()
+        prompt_n = self.encode(prompt)
+        room = self.config.max_position_embeddings - len(prompt_n)
+        limit = room if max_new_tokens is None else min(room, _whole("max_new_tokens", max_new_tokens))
+        if tokens_per_dispatch is not None:
+            tokens_per_dispatch = _whole("tokens_per_dispatch", tokens_per_dispatch)
+        top_logprobs = min(self.config.vocab_size, _whole("top_logprobs", top_logprobs, 0, MOST_TOP_LOGPROBS))
+        if not isinstance(sampling, Sampling):
+            raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
+        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        if not all(isinstance(string, str) and string for string in strings):
+            raise InputError(f"stop_strings = {strings!r}: give texts of at least one character")
+        if strings and self.tokenizer is None:
+            raise InputError("stop strings need the model's tokenizer, which was not found: give stop_tokens instead")
+        request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
+        if self._leader is not None:
+            self._leader.announce(request)
+        generation = Generation(self._backend, request, self.tokenizer, strings, accepted)
+        self._running = weakref.ref(generation)
+        return generation
+
+    def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
+        """Compiles what a request of that size runs, so that its times are those of the machine alone; returns the
+        seconds it took.
+
+        Prompts and caches come in a few sizes (powers of two); sampling settings, stop tokens and seeds need no
+        compilation.
+        """
+        began = time.perf_counter()
+        prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
+        same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs}
+        with self.generate(prompt, **same, stop_tokens=(), tokens_per_dispatch=1) as generation:
+            for _ in zip(range(2), generation, strict=False):  # the prefill's token and one of the decode loop
+                pass
+        return time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Within it the other processes of the job, which have called `follow`, generate whatever this one does; for
+        its first process.
+
+            if jax.process_index() == 0:
+                with engine.leading():
+                    ...  # engine.generate
+            else:
+                engine.follow()
+
+        What still runs at its end is cancelled. In it `generate` also raises custom_calls.processes.GroupError, when a
+        process is lost. In a job of one process there is nobody to lead.
+        """
+        self._leader = Leader(self._backend)
+        try:
+            yield
+        finally:
+            leader, self._leader = self._leader, None
+            if (running := self._running and self._running()) is not None:
+                running.cancel()
+                running.settle()
+            with contextlib.suppress(GroupError):  # who is lost cannot be told
+                leader.end()
+
+    def follow(self) -> None:
+        """Generates what the first process of the job does, until it leaves its `leading`. Raises GroupError if it has
+        gone.
+        """
+        follow(self._backend)
+
+    def _require_free(self) -> None:
+        running = self._running and self._running()
+        if running is None or running.finished:
+            return
+        if not running.cancelled:
+            raise InputError(
+                "this engine is still generating: take all of it, or call .cancel() on that generation, before the"
+                " next one"
+            )
+        running.settle()
+
+    def _stop_tokens(self, tokens: int | Iterable[int] | None) -> tuple[int, ...]:
+        if tokens is None:
+            return self.config.eos_token_id
+        tokens = (tokens,) if isinstance(tokens, int | np.integer) else tuple(tokens)
+        for token in tokens:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int | np.integer)
+                or not 0 <= token < self.config.vocab_size
+            ):
+                raise InputError(f"stop token {token!r}: give ids from 0 to {self.config.vocab_size - 1}")
+        return tuple(int(token) for token in tokens)
+
+
+def _choose(name: str, source: Source) -> type[Backend]:
+    """The backend of that name, or the first that can run the model."""
+    if name not in ("auto", *NAMES):
+        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(NAMES)}")
+    reasons = {
+        known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES
+    }
+    able = [known for known in NAMES if reasons[known] is None]
+    if name == "auto":
+        for known in ORDER[: ORDER.index(able[0])]:
+            log.debug("backend %s: %s", known, reasons[known])
+        log.info("backend %s (auto)", able[0])
+        return BACKENDS[able[0]]
+    if reasons[name] is not None:
+        raise ConfigError(
+            f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of"
+            " them"
+        )
+    return BACKENDS[name]
+
+
+def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or value < least
+        or (most is not None and value > most)
+    ):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} = {value!r}: give a whole number {allowed}")
+    return int(value)

@@ -1,0 +1,242 @@
+"""A running generation: an iterator of tokens that ends with a result."""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from infer.engine.backend import Backend, Request
+from infer.text.stop_strings import StopStrings
+from infer.text.tokenizer import Detokenizer, Tokenizer
+from laneformer.errors import CheckpointError
+
+
+class Token(int):
+    """A token id, with what is known of it."""
+
+    text: str
+    """The text that became printable with it: "" while a character or a possible stop string is incomplete, or without
+    tokenizer.
+    """
+    logprob: float
+    """Natural log of the probability the model gave it (of the raw logits, whatever the sampling settings)."""
+    time: float
+    """Seconds from the acceptance of the request to its arrival on the host."""
+    top_logprobs: tuple[tuple[int, float], ...]
+    """The most likely tokens here and their log-probabilities, as many as were asked for, the most likely first."""
+
+    def __new__(
+        cls,
+        token: int,
+        text: str = "",
+        logprob: float = 0.0,
+        time: float = 0.0,
+        top_logprobs: tuple[tuple[int, float], ...] = (),
+    ):
+        self = super().__new__(cls, token)
+        self.text, self.logprob, self.time, self.top_logprobs = text, logprob, time, top_logprobs
+        return self
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished generation. Times in seconds, on the host, from the acceptance of the request."""
+
+    tokens: tuple[int, ...]
+    """The ids that were handed out; a stop token is not among them, those of a stop string are."""
+    text: str
+    """Their text up to the stop string ("" without tokenizer)."""
+    finish_reason: Literal["stop", "length", "cancelled"]
+    stop_reason: int | str | None
+    """The stop token or stop string that ended it."""
+    prompt_tokens: int
+    logprobs: tuple[float, ...]
+    """Of each token."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    """Of each token; () where none were asked for."""
+    time_to_first_token: float | None
+    """Until the first token drawn, a stop token included, was on the host: tokenizing, prefill and the first draw."""
+    prefill_time: float | None
+    """The part of it after tokenizing and checks, in the backend."""
+    token_times: tuple[float, ...]
+    """Of each token; tokens of one dispatch arrive together."""
+    time_per_token: float | None
+    """Sustained: from the first token to the last dispatch, over the tokens drawn in between. None with fewer than two.
+    """
+    total_time: float
+    """Until the last dispatch; time that the caller took between tokens is in it."""
+    tokens_per_dispatch: tuple[int, ...]
+    """Tokens drawn in each dispatch, a stop token and what was drawn after a stop string included."""
+
+
+class Generation(Iterator[Token]):
+    """Yields `Token`s as they come; made by `Engine.generate`.
+
+    `list(generation)` are the ids. Afterwards `.result` has text, reason and timings; asked for earlier, it runs the
+    generation to its end. `.cancel()` ends it, from any thread; so do leaving a `with` block and dropping the last
+    reference. The texts of the tokens joined are the result's text, but for what was held back when the end came after
+    the last token had been handed out: `texts()` has that too.
+
+    KeyboardInterrupt while waiting for a token ends the generation as cancelled and is raised on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stop_strings: tuple[str, ...],
+        accepted: float,
+    ):
+        """accepted: time.perf_counter() when the request came."""
+        self._request, self._accepted = request, accepted
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt)
+        self._stops = StopStrings(stop_strings)
+        self._ready: deque[Token] = deque()
+        self._given: list[Token] = []
+        self._dispatches: list[tuple[int, float]] = []  # tokens drawn, arrival
+        self._end: tuple[Literal["stop", "length"], int | str | None] | None = None
+        self._tail = ""
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._checked = time.perf_counter() - accepted
+        self._chunks = backend.start(request)
+
+    @property
+    def result(self) -> Result:
+        """The result, after running to the end if need be."""
+        for _ in self:
+            pass
+        return self._result
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more can come; the engine is then free."""
+        return self._result is not None or self._error is not None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was told to end; it may not have finished yet."""
+        return self._request.cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ends the generation: at once, or, while another thread waits for a token, with the dispatch that is
+        running.
+        """
+        self._request.cancelled.set()
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self.finished:
+                    self._finish()
+            finally:
+                self._lock.release()
+
+    def texts(self) -> Iterator[str]:
+        """The text as it becomes printable; the pieces joined are `result.text`."""
+        for token in self:
+            if token.text:
+                yield token.text
+        rest = self.result.text[sum(len(token.text) for token in self._given) :]
+        if rest:
+            yield rest
+
+    def settle(self) -> None:
+        """Waits until a cancelled generation has ended."""
+        with self._lock:
+            if not self.finished:
+                self._finish()
+
+    def __next__(self) -> Token:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._result is None:
+                try:
+                    while not self._ready and self._end is None and not self.cancelled:
+                        chunk = next(self._chunks, None)
+                        if chunk is None:  # cancelled meanwhile
+                            break
+                        self._take(chunk)
+                    if self._ready and not self.cancelled:
+                        self._given.append(self._ready.popleft())
+                        return self._given[-1]
+                except KeyboardInterrupt:
+                    self._request.cancelled.set()
+                    self._finish()
+                    raise
+                except BaseException as error:
+                    self._error = error
+                    self._chunks.close()
+                    raise
+                self._finish()
+            raise StopIteration(self._result)
+
+    def _take(self, chunk) -> None:
+        """Turns a chunk into ready tokens, up to the end if it is in there."""
+        now = time.perf_counter() - self._accepted
+        drawn = sum(count for count, _ in self._dispatches)
+        self._dispatches.append((len(chunk.tokens), now))
+        for token, logprob, top in zip(*chunk, strict=True):
+            if math.isnan(logprob):
+                position = len(self._request.prompt) + drawn
+                raise CheckpointError(
+                    f"the model's output at position {position} is not a number: its weights are damaged, or too large"
+                    " for their dtype (a checkpoint made for bfloat16 overflows in float16: load it with"
+                    " dtype='bfloat16' or 'float32')"
+                )
+            drawn += 1
+            if token in self._request.stop_tokens:
+                self._end = ("stop", token)
+                break
+            text = "" if self._detokenizer is None else self._stops.add(self._detokenizer.add(token))
+            self._ready.append(Token(token, text, logprob, now, tuple(top)))
+            if self._stops.found is not None:
+                self._end = ("stop", self._stops.found)
+                break
+            if drawn == self._request.limit:
+                self._end = ("length", None)
+        if self._end is not None:
+            self._flush()
+
+    def _flush(self) -> None:
+        """What was held back goes with the last token if that is still here."""
+        if self._detokenizer is not None:
+            self._tail = self._stops.add(self._detokenizer.flush()) + self._stops.flush()
+        if self._ready:
+            self._ready[-1].text += self._tail
+            self._tail = ""
+
+    def _finish(self) -> None:
+        """Writes the result from what was handed out; tokens that were not are dropped if it was cancelled."""
+        self._chunks.close()
+        reason, stop_reason = self._end or ("cancelled", None)
+        if self._ready:
+            reason, stop_reason = "cancelled", None
+        given, arrivals = self._given, self._dispatches
+        later = sum(count for count, _ in arrivals[1:])
+        self._result = Result(
+            tokens=tuple(int(token) for token in given),
+            text="".join(token.text for token in given) + ("" if self._ready else self._tail),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_tokens=len(self._request.prompt),
+            logprobs=tuple(token.logprob for token in given),
+            top_logprobs=tuple(token.top_logprobs for token in given) if self._request.top_logprobs else (),
+            time_to_first_token=arrivals[0][1] if arrivals else None,
+            prefill_time=arrivals[0][1] - self._checked if arrivals else None,
+            token_times=tuple(token.time for token in given),
+            time_per_token=(arrivals[-1][1] - arrivals[0][1]) / later if later else None,
+            total_time=arrivals[-1][1] if arrivals else time.perf_counter() - self._accepted,
+            tokens_per_dispatch=tuple(count for count, _ in arrivals),
+        )
+        self._ready.clear()
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.cancel()

@@ -1,0 +1,172 @@
+"""The GPU backends: the persistent decode kernel of custom_calls on NVIDIA and AMD, one launch for a whole answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import custom_calls
+from custom_calls.build import BuildError
+from custom_calls.gpu_build import compiler
+from custom_calls.gpu_layout import Machine
+from custom_calls.gpu_session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from infer.engine.backend import Source, device_name, power_of_two
+from infer.engine.native import NativeBackend, kernel_shapes, pack
+from laneformer.cache import Cache
+from laneformer.errors import ConfigError
+from laneformer.rotary import rotary_frequencies
+
+BLOCK, SMALLEST_BLOCK = (
+    512,
+    64,
+)  # tokens of a prompt that go through XLA together; shorter rests go through the kernel, one by one
+
+
+class GpuBackend(NativeBackend):
+    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there
+    twice.
+
+    Where the devices belong to several processes, all of these make the engine and then the same requests; each has all
+    tokens.
+    """
+
+    platform: str
+    launch = "persistent"
+
+    @classmethod
+    def unavailable(cls, source: Source) -> str | None:
+        device = jax.devices()[0] if source.mesh is None else source.mesh.devices.flat[0]
+        kind = getattr(device.client, "platform_version", "")
+        here = "hip" if "rocm" in kind.lower() else "cuda" if device.platform == "gpu" else None
+        if here != cls.platform:
+            return (
+                f"JAX's devices here are {device.platform}: it needs GPUs of"
+                f" {'AMD' if cls.platform == 'hip' else 'NVIDIA'}"
+            )
+        if jax.process_count() > 1 and (
+            source.mesh is None
+            or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
+        ):
+            return (
+                "the job has several processes: give it a mesh with devices of each of them (devices=...), or use"
+                " backend xla"
+            )
+        capability, (wanted, which) = str(device.compute_capability), CAPABILITIES[cls.platform]
+        if not capability.startswith(wanted):
+            return (
+                f"{device.device_kind} has compute capability {capability}: the kernel is written for {wanted}"
+                f" ({which})"
+            )
+        if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
+            return (
+                f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use"
+                " backend xla"
+            )
+        try:
+            compiler(ARCHITECTURES[cls.platform])
+        except BuildError as error:
+            return str(error)
+        return custom_calls.unavailable()
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        absorb: bool = True,
+        machine: Machine | None = None,
+        chaos_us: int = 0,
+        compile_with: Callable | None = None,
+        driver: Path | None = None,
+    ):
+        """absorb: whether XLA reads long prompts; without, the kernel does, and the weights are there once. The others
+        are for tests and measurements; see custom_calls.gpu_session. Raises ConfigError if the library or the device
+        cannot be used.
+        """
+        self.source, config = source, source.config
+        self._model = source.model() if absorb else None
+        try:
+            session = GpuSession(
+                kernel_shapes(source),
+                config.schedule,
+                rope_frequencies=rotary_frequencies(config)[0],
+                windows=config.layer_windows,
+                mesh=source.mesh,
+                platform=self.platform,
+                launch=self.launch,
+                machine=machine,
+                chaos_us=chaos_us,
+                compile_with=compile_with,
+                driver=driver,
+            )
+            if self._model is None:
+                pack(session, source)
+            else:
+                for path, weight in self._model.weights().items():
+                    session.pack(path, weight)
+            _ = session.operands
+        except (custom_calls.NativeError, BuildError) as error:
+            raise ConfigError(str(error)) from None
+        self._extend = jax.jit(_extend, donate_argnums=(1, 2))
+        self._use(session)
+
+    @property
+    def conditions(self) -> dict:
+        shapes, mesh = self.session.shapes, self.source.mesh
+        return {
+            "weights_dtype": shapes.weight_dtype,
+            "compute_dtype": self.source.precision.compute,
+            "kv_dtype": shapes.cache_dtype,
+            "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
+            "devices": 1 if mesh is None else mesh.size,
+            "ctas": self.session.layout.grid,
+            "threads_per_cta": self.session.layout.threads,
+            "launch": LAUNCHES[self.launch],
+        }
+
+    def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
+        """Blocks of the prompt through XLA, of sizes that are powers of two: few programs to compile."""
+        done = 0
+        while self._model is not None and (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
+            count = min(BLOCK, power_of_two(left + 1) // 2)
+            keys, values = self._extend(self._model, keys, values, jnp.int32(done), prompt[None, done : done + count])
+            done += count
+        return done, keys, values
+
+
+def _extend(model, keys: list, values: list, length: jax.Array, ids_bs: jax.Array) -> tuple[list, list]:
+    cache = model.extend(ids_bs, Cache(keys, values, length), last_only=True)[1]
+    return cache.keys, cache.values
+
+
+class CudaBackend(GpuBackend):
+    """NVIDIA GPUs."""
+
+    name = platform = "cuda"
+
+
+class CudaGraphBackend(CudaBackend):
+    """The same kernels, launched one by one for every token, from a CUDA graph: what the persistent kernel is compared
+    with.
+    """
+
+    name, launch = "cuda-graph", "graph"
+
+    @property
+    def conditions(self) -> dict:
+        return super().conditions | {"launches_per_token": self.session.launches_per_token}
+
+
+class CudaOverlapBackend(CudaGraphBackend):
+    """Its launches overlap (programmatic dependent launch): an op's weights are on their way while the one
+    before ends.
+    """
+
+    name, launch = "cuda-graph-overlap", "overlapping graph"
+
+
+class HipBackend(GpuBackend):
+    """AMD GPUs. The kernel compiles for them and has not run on one."""
+
+    name = platform = "hip"

@@ -1,0 +1,215 @@
+"""What the backends of the native library share: a whole answer in one custom call, its tokens taken while it runs."""
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import custom_calls
+from custom_calls import Inputs, Shapes, State
+from custom_calls.session import Running
+from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
+from laneformer.cache import make_cache
+from laneformer.mesh import LANE
+from laneformer.parameters import parameter_count, parameter_table
+from laneformer.rotary import rotary_frequencies
+
+log = logging.getLogger("infer")
+
+SMALLEST_CACHE, SMALLEST_ROOM = 256, 16
+LARGE = 100_000_000  # parameters from which packing shows its progress
+
+
+class NativeBackend:
+    """One request at a time; packed weights stay on their threads or devices, and the cache for the next request of the
+    same size.
+    """
+
+    name: ClassVar[str]
+    source: Source
+    conditions: dict[str, Any]
+    session: Running
+    patience: ClassVar[float] = 0.002
+    """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
+
+    def _use(self, session: Running) -> None:
+        """Once, at the end of __init__."""
+        self.session = session
+        self._cache: tuple[list, list] | None = None
+        run = partial(custom_calls.decode, session, mesh=self.source.mesh)
+        self._run = jax.jit(run, static_argnames=("room", "top", "logits"), donate_argnums=1)
+
+    def start(self, request: Request) -> Iterator[Chunk]:
+        return _Answer(self.session, request, partial(self._answer, request), self.patience)
+
+    def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
+        """Tokens of the prompt that need not go through the call, at most all but one, and the caches with them."""
+        return 0, keys, values
+
+    def _answer(self, request: Request) -> None:
+        """The whole call; the tokens are taken from the session while it runs."""
+        config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
+        capacity = min(max(SMALLEST_CACHE, power_of_two(len(prompt) + request.limit)), config.max_position_embeddings)
+        seen = np.zeros(config.vocab_size, np.uint8)
+        seen[prompt] = 1
+        start, keys, values = self._absorb(prompt, *self._take_cache(capacity))
+        prompt = prompt[start:]
+        padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt))), np.int32)
+        padded[: len(prompt)] = prompt
+        stops = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
+        stops[: len(request.stop_tokens)] = request.stop_tokens
+        inputs = Inputs(
+            padded,
+            np.array([len(prompt), start, request.limit, sampling.top_k], np.int32),
+            np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
+            sampling.key,
+            stops,
+        )
+        room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
+        state = State(seen, keys, values)
+        _, state = jax.block_until_ready(
+            self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs)
+        )
+        self._cache = (state.keys, state.values)
+        if self.session.failure is not None:
+            raise custom_calls.NativeError(self.session.failure)
+
+    def _take_cache(self, capacity: int) -> tuple[list, list]:
+        kept, self._cache = self._cache, None
+        if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it is overwritten before it is read
+            return kept
+        del kept
+        cache = make_cache(self.source.config, 1, capacity, self.session.shapes.cache_dtype, self.source.mesh)
+        keys, values = cache.keys, cache.values
+        if self.source.mesh is not None:  # as the call gives them back, for which it is compiled
+            keys, values = jax.device_put((keys, values), NamedSharding(self.source.mesh, P(LANE)))
+        return keys, values
+
+
+class _Answer(Iterator[Chunk]):
+    """The tokens of a call, which runs on a thread of its own: the caller's stays free for Ctrl-C and for what is drawn
+    meanwhile.
+    """
+
+    def __init__(self, session: Running, request: Request, run: Callable[[], None], patience: float):
+        self._session, self._request = session, request
+        self._patience = patience if request.tokens_per_dispatch is None else 0.0
+        self._have, self._looked = 0, 0.0
+        self._errors: list[BaseException] = []
+        session.begin()
+        self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
+        self._thread.start()
+        request.cancelled.call(session.cancel)
+        # Also when it is dropped, and when the process ends.
+        self.close = weakref.finalize(self, _end, session, self._thread, request.cancelled)
+
+    def __next__(self) -> Chunk:
+        request, have = self._request, self._have
+        wanted = have + (request.tokens_per_dispatch or 1 if have else 1)
+        drawn = self._wait(min(wanted, request.limit))
+        if drawn == have:
+            self.close()
+            raise StopIteration
+        if have == 0:  # by itself: when it came is a figure of its own
+            drawn = 1
+        elif request.tokens_per_dispatch is not None:
+            drawn = min(drawn, wanted)
+        self._have = drawn
+        return self._chunk(have, drawn)
+
+    def _wait(self, count: int) -> int:
+        """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
+        rest = self._looked + self._patience - time.perf_counter()
+        if rest > 0:  # unless the answer ends before
+            self._session.wait(self._request.limit - 1, math.ceil(1000 * rest))
+        while (drawn := self._session.wait(count - 1)) < count:
+            if self._session.finished or not self._thread.is_alive():
+                self._thread.join()
+                if self._errors:
+                    raise self._errors[0]
+                drawn = self._session.wait(count, 0)
+                break
+        self._looked = time.perf_counter()
+        return drawn
+
+    def _chunk(self, first: int, last: int) -> Chunk:
+        drawn = self._session.drawn(first, last - first, self._request.top_logprobs)
+        ranked = [
+            list(zip(ids, logprobs, strict=True))
+            for ids, logprobs in zip(drawn.top_tokens.tolist(), drawn.top_logprobs.tolist(), strict=True)
+        ]
+        return Chunk(drawn.tokens.tolist(), drawn.logprobs.tolist(), ranked)
+
+
+def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        run()
+    except BaseException as error:  # for the thread that takes the tokens
+        errors.append(error)
+
+
+def _end(session: Running, thread: threading.Thread, cancelled: Cancellation) -> None:
+    """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
+    cancelled.call(None)
+    if thread.is_alive():
+        session.cancel()
+        if thread is not threading.current_thread():  # which may be where garbage is collected
+            thread.join()
+
+
+def kernel_shapes(source: Source) -> Shapes:
+    """The model as the kernel sees it.
+
+    Weights are packed as they are stored where products compute in float32, which is exact; otherwise in the dtype of
+    the products.
+    """
+    config, compute = source.config, source.precision.compute
+    per_lane_layers, per_lane_final = config.lane_norm_scales
+    lanes = config.num_lanes
+    return Shapes(
+        layers=config.num_hidden_layers,
+        lanes=lanes,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads // lanes,
+        kv_heads=config.num_key_value_heads // lanes,
+        head_dim=config.head_size,
+        ff=config.intermediate_size // lanes,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        head_type=config.lm_head_type,
+        norm_of_sum=config.pre_norm_lane_agg,
+        tied_head=config.tie_word_embeddings,
+        lane_norms=per_lane_layers,
+        lane_final_norm=per_lane_final,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        weight_dtype=source.stored_dtype if compute == "float32" else compute,
+        cache_dtype=compute,
+        rounded_activations=compute != "float32",
+        norm_eps=config.norm_eps,
+        rope_factor=rotary_frequencies(config)[1],
+    )
+
+
+def pack(session: Running, source: Source) -> None:
+    """All weights, one at a time, with a progress bar for large models."""
+    names = tqdm(
+        source.weights(),
+        "packing weights",
+        total=len(parameter_table(source.config)),
+        unit="weight",
+        leave=False,
+        disable=None if parameter_count(source.config) >= LARGE else True,
+    )
+    for path, weight in names:
+        session.pack(path, weight)

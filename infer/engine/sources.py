@@ -1,0 +1,116 @@
+"""What the benchmark runs: a checkpoint, or the model of a recipe with random weights."""
+
+import dataclasses
+import importlib
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from infer.engine.engine import Engine
+from laneformer.checkpoint import read_config
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.mesh import make_mesh, sharding
+from laneformer.model import Laneformer
+from laneformer.parameters import parameter_table
+from laneformer.precision import Precision
+
+RECIPES = "train.recipes"  # of a floor above: found by its name, like the recipes themselves
+BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
+
+
+class RandomSource:
+    """Any model with random weights, for measurements: made one at a time, as fast as memory is written. A `Source`."""
+
+    def __init__(
+        self, config: ModelConfig, dtype="bfloat16", *, mesh: Mesh | None = None, precision: Precision | None = None
+    ):
+        """dtype: of the weights. precision: by default `Precision.default(dtype)`."""
+        self.config, self.mesh, self.stored_dtype = config, mesh, jnp.dtype(dtype).name
+        self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """One block of normal numbers repeated, from another place for each weight; deviations are those of
+        `initial_weights`.
+        """
+        size = min(BLOCK, max(math.prod(p.shape) for p in parameter_table(self.config).values()))
+        normal = np.random.default_rng(0).standard_normal(size, np.float32)
+        outputs = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
+        scaled = {
+            name: (deviation * normal).astype(self.stored_dtype)
+            for name, deviation in (("normal", 0.02), ("embedding", 0.02), ("output", outputs))
+        }
+        for path, parameter in parameter_table(self.config).items():
+            if parameter.initial in scaled:
+                block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
+                yield path, np.resize(block, parameter.shape)
+            else:
+                yield path, np.full(parameter.shape, parameter.initial == "ones", self.stored_dtype)
+
+    def model(self) -> Laneformer:
+        """All of it as JAX arrays, on the mesh."""
+        weights = {}
+        for path, array in self.weights():
+            spec = parameter_table(self.config)[path].spec
+            weights[path] = jax.device_put(array, None if self.mesh is None else sharding(spec, array.shape, self.mesh))
+        return Laneformer(self.config, weights, self.precision, self.mesh)
+
+
+def is_recipe(name: str) -> bool:
+    """Whether a --checkpoint means a recipe: FILE.py:FUNCTION, MODULE:FUNCTION, or a word that is no folder here."""
+    return not Path(name).exists() and (":" in name or os.sep not in name)
+
+
+def recipe_config(name: str) -> ModelConfig:
+    """The model of a recipe as `python -m train` knows it, as its last phase leaves it. Raises ConfigError for an
+    unknown one.
+    """
+    try:
+        return importlib.import_module(RECIPES).find_recipe(name).phases[-1].model
+    except ConfigError as error:
+        raise ConfigError(f"--checkpoint {name}: not a folder, and as a recipe: {error}") from None
+
+
+def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
+    """Of a checkpoint or a recipe, without weights. Raises ConfigError or CheckpointError."""
+    if not is_recipe(checkpoint):
+        return read_config(checkpoint, lanes)
+    if lanes is not None:
+        raise ConfigError("--lanes is for dense checkpoints: a recipe has its own number")
+    return recipe_config(checkpoint)
+
+
+def open_engine(
+    checkpoint: str,
+    backend: str,
+    *,
+    dtype: str | None = None,
+    compute: str | None = None,
+    devices: int = 1,
+    lanes: int | None = None,
+    threads: int | None = None,
+    layout: str | None = None,
+) -> Engine:
+    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores. layout: for a
+    recipe's weights.
+
+    Raises ConfigError or CheckpointError.
+    """
+    precision = None if compute is None else Precision(compute=compute)
+    options = {} if threads is None else {"threads": threads}
+    if not is_recipe(checkpoint):
+        return Engine.load(
+            checkpoint, backend, dtype=dtype, devices=devices, num_lanes=lanes, precision=precision, **options
+        )
+    config = model_config(checkpoint, lanes)
+    config = config if layout is None else config.replace(layout=layout)
+    mesh = make_mesh(config.num_lanes, lane=devices) if devices != 1 else None
+    source = RandomSource(config, dtype or "bfloat16", mesh=mesh, precision=precision)
+    return Engine(source, backend, name=checkpoint.rsplit(":", 1)[-1], **options)

@@ -1,0 +1,246 @@
+"""The XLA backend: the whole decode loop is one compiled program, on any device and any mesh that JAX has."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
+from infer.sampling import sample, top_logprobs
+from laneformer.cache import Cache
+from laneformer.model import Laneformer
+
+log = logging.getLogger("infer")
+
+PREFILL_BLOCK = 512  # longer prompts go in blocks: attention scores and logits of a whole long prompt would not fit
+SMALLEST_PREFILL, SMALLEST_CACHE = 16, 256
+LONGEST_DISPATCH = 1024  # tokens, the size of the output buffer
+DISPATCH_SECONDS = 0.075
+GROWTH = 4  # at most, from one dispatch to the next
+
+
+class State(NamedTuple):
+    """Carried from token to token."""
+
+    cache: Cache
+    token: jax.Array
+    """int32 scalar: drawn, not yet in the cache."""
+    seen: jax.Array
+    """bool [v]: tokens of the prompt and the answer so far."""
+
+
+class XlaBackend:
+    """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size.
+
+    Where the devices belong to several processes, all of these make the same requests; what one of them cancels ends in
+    all.
+    """
+
+    name = "xla"
+
+    @classmethod
+    def unavailable(cls, source: Source) -> str | None:
+        return None
+
+    def __init__(self, source: Source):
+        self.source, self.model = source, _for_its_devices(source.model())
+        model, embedding = self.model, self.model.tok_embeddings[...]
+        self.conditions = {
+            "weights_dtype": embedding.dtype.name,
+            "compute_dtype": model.precision.compute,
+            "kv_dtype": model.precision.compute,
+            "device": device_name(next(iter(embedding.devices()))),
+            "devices": len(embedding.devices()),
+        }
+        self._cache: tuple[list, list] | None = None  # keys and values, when no dispatch has them
+        weight = embedding.sharding
+        everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
+
+        def share(logits_v):
+            """Where the head is split each device has a part of the logits: all of them draw the token, from
+            all of it.
+            """
+            return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
+
+        def draw(state: State, logits_v, params, top) -> tuple[State, tuple]:
+            """The state with one more token, and what the host wants to know: token, log-probability and, if asked for,
+            the `top` ones.
+            """
+            logits_v = share(logits_v)
+            token, logprob = sample(logits_v, state.seen, state.cache.length, params)
+            told = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
+            return State(state.cache, token, state.seen.at[token].set(True)), told
+
+        def absorb(model, cache, ids_bs) -> Cache:
+            return model.extend(ids_bs, cache, last_only=True)[1]
+
+        def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
+            """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any
+            attention reads it.
+            """
+            start = cache.length
+            logits, cache = model.extend(ids_bs, cache)
+            return draw(
+                State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen),
+                logits[0, real - 1],
+                params,
+                top,
+            )
+
+        def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
+            """Tokens up to the least of `counts`, one of each process, and none after a stop token; what is told of
+            them, each [LONGEST_DISPATCH, ...], and how many there are.
+            """
+            count = counts.min()
+
+            def unfinished(carry):
+                _, _, n, stopped = carry
+                return (n < count) & ~stopped
+
+            def step(carry):
+                state, lists, n, _ = carry
+                logits, cache = model.extend(state.token[None, None], state.cache, last_only=True)
+                state, told = draw(state._replace(cache=cache), logits[0, 0], params, top)
+                stopped = (state.token == stop_tokens).any()
+                return state, tuple(x.at[n].set(one) for x, one in zip(lists, told, strict=True)), n + 1, stopped
+
+            kinds = [((), jnp.int32), ((), jnp.float32), *([((top,), jnp.int32), ((top,), jnp.float32)] if top else [])]
+            lists = tuple(jnp.zeros((LONGEST_DISPATCH, *shape), dtype) for shape, dtype in kinds)
+            return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
+
+        # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for
+        # the first.
+        place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
+        layers = [place] * self.model.config.num_hidden_layers
+        self._place = Cache(layers, layers, everywhere)
+        state = State(self._place, everywhere, everywhere)
+        self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
+        self._begin = jax.jit(begin, donate_argnums=1, static_argnums=6, out_shardings=(state, everywhere))
+        self._decode = jax.jit(
+            decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere)
+        )
+        self._several = len({device.process_index for device in embedding.devices()}) > 1
+
+    def start(self, request: Request) -> Iterator[Chunk]:
+        model, prompt = self.model, request.prompt
+        cache = self._take_cache(len(prompt) + request.limit)
+        whole = (len(prompt) - 1) // PREFILL_BLOCK * PREFILL_BLOCK
+        for n in range(0, whole, PREFILL_BLOCK):
+            cache = self._absorb(model, cache, prompt[None, n : n + PREFILL_BLOCK])
+            jax.block_until_ready(cache.length)  # launches with collectives must not queue up on host devices
+        real = len(prompt) - whole
+        padded = np.zeros((1, min(max(SMALLEST_PREFILL, power_of_two(real)), cache.capacity - whole)), np.int32)
+        padded[0, :real] = prompt[whole:]
+        seen = np.zeros(model.config.vocab_size, bool)
+        seen[prompt] = True
+        params = request.sampling.parameters()
+        chunks = self._chunks(
+            request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs)
+        )
+        next(chunks)
+        return chunks
+
+    def _chunks(self, request: Request, params, state: State, told: tuple) -> Iterator[Chunk]:
+        chunk, drawn, pace = None, 0, 1
+        stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
+        stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
+
+        def dispatch(count: int) -> tuple[tuple, int]:
+            """What is told of up to `count` more tokens, and how many they are."""
+            nonlocal state
+            self._cache = None
+            state, lists, n = self._decode(
+                self.model, state, params, stop_tokens, self._of_all(count), request.top_logprobs
+            )
+            lists, n = jax.device_get((lists, n))
+            self._cache = (state.cache.keys, state.cache.values)
+            return lists, int(n)
+
+        def ended() -> bool:
+            return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
+
+        try:
+            yield  # to `start`: a generator that has not begun does not hear of its end
+            chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+            self._cache = (state.cache.keys, state.cache.values)
+            while True:
+                yield chunk
+                if ended():
+                    return
+                count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
+                began = time.perf_counter()
+                lists, n = dispatch(count)
+                if n == 0:  # cancelled in another process
+                    return
+                seconds = (time.perf_counter() - began) / n
+                pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
+                chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + n
+        except GeneratorExit:
+            if self._several:  # the others are in the next dispatch, or will be
+                if chunk is None:
+                    chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+                if not ended():
+                    dispatch(0)
+            raise
+
+    def _of_all(self, count: int) -> np.ndarray | jax.Array:
+        """The counts of all processes, of which this one gives its own: one for each device."""
+        if not self._several:
+            return np.int32(count)
+        mesh = self.model.mesh
+        return jax.make_array_from_callback(
+            (mesh.size,), NamedSharding(mesh, P(mesh.axis_names)), lambda _: np.array([count], np.int32)
+        )
+
+    def _take_cache(self, positions: int) -> Cache:
+        """An empty cache with room for so many positions: a power of two, or the whole context."""
+        capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
+        kept, self._cache = self._cache, None
+        if (
+            kept is not None and kept[0][0].shape[2] == capacity
+        ):  # what stands in it lies after the positions that attention reads
+            cache = Cache(*kept, jnp.zeros((), jnp.int32))
+        else:
+            cache = self.model.make_cache(1, capacity)
+        return jax.device_put(cache, self._place)
+
+
+def _chunk(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    likely: np.ndarray | None = None,
+    likely_logprobs: np.ndarray | None = None,
+) -> Chunk:
+    """tokens, logprobs [n]; likely, likely_logprobs [n, top_logprobs], if they were asked for."""
+    if likely is None:
+        top = [[] for _ in tokens]
+    else:
+        top = [list(zip(*both, strict=True)) for both in zip(likely.tolist(), likely_logprobs.tolist(), strict=True)]
+    return Chunk(tokens.tolist(), logprobs.tolist(), top)
+
+
+def _for_its_devices(model: Laneformer) -> Laneformer:
+    """The model itself; in float32 on a CPU that is to multiply in it, where XLA would convert 16-bit weights anew for
+    every product.
+    """
+    weight = model.tok_embeddings[...]
+    if (
+        next(iter(weight.devices())).platform != "cpu"
+        or weight.dtype == jnp.float32
+        or model.precision.compute != "float32"
+    ):
+        return model
+    log.info(
+        "backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype
+    )
+    precision = dataclasses.replace(model.precision, param="float32")
+    convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time
+    return Laneformer(model.config, convert(model.weights()), precision, model.mesh)

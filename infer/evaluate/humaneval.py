@@ -1,0 +1,330 @@
+"""Functional correctness of what a model writes: samples for programming problems, their verdicts, and pass@k.
+
+    problems = infer.evaluate.problems.load_problems("HumanEval.jsonl.gz")
+    print(infer.evaluate.humaneval.evaluate(engine, problems, max_new_tokens=512).summary)
+
+Problems and tests as published by Chen et al. (HumanEval, arXiv 2107.03374), Austin et al. (MBPP, arXiv 2108.07732) and
+Liu et al. (EvalPlus: HumanEval+ and MBPP+, arXiv 2305.01210).
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.engine.engine import Engine
+from infer.evaluate.answers import REQUEST, from_chat, from_completion, stop_strings
+from infer.evaluate.problems import Problem, ProblemSet
+from infer.evaluate.sample_files import Sample, VerdictFile
+from infer.evaluate.scoring import Judge, pass_at_k, progress_bar, wilson
+from infer.sampling import Sampling
+from infer.sandbox.sandbox import Outcome
+from infer.text.chat_template import ChatTemplate
+from infer.text.tokenizer import Tokenizer
+from laneformer.errors import ConfigError, InputError
+from laneformer.model import Laneformer
+
+SCHEMA = "laneformer.humaneval/1"
+PASS_AT = (1, 10, 100)
+TOO_LONG = "prompt too long"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one sample ended."""
+
+    task_id: str
+    sample: int
+    """Number of the sample among those of the problem, from 0."""
+    outcome: Outcome
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome.verdict == "passed"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A scored set of samples."""
+
+    problems: ProblemSet
+    verdicts: tuple[Verdict, ...]
+    samples: tuple[Sample, ...]
+    """In the order of `verdicts`."""
+    sandbox: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    settings: Mapping[str, Any] | None
+    """How the samples were made; None where that is not known."""
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """task_id -> (samples, those that passed), of the problems that have samples."""
+        counts: dict[str, tuple[int, int]] = {}
+        for verdict in self.verdicts:
+            n, passed = counts.get(verdict.task_id, (0, 0))
+            counts[verdict.task_id] = n + 1, passed + verdict.passed
+        return counts
+
+    @property
+    def pass_at(self) -> dict[int, float]:
+        """k -> pass@k as a share, for the k in PASS_AT that every problem has samples for."""
+        return {k: value for k in PASS_AT if (value := pass_at_k(self.counts, k)) is not None}
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of pass@1, the problems taken for a sample of all such problems."""
+        return wilson(self.pass_at[1], len(self.counts))
+
+    @property
+    def speed(self) -> dict[str, Any] | None:
+        """Tokens and times of the generation, in seconds; None for samples made elsewhere."""
+        asked = [sample for sample in self.samples if sample.seconds is not None]
+        if not asked:
+            return None
+        tokens, seconds = sum(sample.n_tokens for sample in asked), [sample.seconds for sample in asked]
+        sustained = [1 / sample.seconds_per_token for sample in asked if sample.seconds_per_token]
+        return {
+            "tokens": tokens,
+            "seconds": sum(seconds),
+            "tokens_per_second": tokens / sum(seconds),
+            "decode_tokens_per_second_median": statistics.median(sustained) if sustained else None,
+            "seconds_per_sample": {
+                "mean": statistics.mean(seconds),
+                "median": statistics.median(seconds),
+                "max": max(seconds),
+            },
+            "finish_reasons": dict(Counter(sample.finish_reason for sample in self.samples)),
+        }
+
+    @property
+    def summary(self) -> str:
+        """Some lines for people."""
+        passed, (low, high) = sum(verdict.passed for verdict in self.verdicts), self.interval
+        shares = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in self.pass_at.items())
+        lines = [
+            f"{self.problems.kind}: {passed}/{len(self.verdicts)} passed, {shares} (95 % interval of pass@1"
+            f" {100 * low:.1f} to {100 * high:.1f} %); {', '.join(f'{n} {name}' for name, n in self.outcomes.items())};"
+            f" sandbox {self.sandbox['level']}"
+        ]
+        if without := len(self.problems) - len(self.counts):
+            lines.append(f"{without} of {len(self.problems)} problems have no samples and are not counted")
+        if speed := self.speed:
+            each = speed["seconds_per_sample"]
+            long = speed["finish_reasons"].get(TOO_LONG)
+            lines.append(
+                f"{speed['tokens']:,} tokens, {speed['tokens_per_second']:,.1f} tokens/s with prefill, "
+                f"{each['mean']:.2f} s per sample ({each['max']:.2f} s at most)"
+                + (f"; {long} prompts did not fit the context and count as failed" if long else "")
+            )
+        return "\n".join(lines)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many samples ended how."""
+        return dict(Counter(verdict.outcome.verdict for verdict in self.verdicts).most_common())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for a file: shares from 0 to 1, times in seconds."""
+        return {
+            "schema": SCHEMA,
+            "passed": sum(verdict.passed for verdict in self.verdicts),
+            "total": len(self.verdicts),
+            **{f"pass@{k}": share for k, share in self.pass_at.items()},
+            "pass@1_interval_95": list(self.interval),
+            "problems": len(self.counts),
+            "problems_without_samples": len(self.problems) - len(self.counts),
+            "outcomes": self.outcomes,
+            "data": data_report(self.problems),
+            "sandbox": dict(self.sandbox),
+            "limits": dict(self.limits),
+            "generation": (
+                None
+                if self.settings is None and self.speed is None
+                else {**(self.settings or {}), **(self.speed or {})}
+            ),
+            "verdicts": [
+                {
+                    "task_id": verdict.task_id,
+                    "sample": verdict.sample,
+                    "passed": verdict.passed,
+                    **dataclasses.asdict(verdict.outcome),
+                    "tokens": sample.n_tokens,
+                    "generation_seconds": sample.seconds,
+                }
+                for verdict, sample in zip(self.verdicts, self.samples, strict=True)
+            ],
+        }
+
+
+def evaluate(
+    model: Engine | Laneformer,
+    problems: ProblemSet,
+    *,
+    max_new_tokens: int,
+    samples: int = 1,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    chat: ChatTemplate | None = None,
+    tokenizer: Tokenizer | None = None,
+    judge: Judge | None = None,
+    progress: bool = False,
+) -> Report:
+    """Lets a model solve problems, `samples` times each, and scores what it wrote.
+
+    model: an engine, or a model, which then needs the tokenizer. chat: the template to ask with; without it the model
+    continues the prompts. judge: to keep from call to call, as in training: its sandbox is set up and the reference
+    solutions are run once.
+
+    Raises ConfigError or InputError for what cannot work, HarnessError where programs cannot be judged.
+    """
+    engine = Engine(model, tokenizer=tokenizer) if isinstance(model, Laneformer) else model
+    settings = generation_settings(engine, problems, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat)
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(Judge()) if judge is None else judge
+        ours.verify(problems.problems, progress)  # first: a sandbox that does not work should not cost a generation
+        made = generate(
+            engine,
+            problems,
+            max_new_tokens=max_new_tokens,
+            samples=samples,
+            sampling=sampling,
+            chat=chat,
+            progress=progress,
+        )
+        return score(list(made), problems, ours, settings=settings, progress=progress)
+
+
+def generate(
+    engine: Engine,
+    problems: ProblemSet,
+    *,
+    max_new_tokens: int,
+    samples: int = 1,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    chat: ChatTemplate | None = None,
+    done: Mapping[str, int] | None = None,
+    progress: bool = False,
+) -> Iterator[Sample]:
+    """Samples, problem by problem; `done` says how many there are of each already.
+
+    The seed of a sample is made of the sampling's seed, the problem and the sample's number, so that it does not matter
+    where one begins.
+    """
+    if samples < 1:
+        raise ConfigError(f"samples = {samples}: give at least 1")
+    if samples > 1 and not sampling.temperature:
+        raise ConfigError(f"{samples} samples per problem at temperature 0 are all the same: give a temperature")
+    if engine.tokenizer is None:
+        raise InputError("evaluation needs a tokenizer.json beside the checkpoint: put it there")
+    jobs = [(problem, n) for problem in problems for n in range((done or {}).get(problem.task_id, 0), samples)]
+    compiled: set[tuple[int, int]] = set()
+    for problem, n in progress_bar(jobs, "generating", len(jobs), "sample", progress):
+        key = f"{sampling.seed}/{problem.task_id}/{n}".encode()
+        seeded = dataclasses.replace(sampling, seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "big"))
+        yield _sample(engine, problem, max_new_tokens, seeded, chat, compiled)
+
+
+def _sample(
+    engine: Engine,
+    problem: Problem,
+    max_new_tokens: int,
+    sampling: Sampling,
+    chat: ChatTemplate | None,
+    compiled: set[tuple[int, int]],
+) -> Sample:
+    """compiled: sizes of requests that the engine was warmed up for, so that compiling is not in the times."""
+    ends = engine.config.eos_token_id
+    if chat is None:
+        ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
+    else:
+        ends = (*ends, *chat.ends)
+        ids, stops = (
+            chat.encode(
+                [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True
+            ),
+            (),
+        )
+    room = engine.config.max_position_embeddings - len(ids)
+    if room < 1:
+        return Sample(
+            task_id=problem.task_id,
+            solution=problem.prompt,
+            completion="",
+            raw="",
+            finish_reason=TOO_LONG,
+            prompt_tokens=len(ids),
+            n_tokens=0,
+        )
+    size = (len(ids) - 1).bit_length(), (len(ids) + min(max_new_tokens, room) - 1).bit_length()
+    if size not in compiled:
+        engine.warmup(len(ids), max_new_tokens)
+        compiled.add(size)
+    result = engine.generate(
+        ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends, stop_strings=stops
+    ).result
+    answer = (from_completion if chat is None else from_chat)(problem, result.text)
+    return Sample(
+        task_id=problem.task_id,
+        solution=answer.solution,
+        completion=answer.completion,
+        raw=result.text,
+        finish_reason=result.finish_reason,
+        prompt_tokens=len(ids),
+        n_tokens=len(result.tokens),
+        seconds=result.total_time,
+        seconds_per_token=result.time_per_token,
+    )
+
+
+def score(
+    samples: Sequence[Sample],
+    problems: ProblemSet,
+    judge: Judge,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    verdicts: VerdictFile | None = None,
+    progress: bool = False,
+) -> Report:
+    """The verdicts of samples, after the reference solutions of their problems have passed.
+
+    verdicts: those that are known are taken, the others put in. settings: how the samples were made, for the report.
+    Raises HarnessError where that cannot be found out; no failure of the harness is one of a sample.
+    """
+    judge.verify([problems[task_id] for task_id in dict.fromkeys(sample.task_id for sample in samples)], progress)
+    known = verdicts.known if verdicts else {}
+    found = {n: known[key] for n, sample in enumerate(samples) if (key := VerdictFile.key(sample)) in known}
+    rest = [n for n in range(len(samples)) if n not in found]
+    for at, outcome in judge.outcomes([(problems[samples[n].task_id], samples[n].solution) for n in rest], progress):
+        found[rest[at]] = outcome
+        if verdicts:
+            verdicts.add(samples[rest[at]], outcome)
+    numbers: Counter[str] = Counter()
+    ended = []
+    for n, sample in enumerate(samples):
+        ended.append(Verdict(sample.task_id, numbers[sample.task_id], found[n]))
+        numbers[sample.task_id] += 1
+    return Report(problems, tuple(ended), tuple(samples), judge.sandbox.report, judge.report, settings)
+
+
+def generation_settings(
+    engine: Engine, problems: ProblemSet, *, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None
+) -> dict[str, Any]:
+    """Everything that samples depend on, apart from how many there are."""
+    return {
+        "mode": "completion" if chat is None else "chat",
+        "template_sha256": chat and chat.sha256,
+        "request": chat and REQUEST,
+        "stops": None if chat else sorted({stop for problem in problems for stop in stop_strings(problem)}),
+        "max_new_tokens": max_new_tokens,
+        "sampling": dataclasses.asdict(sampling),
+        "data": data_report(problems),
+        "conditions": engine.conditions,
+    }
+
+
+def data_report(problems: ProblemSet) -> dict[str, Any]:
+    """Which problems."""
+    return {"name": problems.name, "kind": problems.kind, "sha256": problems.sha256, "notes": list(problems.notes)}

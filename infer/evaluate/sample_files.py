@@ -1,0 +1,161 @@
+"""Files of samples and of verdicts: read, written line by line, and continued after a kill."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from infer.evaluate.problems import ProblemSet, read_jsonl, task_name
+from infer.sandbox.sandbox import Outcome
+from laneformer.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One program for one problem. The fields after `solution` are known of those that were generated here."""
+
+    task_id: str
+    solution: str
+    """The whole program."""
+    completion: str | None = None
+    """What makes it of the problem's prompt."""
+    raw: str | None = None
+    """The text that the model wrote."""
+    finish_reason: str | None = None
+    """stop, length, or "prompt too long" for the model's context."""
+    prompt_tokens: int | None = None
+    n_tokens: int | None = None
+    seconds: float | None = None
+    """From the request to the last token, without compiling."""
+    seconds_per_token: float | None = None
+    """Sustained, after the first token."""
+
+
+def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
+    """Samples in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"} (EvalPlus), as
+    JSON lines.
+
+    Raises InputError for lines of another form and for problems that are not in the set.
+    """
+    samples, known = [], set(Sample.__dataclass_fields__)
+    for n, row in enumerate(read_jsonl(path), 1):
+        try:
+            task_id = task_name(row["task_id"])
+            solution = row["solution"] if "solution" in row else problems[task_id].prompt + row["completion"]
+            if not isinstance(solution, str):
+                raise TypeError
+            more = {field: row.get(field) for field in known - {"task_id", "solution"}}
+            samples.append(Sample(task_id=problems[task_id].task_id, solution=solution, **more))
+        except KeyError as error:
+            if error.args[0] in ("task_id", "completion"):
+                raise InputError(
+                    f"{path}: sample {n} has no {error.args[0]!r}: write task_id, and completion or solution"
+                ) from None
+            raise InputError(
+                f"{path}: sample {n} is for {row['task_id']!r}, which {problems.name} does not have"
+            ) from None
+        except (TypeError, AttributeError):
+            raise InputError(f"{path}: sample {n} is not task_id and completion or solution as text") from None
+    if not samples:
+        raise InputError(f"{path} has no samples in it")
+    return samples
+
+
+class SampleFile:
+    """Samples as they are made. A file of the same settings is continued; what a kill left of a line is dropped."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], problems: ProblemSet):
+        """settings: everything the samples depend on, as JSON; kept beside the file. Raises ConfigError for a file of
+        other settings.
+        """
+        self._path, kept = path, settings_path(path)
+        settings = json.loads(json.dumps(settings))
+        if path.exists() and path.stat().st_size:
+            before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+            if other := sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key)):
+                raise ConfigError(
+                    f"{path} holds samples made with other settings ({', '.join(other)}): name another file, or"
+                    " remove it"
+                )
+            _drop_partial_line(path)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(kept, settings)
+        self.samples = read_samples(path, problems) if path.exists() and path.stat().st_size else []
+        self._file = path.open("a", encoding="utf-8")
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Samples there are of each problem."""
+        return Counter(sample.task_id for sample in self.samples)
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self._file.write(json.dumps(asdict(sample)) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+
+class VerdictFile:
+    """Outcomes as they come, for a scoring that is killed and started again; of no further use once the report is
+    written.
+    """
+
+    def __init__(self, path: Path, conditions: Mapping[str, Any]):
+        """conditions: what verdicts depend on beyond the program. A file of other conditions is begun anew."""
+        self._path = path
+        self.known: dict[str, Outcome] = {}
+        header = json.loads(json.dumps(conditions))
+        if path.exists():
+            _drop_partial_line(path)
+            first, *rows = read_jsonl(path) or [None]
+            if first == header:
+                self.known = {row.pop("program"): Outcome(**row) for row in rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a" if self.known else "w", encoding="utf-8")
+        if not self.known:
+            self._file.write(json.dumps(header) + "\n")
+
+    @staticmethod
+    def key(sample: Sample) -> str:
+        return hashlib.sha256(f"{sample.task_id}\n{sample.solution}".encode(errors="surrogatepass")).hexdigest()
+
+    def add(self, sample: Sample, outcome: Outcome) -> None:
+        self.known[self.key(sample)] = outcome
+        self._file.write(json.dumps({"program": self.key(sample), **asdict(outcome)}) + "\n")
+        self._file.flush()
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+
+def settings_path(samples: Path) -> Path:
+    """Beside the samples."""
+    return samples.with_suffix(".settings.json")
+
+
+def replace(path: Path, content: Any) -> None:
+    """Writes JSON so that there is never half a file."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _drop_partial_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,155 @@
+"""Judging programs: reference solutions first, verdicts in parallel, and the figures made of them."""
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from typing import Any, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from infer.evaluate.problems import Problem
+from infer.sandbox.sandbox import HarnessError, Limits, Outcome, Sandbox
+from laneformer.errors import ConfigError
+
+# A loop of a known length tells how fast a core is: 5 s are 5 s on a core that takes LOOP_SECONDS for it, and more on a
+# slower one.
+LOOP = "n = 0\nfor i in range(2_000_000):\n    n += i * i % 7\n"
+LOOP_SECONDS = 0.15
+REFERENCE_FACTOR = 4  # a program may always take so many times as long as the reference solution did here
+
+
+class Judge:
+    """Runs programs against their tests. Made once and used for any number of scorings; `close` it, or use it in a
+    `with` block.
+    """
+
+    def __init__(self, sandbox: str = "auto", workers: int | None = None):
+        """sandbox: a level of infer.sandbox.sandbox.Sandbox; workers: programs at a time, by default one per core.
+
+        Raises ConfigError where the sandbox does not work.
+        """
+        cores = len(os.sched_getaffinity(0))
+        if workers is not None and not 1 <= workers <= cores:
+            raise ConfigError(
+                f"workers = {workers}: give 1 to {cores}, the cores there are; more would only take time from each"
+                " other"
+            )
+        self.workers = workers or cores
+        self.sandbox = Sandbox(sandbox)
+        loops = [self.sandbox.run(LOOP, "", _limits(60)).cpu_seconds for _ in range(3)]
+        if None in loops:
+            self.close()
+            raise HarnessError(
+                "a loop of 2,000,000 rounds takes more than a minute here: the machine is overloaded; go on when it"
+                " is not"
+            )
+        self.slowness = max(1.0, min(loops) / LOOP_SECONDS)
+        """How many times as long as on a nominal core a program takes, at least 1."""
+        self._references: dict[Problem, float] = {}
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What a verdict depends on beyond the sandbox."""
+        limits = {name: value for name, value in asdict(_limits(0)).items() if not name.endswith("seconds")}
+        return {**limits, "reference_factor": REFERENCE_FACTOR, "slowness": self.slowness, "workers": self.workers}
+
+    def verify(self, problems: Sequence[Problem], progress: bool = False) -> None:
+        """Runs the reference solutions that were not run before. Raises HarnessError if one fails: then no verdict
+        would mean anything.
+        """
+        new = [problem for problem in problems if problem not in self._references]
+        limits = [_limits(REFERENCE_FACTOR * problem.seconds * self.slowness) for problem in new]
+        failed = []
+        for n, outcome in self._run([(problem, problem.reference) for problem in new], limits, "references", progress):
+            if outcome.verdict == "passed":
+                self._references[new[n]] = outcome.cpu_seconds
+            else:
+                failed.append(f"{new[n].task_id} ({outcome.verdict}: {outcome.error})")
+        if failed:
+            raise HarnessError(
+                f"{len(failed)} of {len(new)} reference solutions fail here, so nothing is scored; the sandbox, the"
+                f" machine or the data file is at fault: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
+            )
+
+    def run(self, solution: str, test: str, seconds: float, longest_error: int) -> Outcome:
+        """One program that belongs to no problem. seconds: of CPU time on a machine of nominal speed. As
+        Sandbox.run.
+        """
+        return self.sandbox.run(solution, test, _limits(seconds * self.slowness), longest_error=longest_error)
+
+    def limits(self, problem: Problem) -> Limits:
+        """What a program for it gets."""
+        return _limits(max(problem.seconds * self.slowness, REFERENCE_FACTOR * self._references[problem]))
+
+    def outcomes(
+        self, programs: Sequence[tuple[Problem, str]], progress: bool = False
+    ) -> Iterator[tuple[int, Outcome]]:
+        """(index, outcome) of each program, as they end; the problems must be verified. Raises HarnessError where one
+        could not be run.
+        """
+        return self._run(programs, [self.limits(problem) for problem, _ in programs], "samples", progress)
+
+    def _run(
+        self, programs: Sequence[tuple[Problem, str]], limits: Sequence[Limits], what: str, progress: bool
+    ) -> Iterator[tuple[int, Outcome]]:
+        pool = ThreadPoolExecutor(self.workers)
+        try:
+            jobs = {
+                pool.submit(self.sandbox.run, solution, problem.test, limit, entry_point=problem.entry_point): n
+                for n, ((problem, solution), limit) in enumerate(zip(programs, limits, strict=True))
+            }
+            for job in progress_bar(as_completed(jobs), what, len(jobs), "program", progress):
+                yield jobs[job], job.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # what runs still ends with its limits, or with the sandbox
+
+    def close(self) -> None:
+        """Ends programs that run."""
+        self.sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _limits(cpu_seconds: float) -> Limits:
+    """With time enough on the clock for a core that others work on too."""
+    return Limits(cpu_seconds, wall_seconds=4 * cpu_seconds + 10)
+
+
+def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool) -> tqdm:
+    """On standard error; in a log file rarely."""
+    return tqdm(
+        items,
+        what,
+        total=total,
+        unit=unit,
+        disable=not shown or not total,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
+
+
+def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
+    """The mean over problems of the unbiased estimate that one of k samples passes; None where a problem has fewer than
+    k.
+
+    counts: task_id -> (samples n, passed c); the estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    """
+    if any(n < k for n, _ in counts.values()):
+        return None
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts.values()]))
+
+
+def wilson(share: float, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a share observed in so many trials (Wilson, JASA 22, 1927)."""
+    z = 1.959963984540054
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

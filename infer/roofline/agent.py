@@ -1,0 +1,79 @@
+"""How long an agent's task takes, and whether generating its tokens is what takes long."""
+
+import math
+from dataclasses import dataclass
+
+from infer.roofline.table import PROJECTED, Column, Table
+from laneformer.errors import ConfigError
+
+SPEEDS = (30.0, 100.0, 300.0, 1000.0, 3000.0)  # tokens per second, to compare with
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """One task: rounds of generating, running tools and running tests. The times are examples: measure your own."""
+
+    tokens: int = 50_000
+    """Tokens that the whole task generates."""
+    iterations: int = 10
+    """Rounds."""
+    tool_seconds: float = 1.0
+    """Of tools in each round: edits, searches, reading of prompts; an example, not a measurement."""
+    test_seconds: float = 5.0
+    """Of builds and tests in each round; an example, not a measurement."""
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot be meant."""
+        if self.tokens < 1 or self.iterations < 1:
+            raise ConfigError(f"--tokens {self.tokens} --iterations {self.iterations}: both must be at least 1")
+        for name, value in (("tool", self.tool_seconds), ("test", self.test_seconds)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"--{name}-seconds {value:g}: it must be 0 or above")
+
+    def split(self, rate: float) -> tuple[float, float, float]:
+        """Seconds of generating, of tools and of tests at that many tokens per second."""
+        return self.tokens / rate, self.iterations * self.tool_seconds, self.iterations * self.test_seconds
+
+    @property
+    def even_rate(self) -> float | None:
+        """Tokens per second at which generating takes as long as all the rest; None where there is no rest."""
+        _, *rest = self.split(1)
+        return self.tokens / sum(rest) if sum(rest) else None
+
+
+def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
+    """The task at each speed: name -> (tokens per second, where from)."""
+    task.check()
+    rows = []
+    for name, (rate, origin) in rates.items():
+        generating, tools, tests = task.split(rate)
+        total = generating + tools + tests
+        longest = max((generating, "generating"), (tools, "tools"), (tests, "tests"))[1]
+        rows.append((name, rate, origin, generating, tools, tests, total, 100 * generating / total, longest))
+    even = task.even_rate
+    limit = (
+        "nothing else takes time"
+        if even is None
+        else f"generating takes more than half of the time below {even:,.0f} tok/s"
+    )
+    seconds = [Column(f"{what} s", ",.1f", PROJECTED) for what in ("generating", "tools", "tests", "total")]
+    return Table(
+        "agent",
+        f"An agent's task of {task.tokens:,} tokens in {task.iterations} rounds: {limit}",
+        (
+            Column("speed"),
+            Column("tok/s", ",.0f"),
+            Column("origin"),
+            *seconds,
+            Column("generating %", ".0f", PROJECTED),
+            Column("longest"),
+        ),
+        rows,
+        f"{task.tool_seconds:g} s of tools and {task.test_seconds:g} s of tests a round, one after the other, the same"
+        " at every speed; reading prompts belongs to the tools; a constant speed",
+    )
+
+
+def usual_rates() -> dict[str, tuple[float, str]]:
+    """Speeds to compare with."""
+    return {f"{rate:,.0f} tok/s": (rate, "example") for rate in SPEEDS}

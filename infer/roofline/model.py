@@ -1,0 +1,236 @@
+"""How fast a token can be: bytes that it must read over what the memory gives, and what waiting adds. All of it is
+projected.
+
+    seconds = bytes / bandwidth + dependent operations x sync + waits for exchanges + launches x time of a launch
+
+The terms are added, as if no weight were read during a wait: a kernel that streams weights across its waits is faster.
+Exchanges run beside the modules between their issue and their landing; a landing waits for what those modules do not
+cover.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infer.roofline.devices import Node
+from infer.roofline.precisions import PRECISIONS
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.layout import Schedule
+from laneformer.parameters import kv_bytes_per_token, parameter_count, parameter_table
+
+ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k v, attention, wo; w1 w3, w2
+EDGES = "dependent operations"
+OUTER_EDGES = 2  # head, sampled token
+EXCHANGES_PER_LAYER = 2  # of plain tensor parallelism, for models that are known by their bytes alone
+# Shares of the effective bandwidth that Kog measured with 4 GB a token: 2,100 tok/s on 8 H200 of 7,680, 3,000 on 8
+# MI300X of 8,400.
+PUBLIC_SHARES = (2100 / 7680, 3000 / 8400)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one token is asked of: precision of weights and of keys and values, and positions before it."""
+
+    weights: str = "bfloat16"
+    kv: str = "bfloat16"
+    context: int = 0
+
+    def __post_init__(self):
+        for name, value in (("--precision", self.weights), ("--kv-precision", self.kv)):
+            if value not in PRECISIONS:
+                raise ConfigError(f"{name} {value}: known are {', '.join(PRECISIONS)}")
+        if self.context < 0:
+            raise ConfigError(f"--context {self.context}: it must be 0 or above")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a token's time."""
+
+    name: str
+    detail: str
+    seconds: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Token:
+    """The time of one token and its summands."""
+
+    bytes: float
+    node: Node
+    terms: tuple[Term, ...]
+
+    @property
+    def seconds(self) -> float:
+        return math.fsum(term.seconds for term in self.terms)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return 1 / self.seconds
+
+    @property
+    def ceiling(self) -> float:
+        """Tokens per second if reading were all."""
+        return self.node.total_bandwidth / self.bytes
+
+    def sync_for(self, rate: float) -> float | None:
+        """The time of a dependent operation with which this sum gives that many tokens per second; None if none
+        could.
+        """
+        edges = next((term for term in self.terms if term.name == EDGES), None)
+        left = None if edges is None else 1 / rate - (self.seconds - edges.seconds)
+        return None if left is None or left < 0 else left / edges.count
+
+
+def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
+    """Bytes that one token reads and writes; together weight_bytes_per_token + kv_bytes_per_token."""
+    parts = {"attention": 0.0, "MLP": 0.0, "norms": 0.0, "head": 0.0}
+    for path, parameter in parameter_table(config).items():
+        if path == "tok_embeddings" and not config.tie_word_embeddings:
+            continue
+        kind = (
+            "head"
+            if path in ("lm_head", "tok_embeddings")
+            else "norms"
+            if path.endswith("norm")
+            else _module_kind(path)
+        )
+        parts[kind] += math.prod(parameter.shape) * PRECISIONS[work.weights]
+    parts["row of the embedding"] = config.hidden_size * PRECISIONS[work.weights]
+    parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(
+        config, work.context, PRECISIONS[work.kv]
+    )
+    return parts
+
+
+def _module_kind(path: str) -> str:
+    return "attention" if ".attention." in path else "MLP"
+
+
+def module_bytes(config: ModelConfig, work: Work) -> list[float]:
+    """Bytes of each module, attention of layer 0 first; what is left of `bytes_by_part` is read outside of the
+    layers.
+    """
+    found = [0.0] * (2 * config.num_hidden_layers)
+    for path, parameter in parameter_table(config).items():
+        if path.startswith("layers."):
+            _, layer, name = path.split(".", 2)
+            found[2 * int(layer) + (not name.startswith("attention"))] += (
+                math.prod(parameter.shape) * PRECISIONS[work.weights]
+            )
+    touched = [1 + (min(work.context, window - 1) if window else work.context) for window in config.layer_windows]
+    per_position = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv]) / sum(touched)
+    for layer, positions in enumerate(touched):
+        found[2 * layer] += per_position * positions
+    return found
+
+
+def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
+    """Time of each module between exchanges."""
+    edges = (ATTENTION_EDGES, MLP_EDGES)
+    return [size / node.total_bandwidth + edges[m % 2] * node.sync for m, size in enumerate(module_bytes(config, work))]
+
+
+def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size: int) -> float:
+    """Seconds that landings wait for exchanges which the modules in between do not cover."""
+    clock, waited, ready = 0.0, 0.0, {}
+    last = len(modules) - 1
+    for m, seconds in enumerate(modules):
+        clock += seconds
+        for payload in schedule.payloads:
+            if payload.complete_at == m:
+                ready[payload] = clock + node.exchange_seconds(payload.channels * hidden_size)
+        for landing in schedule.landings:
+            if min(landing.at, last) == m:
+                wait = max(0.0, ready[landing.payload] - clock)
+                clock, waited = clock + wait, waited + wait
+    return waited
+
+
+def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
+    """The longest exchange that all delayed landings hide; None where there are none."""
+    last, exposed = len(modules) - 1, set(schedule.exposed)
+    return min(
+        (
+            math.fsum(modules[x.payload.complete_at + 1 : min(x.at, last) + 1])
+            for x in schedule.landings
+            if x not in exposed
+        ),
+        default=None,
+    )
+
+
+def check_devices(config: ModelConfig, devices: int) -> None:
+    """Raises ConfigError unless the lanes spread evenly."""
+    if config.num_lanes % devices:
+        fitting = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
+        raise ConfigError(
+            f"--devices {devices}: {config.num_lanes} lanes spread over {', '.join(map(str, fitting))} devices"
+        )
+
+
+def token(config: ModelConfig, node: Node, work: Work) -> Token:
+    """The time of one token of a Laneformer or a dense model cut into lanes. Raises ConfigError."""
+    check_devices(config, node.devices)
+    if work.context > config.max_position_embeddings:
+        raise ConfigError(f"--context {work.context}: the model's longest context is {config.max_position_embeddings}")
+    size = math.fsum(bytes_by_part(config, work).values())
+    modules = module_seconds(config, node, work)
+    edges = (ATTENTION_EDGES + MLP_EDGES) * config.num_hidden_layers + OUTER_EDGES
+    schedule, d = config.schedule, config.hidden_size
+    head = {"replicate": d, "lane": config.vocab_size, "vocab_parallel": None}[config.lm_head_type]
+    terms = [_reading(size, node), _edges(edges, node)]
+    if node.devices > 1:
+        one = node.exchange_seconds(d)
+        detail = f"{schedule.num_reductions} exchanges of {1e6 * one:.2f} us, {len(schedule.exposed)} exposed landings"
+        terms.append(Term(f"waits of layout {config.layout}", detail, waits(schedule, modules, node, d)))
+        if head is not None:
+            terms.append(
+                Term(
+                    f"sum over lanes of the {config.lm_head_type} head",
+                    f"1 x {1e6 * node.exchange_seconds(head):.2f} us",
+                    node.exchange_seconds(head),
+                )
+            )
+        terms.append(
+            Term("agreeing on the token", f"1 x {1e6 * node.exchange_seconds():.2f} us", node.exchange_seconds())
+        )
+    return Token(size, node, (*terms, *_launches(node)))
+
+
+def token_of_bytes(size: float, node: Node, layers: int | None) -> Token:
+    """The same where only bytes and layers are known, under plain tensor parallelism; without layers no waits are
+    counted.
+    """
+    terms = [_reading(size, node)]
+    if layers is not None:
+        edges = (ATTENTION_EDGES + MLP_EDGES) * layers + OUTER_EDGES
+        terms.append(_edges(edges, node))
+        if node.devices > 1:
+            count = EXCHANGES_PER_LAYER * layers + 1
+            one = node.exchange_seconds()
+            terms.append(Term("waits for exchanges", f"{count} x {1e6 * one:.2f} us", count * one))
+    return Token(size, node, (*terms, *_launches(node)))
+
+
+def _reading(size: float, node: Node) -> Term:
+    detail = f"{size / 1e9:,.3f} GB at {node.total_bandwidth / 1e12:,.2f} TB/s"
+    return Term("reading", detail, size / node.total_bandwidth)
+
+
+def _edges(count: int, node: Node) -> Term:
+    return Term(EDGES, f"{count} x {1e6 * node.sync:.2f} us", count * node.sync, count)
+
+
+def _launches(node: Node) -> list[Term]:
+    if not node.launches:
+        return []
+    return [Term("kernel launches", f"{node.launches:g} x {1e6 * node.launch:g} us", node.launches * node.launch)]
+
+
+def weights_in_memory(config: ModelConfig, work: Work) -> float:
+    """Bytes of all weights."""
+    return parameter_count(config) * PRECISIONS[work.weights]

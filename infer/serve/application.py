@@ -1,0 +1,213 @@
+"""The HTTP application: OpenAI-compatible completions over one engine. Reading order: protocol (what is asked),
+engine (the queue and the engine's process), worker (inside that process), responses (what is
+answered), guard (who may ask).
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from infer.serve.engine import EngineProcess, Job, Update
+from infer.serve.guard import Guard, error_response
+from infer.serve.metrics import Metrics
+from infer.serve.pages import FOLDER, INDEX, Pages, is_page
+from infer.serve.protocol import ApiError, read_call, read_json
+from infer.serve.responses import Answer
+
+log = logging.getLogger("infer")
+
+MOST_BYTES = 1 << 20  # of a request
+BODY_SECONDS = 30.0  # in which it has to come
+
+
+class Api:
+    """The routes."""
+
+    def __init__(self, engine: EngineProcess, metrics: Metrics, model: str, stream_interval: float):
+        """model: what it is called. stream_interval: seconds between two events of a stream at least."""
+        self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
+        self._pages = Pages()
+
+    def app(self, key: str | None, hosts: Collection[str]) -> Starlette:
+        """key, hosts: as for Guard."""
+        return Starlette(
+            routes=[
+                Route("/", self.index),
+                Route(FOLDER + "{name}", self.page),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{model:path}", self.one_model),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            ],
+            middleware=[Middleware(Guard, key=key, hosts=hosts)],
+            exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        try:
+            yield
+        finally:
+            self._engine.close()
+
+    async def index(self, request: Request) -> Response:
+        """For a browser the playground, for others where to go from here."""
+        if is_page("/", request.headers):
+            return self._pages.response(INDEX, request.headers)
+        return JSONResponse(
+            {
+                "server": "laneformer",
+                "model": self._model,
+                "models": "/v1/models",
+                "health": "/health",
+                "metrics": "/metrics",
+                "completions": "/v1/completions",
+                "chat": "/v1/chat/completions",
+                "documentation": "docs/serving.md",
+            },
+            headers={"Vary": "Accept"},
+        )
+
+    async def page(self, request: Request) -> Response:
+        """A file of the playground."""
+        return self._pages.response(request.path_params["name"], request.headers)
+
+    async def health(self, request: Request) -> Response:
+        """200 if a request would be answered now; no key is needed, so it tells no more than that."""
+        state = self._engine.state
+        return JSONResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._require(request.path_params["model"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict:
+        """The model, with the conditions that belong beside a measured speed once the engine knows them."""
+        facts = self._engine.facts
+        known = {"conditions": facts["conditions"], "chat": facts["chat"]} if facts else {}
+        context = {"max_model_len": facts["conditions"]["context"]} if facts else {}
+        return {"id": self._model, "object": "model", "created": 0, "owned_by": "laneformer", **context, **known}
+
+    def _require(self, model: str | None) -> None:
+        if model is not None and model != self._model:
+            raise ApiError(
+                404, f"there is no model {model!r} here, only {self._model!r}", param="model", code="model_not_found"
+            )
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=False)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=True)
+
+    async def _generate(self, request: Request, chat: bool) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # Browsers let any page on the web send other types without asking this server first.
+            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+        call = read_call(read_json(await _body(request)), chat)
+        self._require(call.model)
+        job = await self._engine.submit(call)
+        answer = Answer(job, self._model, self._engine.facts["fingerprint"])
+        if call.stream:
+            return _Stream(self._engine, job, answer, self._interval)
+        updates: list[Update] = []
+        async with _watched(self._engine, job, request.receive):
+            async for batch in job.updates():
+                updates += batch
+        if isinstance(updates[-1], ApiError):
+            raise updates[-1]
+        return JSONResponse(answer.whole(updates))
+
+
+class _Stream(Response):
+    """Server-sent events, each as soon as there is something to say."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, engine: EngineProcess, job: Job, answer: Answer, interval: float):
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._engine, self._job, self._answer, self._interval = engine, job, answer, interval
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _watched(self._engine, self._job, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._answer.opening(), "more_body": True})
+            async for batch in self._job.updates(self._interval):
+                if events := b"".join(self._answer.events(batch)):
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIterator[None]:
+    """Cancels the job when its client goes away, and in any case when the answering ends before it."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        engine.cancel(job)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        engine.cancel(job)
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body. Raises ApiError as soon as it is too long."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise ApiError(
+                        413,
+                        f"the request is longer than {MOST_BYTES} bytes: shorten it",
+                        headers={"Connection": "close"},
+                    )
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request did not come within {BODY_SECONDS:g} s", headers={"Connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone") from None
+    return bytes(body)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own, in OpenAI's form: unknown paths and methods."""
+    what = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not take {request.method}"}
+    return error_response(ApiError(error.status_code, what.get(error.status_code, error.detail), headers=error.headers))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "the server failed; its log says how"))

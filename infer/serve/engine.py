@@ -1,0 +1,355 @@
+"""The engine's process as the server sees it: starts it, puts requests in a queue, hands out what comes back, restarts
+it after a crash.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+from infer.serve import worker
+from infer.serve.metrics import Metrics
+from infer.serve.protocol import NESTED, ApiError, Call
+from infer.serve.worker import End, EngineOptions, Order, Question, Token
+
+log = logging.getLogger("infer")
+
+KEEPALIVE_SECONDS = 15.0  # proxies drop a connection that is silent for longer
+MOST_AT_ONCE = 256  # messages from the engine, before others get their turn
+PATIENCE_SECONDS = 3.0  # that a process which was told to end gets for it
+
+
+class Limits(NamedTuple):
+    """What a server takes on."""
+
+    waiting: int
+    """Requests in the queue at most."""
+    seconds: float
+    """For a request, its time in the queue included."""
+    tokens_per_dispatch: int | None
+    """Between two looks at whether the client is still there; None leaves it to the backend."""
+
+
+class Queued(NamedTuple):
+    position: int
+    """Requests before this one, the running one included."""
+
+
+class Alive(NamedTuple):
+    """Nothing new: a sign of life for the connection."""
+
+
+Update = Token | End | ApiError | Queued | Alive
+
+
+class Job:
+    """A request that was accepted, and what has come of it."""
+
+    def __init__(self, number: int, call: Call, ids: list[int], order: Order, arrived: float):
+        self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
+        self.started: float | None = None
+        self.ended = asyncio.Event()
+        self.timers: list[asyncio.TimerHandle] = []
+        self._inbox: list[Update] = []
+        self._news = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        if self.ended.is_set():
+            return
+        self._inbox.append(update)
+        self._news.set()
+        if isinstance(update, End | ApiError):
+            self.ended.set()
+            for timer in self.timers:
+                timer.cancel()
+
+    async def updates(self, interval: float = 0.0) -> AsyncIterator[list[Update]]:
+        """All that is there, whenever there is something; the last one is an End or an ApiError.
+
+        interval: seconds between two batches at least. The first comes at once, the last as soon as the end is there.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            batch, self._inbox = self._inbox, []
+            yield batch
+            if isinstance(batch[-1], End | ApiError):
+                return
+            if interval and any(isinstance(update, Token) for update in batch):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.ended.wait(), interval)
+
+
+class EngineProcess:
+    """One engine, which answers one request at a time, and the queue before it. Everything happens on the event
+    loop.
+    """
+
+    def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics, end: Callable[[], None]):
+        """end: called when there is no way on; `failure` then says why."""
+        self.limits, self._options, self._metrics, self._end = limits, options, metrics, end
+        self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
+        self.facts: dict[str, Any] = {}
+        """What the engine says of itself: name, conditions, chat, fingerprint."""
+        self.failure: str | None = None
+        self._numbers = 0
+        self._checks: dict[int, asyncio.Future[list[int]]] = {}
+        self._waiting: deque[Job] = deque()
+        self._running: Job | None = None
+
+    def start(self) -> None:
+        """Starts the process; needs a running event loop."""
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a fork would copy threads' locks and whatever the devices' libraries hold
+        self._connection, child = context.Pipe()
+        self._process = context.Process(
+            target=worker.main, args=(child, self._options), name="laneformer-engine", daemon=True
+        )
+        handler = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # which it inherits: Ctrl-C ends the server, and that ends the engine
+        try:
+            self._process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        child.close()
+        self._readable = select.poll()  # the connection's own poll() costs ten times as much
+        self._readable.register(self._connection, select.POLLIN)
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+
+    def close(self, reason: str = "the server is shutting down") -> None:
+        """Ends every request and the process."""
+        if self.state == "stopped":
+            return
+        listens, self.state = self.state == "ready", "stopped"
+        self._fail_checks(reason)
+        for job in (*self._waiting, *([self._running] if self._running else [])):
+            self._fail(job, ApiError(503, reason), "error")
+        self._waiting.clear()
+        self._disconnect(PATIENCE_SECONDS if listens else 0)
+
+    def _disconnect(self, patience: float) -> None:
+        """Without its pipe the process ends by itself, but not while it loads."""
+        asyncio.get_running_loop().remove_reader(self._connection.fileno())
+        self._connection.close()
+        self._process.join(patience)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    async def submit(self, call: Call) -> Job:
+        """Takes a request into the queue. Raises ApiError if it cannot be answered, or not now."""
+        arrived = time.perf_counter()
+        if self.state != "ready":
+            raise ApiError(
+                503,
+                f"the engine is {self.state}: try again soon",
+                code=f"engine_{self.state}",
+                headers={"Retry-After": "5"},
+            )
+        if len(self._checks) + len(self._waiting) + (self._running is not None) > self.limits.waiting:
+            self._metrics.failure.labels("queue_full").inc()
+            raise ApiError(
+                429,
+                f"{self.limits.waiting} requests are waiting already: try again later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._numbers += 1
+        number = self._numbers
+        question = Question(call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop))
+        self._checks[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._tell("check", number, question)
+            ids = await asyncio.wait_for(self._checks[number], self.limits.seconds)
+        except RecursionError:
+            raise ApiError(400, NESTED, param=call.prompt_param) from None
+        except TimeoutError:
+            self._metrics.failure.labels("timeout").inc()
+            raise ApiError(504, "reading the prompt took too long", code="timeout") from None
+        except ApiError as error:
+            self._metrics.failure.labels("refused").inc()
+            if error.body["error"]["param"] is None:  # a message of a check begins with the parameter that it is about
+                name = str(error).split(" = ")[0]
+                error.body["error"]["param"] = (
+                    name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
+                )
+            raise
+        finally:
+            del self._checks[number]
+        order = Order(
+            ids,
+            call.max_tokens,
+            call.sampling,
+            call.stop_token_ids,
+            call.ignore_eos,
+            call.stop,
+            call.logprobs,
+            self.limits.tokens_per_dispatch,
+        )
+        job = Job(number, call, ids, order, arrived)
+        loop = asyncio.get_running_loop()
+        job.timers = [
+            loop.call_later(self.limits.seconds, self._expire, job),
+            loop.call_later(KEEPALIVE_SECONDS, self._keep_alive, job),
+        ]
+        self._waiting.append(job)
+        self._next()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for the job any more: the engine is free with its next token, or with the end of its
+        dispatch.
+        """
+        self._fail(job, ApiError(499, "cancelled"), "cancelled")
+
+    def _next(self) -> None:
+        """Gives the engine its next job if it is free, and tells the others where they stand."""
+        if self._running is None and self._waiting and self.state == "ready":
+            job = self._running = self._waiting.popleft()
+            job.started = time.perf_counter()
+            self._metrics.queue_time.observe(job.started - job.arrived)
+            self._tell("generate", job.number, job.order)
+        busy = self._running is not None
+        self._metrics.running.set(busy)
+        self._metrics.waiting.set(len(self._waiting))
+        for position, job in enumerate(self._waiting, start=int(busy)):
+            job.put(Queued(position))
+
+    def _fail(self, job: Job, error: ApiError, reason: str) -> None:
+        """Ends a job for its client; the engine may need a moment until it is free again."""
+        if job.ended.is_set():
+            return
+        job.put(error)
+        self._metrics.failure.labels(reason).inc()
+        if job is self._running:
+            self._tell("cancel", job.number)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+            self._next()
+
+    def _tell(self, *message: Any) -> None:
+        with suppress(OSError):  # of a process that has died: the end of its pipe is read next
+            self._connection.send(message)
+
+    def _expire(self, job: Job) -> None:
+        error = ApiError(
+            504,
+            f"the answer was not complete after {self.limits.seconds:g} s, the time limit of this server",
+            code="timeout",
+        )
+        self._fail(job, error, "timeout")
+
+    def _keep_alive(self, job: Job) -> None:
+        job.put(Alive())
+        job.timers[1] = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._keep_alive, job)
+
+    def _read(self) -> None:
+        """Takes the messages that are there; the loop calls again as long as one is."""
+        try:
+            for _ in range(MOST_AT_ONCE):
+                self._take(*self._connection.recv())
+                if self.state == "stopped" or not self._readable.poll(0):
+                    break
+        except (EOFError, OSError):
+            self._died()
+
+    def _take(self, kind: str, *rest: Any) -> None:
+        if kind == "token":
+            self._take_token(*rest)
+        elif kind in ("end", "error"):
+            self._take_end(*rest)
+        elif kind in ("checked", "refused"):
+            number, *answer = rest
+            check = self._checks.get(number)
+            if check is None or check.done():
+                return
+            if kind == "checked":
+                check.set_result(*answer)
+            else:
+                message, code = answer
+                check.set_exception(ApiError(500 if code == "engine_error" else 400, message, code=code))
+        elif kind == "ready":
+            [self.facts] = rest
+            self.state = "ready"
+            log.info(
+                "ready after %.1f s: %s",
+                self.facts["seconds"],
+                ", ".join(f"{k} {v}" for k, v in self.facts["conditions"].items()),
+            )
+            self._next()
+        else:
+            self._give_up(rest[0])
+
+    def _take_token(self, number: int, token: Token) -> None:
+        job = self._running
+        if job is None or job.number != number or job.ended.is_set():
+            return
+        self._metrics.token(token.time)
+        job.put(token)
+
+    def _take_end(self, number: int, end: End | str) -> None:
+        """Of the running job, also when its client has gone."""
+        job, self._running = self._running, None
+        self._metrics.no_more_tokens()
+        if job is not None and not job.ended.is_set():
+            if isinstance(end, End):
+                self._metrics.success.labels(end.reason).inc()
+                self._metrics.prompt_tokens.inc(len(job.ids))
+                self._metrics.whole.observe(time.perf_counter() - job.arrived)
+                job.put(end)
+                rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
+                log.info(
+                    "%d + %d tokens (%s)%s, waited %.3f s",
+                    len(job.ids),
+                    end.tokens,
+                    end.reason,
+                    rate,
+                    job.started - job.arrived,
+                )
+            else:
+                self._fail(job, ApiError(500, end, code="engine_error"), "error")
+        self._next()
+
+    def _died(self) -> None:
+        """The pipe's other end is closed. While it loads a second try would end the same way; later only its request is
+        lost.
+        """
+        self._process.join(PATIENCE_SECONDS)
+        code = self._process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        message = f"the engine process ended unexpectedly ({how})"
+        if self.state != "ready":
+            self._give_up(f"{message} while it loaded the model; what it wrote before says more")
+            return
+        if self._options.distributed:
+            self._give_up(f"{message}; the job's other processes cannot go on without it: start all of them again")
+            return
+        log.error("%s; starting it again", message)
+        self._disconnect(0)
+        self.state = "restarting"
+        self._metrics.restarts.inc()
+        self._fail_checks(message)
+        job, self._running = self._running, None
+        self._metrics.no_more_tokens()
+        if job is not None:
+            self._fail(job, ApiError(500, message, code="engine_error"), "error")
+        self.start()
+        self._next()
+
+    def _fail_checks(self, reason: str) -> None:
+        for check in self._checks.values():
+            if not check.done():
+                check.set_exception(ApiError(503, reason, code="engine_error"))
+
+    def _give_up(self, message: str) -> None:
+        self.failure = message
+        self.close(message)
+        self._end()

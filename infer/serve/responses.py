@@ -1,0 +1,199 @@
+"""Answers in OpenAI's forms: a completion or a chat completion, whole or as server-sent events."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from infer.serve.engine import Alive, Job, Queued, Update
+from infer.serve.protocol import ApiError
+from infer.serve.worker import End, Named, Token
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer:
+    """What is said in reply to one job."""
+
+    def __init__(self, job: Job, model: str, fingerprint: str):
+        self._job, self._call = job, job.call
+        self._tokens = 0
+        self._offset = 0  # characters of text so far
+        kind = "chat.completion" if self._call.chat else "text_completion"
+        if self._call.chat and self._call.stream:
+            kind += ".chunk"
+        self._head = {
+            "id": ("chatcmpl-" if self._call.chat else "cmpl-") + secrets.token_hex(12),
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._prefix = "data: " + json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
+
+    def opening(self) -> bytes:
+        """The event before the first token: a chat's says who speaks; the prompt's ids, if wanted."""
+        call = self._call
+        if not call.chat and not call.return_token_ids:
+            return b""
+        prompt = {"prompt_token_ids": self._job.ids} if call.return_token_ids else {}
+        return self._event(self._choice("", {"role": "assistant"}, logprobs=None), **prompt)
+
+    def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
+        """The events for what came together: one for all tokens, and those of the end."""
+        tokens = [update for update in batch if isinstance(update, Token)]
+        for update in batch[-1:]:
+            if isinstance(update, Queued):
+                yield f": queued {update.position}\n\n".encode()
+            elif isinstance(update, Alive):
+                yield b": keepalive\n\n"
+        if tokens:
+            yield self._tokens_event(tokens)
+        if isinstance(batch[-1], ApiError):  # the status line is long sent: clients look for this in each event
+            yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
+        elif isinstance(batch[-1], End):
+            yield from self._ending(batch[-1])
+
+    def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """The whole answer of a request that did not ask for a stream; the last update is its End."""
+        tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
+        text = "".join(token.text for token in tokens) + end.tail
+        logprobs = self._logprobs(tokens)
+        choice = {
+            "index": 0,
+            **({"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}),
+            "logprobs": logprobs,
+            "finish_reason": end.reason,
+            "stop_reason": end.stop_reason,
+        }
+        prompt = {}
+        if self._call.return_token_ids:
+            choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": self._job.ids}
+        if self._call.return_timeline:
+            choice["timeline"] = _timeline(tokens)
+        self._tokens = end.tokens
+        return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
+
+    def _tokens_event(self, tokens: list[Token]) -> bytes:
+        self._tokens += len(tokens)
+        text = "".join(token.text for token in tokens)
+        call = self._call
+        if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
+            if not text:
+                return b""  # it is held back: a part of a character, or what may become a stop string
+            body = f'"delta": {{"content": {json.dumps(text)}}}' if call.chat else f'"text": {json.dumps(text)}'
+            return (
+                f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
+            )
+        choice = self._choice(text, {}, logprobs=self._logprobs(tokens))
+        if call.return_token_ids:
+            choice["token_ids"] = [token.id for token in tokens]
+        if call.return_timeline:
+            choice["timeline"] = _timeline(tokens)
+        return self._event(choice)
+
+    def _ending(self, end: End) -> Iterator[bytes]:
+        call = self._call
+        if call.chat and end.tail:
+            yield self._event(self._choice(end.tail, {}, logprobs=None))
+        last = {
+            "index": 0,
+            **({"delta": {}} if call.chat else {"text": end.tail}),
+            "logprobs": None,
+            "finish_reason": end.reason,
+            "stop_reason": end.stop_reason,
+        }
+        yield self._event(last, **({} if call.include_usage else self._measured(end)))
+        if call.include_usage:
+            event = self._head | {"choices": [], "usage": self._usage()} | self._measured(end)
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        yield DONE
+
+    def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
+        said = {"delta": {**delta, "content": text}} if self._call.chat else {"text": text}
+        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": None}
+
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return (
+            f"data: {json.dumps({**self._head, 'choices': [choice], **more})[:-1]}{self._usage_field()}}}\n\n".encode()
+        )
+
+    def _usage_field(self) -> str:
+        if self._call.continuous_usage:
+            return f', "usage": {json.dumps(self._usage())}'
+        return ', "usage": null' if self._call.include_usage else ""
+
+    def _usage(self) -> dict[str, int]:
+        prompt = len(self._job.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+
+    def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
+        if self._call.logprobs is None:
+            return None
+        if self._call.chat:
+            return {
+                "content": [
+                    {**_named(token.named), "top_logprobs": [_named(each) for each in token.top]} for token in tokens
+                ]
+            }
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token.text)
+        return {
+            "tokens": [_spelled(token.named.text) for token in tokens],
+            "token_logprobs": [token.named.logprob for token in tokens],
+            "top_logprobs": [{_spelled(each.text): each.logprob for each in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _measured(self, end: End) -> dict[str, Any]:
+        """The seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`, measured in the
+        engine's process.
+        """
+        first, decoding = end.time_to_first_token, None
+        if first is not None:
+            decoding = end.total_time - first
+        prompt, rate = len(self._job.ids), 1 / end.time_per_token if end.time_per_token else None
+        return {
+            "seed": self._call.sampling["seed"],
+            "timings": {
+                "prompt_n": prompt,
+                "prompt_ms": _ms(end.prefill_time),
+                "prompt_per_second": prompt / end.prefill_time if end.prefill_time else None,
+                "predicted_n": end.tokens,
+                "predicted_ms": _ms(decoding),
+                "predicted_per_second": rate,
+            },
+            "metrics": {
+                "time_to_first_token_ms": _ms(first),
+                "generation_time_ms": _ms(decoding),
+                "queue_time_ms": _ms(self._job.started - self._job.arrived),
+                "mean_itl_ms": _ms(end.time_per_token),
+                "tokens_per_second": rate,
+            },
+        }
+
+
+def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:
+    """What became printable with each token, and when it was on the host: milliseconds since the engine took the
+    request.
+    """
+    return [[token.text, round(1000 * token.time, 3)] for token in tokens]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
+def _named(named: Named) -> dict[str, Any]:
+    return {"token": named.text.decode(errors="replace"), "logprob": named.logprob, "bytes": list(named.text)}
+
+
+def _spelled(text: bytes) -> str:
+    """As OpenAI writes tokens that are parts of characters."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)

@@ -1,0 +1,360 @@
+"""The engine's process under `serve`: loads the model once, then checks prompts and generates, one answer at a time.
+
+It talks over a pipe in tuples whose first item says what they are. In: ("check", n, question), ("generate", n, order),
+("cancel", n). Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code);
+("token", n, Token) as they come, then ("end", n, End) or ("error", n, message). What is not sent in order of its number
+is sent as soon as it is known.
+
+The types in the messages need no JAX, so that the web process can do without.
+"""
+
+import hashlib
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from infer.serve.protocol import NESTED
+from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
+
+if TYPE_CHECKING:
+    from infer.engine.engine import Engine
+    from infer.engine.generation import Generation
+    from infer.text.chat_template import ChatTemplate
+
+WARM_PROMPT, WARM_ANSWER = 16, 16
+END_SECONDS = 10.0  # for processes of a job to end together
+LOWEST = -9999.0  # JSON has no minus infinity
+
+
+class EngineOptions(NamedTuple):
+    """What to load, and how; see infer/commands/serve.py."""
+
+    checkpoint: str
+    backend: str
+    dtype: str | None
+    compute: str | None
+    devices: int
+    distributed: bool
+    lanes: int | None
+    threads: int | None
+    chat_template: str | None
+
+
+class Question(NamedTuple):
+    """A prompt to turn into ids, and what of a request only the engine can check."""
+
+    prompt: str | list[int] | list[dict]
+    chat: bool
+    sampling: dict[str, float]
+    stop_token_ids: tuple[int, ...]
+    stop_strings: bool
+    """Whether there are any."""
+
+
+class Order(NamedTuple):
+    """A generation: arguments of Engine.generate."""
+
+    ids: list[int]
+    max_new_tokens: int | None
+    sampling: dict[str, float]
+    stop_token_ids: tuple[int, ...]
+    """Besides the model's own."""
+    ignore_eos: bool
+    stop_strings: tuple[str, ...]
+    logprobs: int | None
+    """How many of the most likely tokens to tell; None if nobody wants log-probabilities."""
+    tokens_per_dispatch: int | None
+
+
+class Named(NamedTuple):
+    """A token's own text, as UTF-8 (which may be a part of a character), and its log-probability."""
+
+    text: bytes
+    logprob: float
+
+
+class Token(NamedTuple):
+    id: int
+    text: str
+    """What became printable with it."""
+    time: float
+    """Seconds since the engine took the order."""
+    named: Named | None
+    top: tuple[Named, ...]
+
+
+class End(NamedTuple):
+    """A finished generation; see infer.Result."""
+
+    reason: str
+    stop_reason: int | str | None
+    tail: str
+    """Text that was held back when the last token was handed out."""
+    tokens: int
+    time_to_first_token: float | None
+    prefill_time: float | None
+    time_per_token: float | None
+    total_time: float
+
+
+def main(connection: Connection, options: EngineOptions) -> None:
+    """The process. It ends when the other end of the pipe is closed."""
+    from infer.engine import job
+
+    began = time.perf_counter()
+    try:
+        engine = _open(options)
+        with job.lead(engine):
+            _serve(connection, engine, options, began)
+    except (LaneformerError, OSError) as error:
+        connection.send(("failed", str(error)))
+
+
+def follow(options: EngineOptions) -> int:
+    """What the other processes of a job do: the engine answers in all of them."""
+    from infer.engine import job
+
+    return job.follow(_open(options))
+
+
+def _open(options: EngineOptions) -> "Engine":
+    from infer.engine.job import show_log, take_devices
+    from infer.engine.sources import open_engine
+
+    show_log()
+    say_errors_once()
+    take_devices(options.devices, options.distributed)
+    return open_engine(
+        options.checkpoint,
+        options.backend,
+        dtype=options.dtype,
+        compute=options.compute,
+        devices=options.devices,
+        lanes=options.lanes,
+        threads=options.threads,
+    )
+
+
+def _serve(connection: Connection, engine: "Engine", options: EngineOptions, began: float) -> None:
+    """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and
+    cannot be used.
+    """
+    from infer.bench.machine import on_host
+    from infer.engine.sources import is_recipe
+    from infer.text.chat_template import ChatTemplate
+    from laneformer.checkpoint import checkpoint_files
+
+    folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
+    chat, no_chat = None, None
+    try:
+        if engine.tokenizer is None:
+            raise InputError(f"model {engine.name} has no tokenizer")
+        chat = ChatTemplate.load(folder, options.chat_template)
+    except LaneformerError as error:  # without a template it can still continue texts
+        if options.chat_template is not None:
+            raise
+        no_chat = str(error)
+    engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
+    conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
+    facts = {
+        "name": engine.name,
+        "conditions": conditions,
+        "chat": chat is not None,
+        "fingerprint": (
+            "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10]
+        ),
+        "seconds": time.perf_counter() - began,
+    }
+    connection.send(("ready", facts))
+    special = {} if folder is None else special_tokens(folder / "tokenizer.json")
+    _Worker(connection, engine, chat, no_chat, special, alone=not options.distributed).run()
+
+
+def special_tokens(file: Path) -> dict[int, bytes]:
+    """How the tokens that have no text are spelled."""
+    added = json.loads(file.read_bytes()).get("added_tokens", []) if file.is_file() else []
+    return {token["id"]: token["content"].encode() for token in added if token.get("special")}
+
+
+class _Worker:
+    """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a
+    cancellation waits for none.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        engine: "Engine",
+        chat: "ChatTemplate | None",
+        no_chat: str | None,
+        special: dict[int, bytes],
+        alone: bool = True,
+    ):
+        """no_chat: why there is no chat template. special: names of tokens that have no text. alone: no other processes
+        follow this one.
+        """
+        self._connection, self._engine, self._chat, self._no_chat, self._special = (
+            connection,
+            engine,
+            chat,
+            no_chat,
+            special,
+        )
+        self._alone, self._ends = alone, (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
+        self._sending, self._state = threading.Lock(), threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
+        self._running: tuple[int, Generation] | None = None
+        self._cancelled = -1  # the last number that was; orders come one at a time
+
+    def run(self) -> None:
+        from custom_calls.processes import GroupError
+
+        for work in (self._receive, self._check_all):
+            threading.Thread(target=work, daemon=True).start()
+        while (ordered := self._orders.get()) is not None:
+            number, order = ordered
+            try:
+                self._generate(number, order)
+            except GroupError as error:
+                self._send("error", number, str(error))
+                raise
+            except LaneformerError as error:
+                self._send("error", number, str(error))
+            except Exception:  # a bug, or memory that ran out: of this answer, not of the process
+                traceback.print_exc()
+                self._send("error", number, "the engine failed; its log says how")
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                kind, number, *rest = self._connection.recv()
+                if kind == "check":
+                    self._questions.put((number, *rest))
+                elif kind == "generate":
+                    self._orders.put((number, *rest))
+                else:
+                    self._cancel(number)
+        except (EOFError, OSError):  # the server is gone: nobody waits for anything
+            sys.stderr.flush()
+            if self._alone:
+                os._exit(0)
+            self._orders.put(None)  # the other processes must hear of it, if they still do
+            end = threading.Timer(END_SECONDS, os._exit, (1,))
+            end.daemon = True
+            end.start()
+            with self._state:
+                self._cancelled, running = math.inf, self._running
+            if running is not None:
+                running[1].cancel()
+
+    def _cancel(self, number: int) -> None:
+        with self._state:
+            self._cancelled = number
+            running = self._running
+        if running is not None and running[0] == number:
+            running[1].cancel()
+
+    def _check_all(self) -> None:
+        while True:
+            number, question = self._questions.get()
+            try:
+                self._check(number, question)
+            except LaneformerError as error:
+                self._send("refused", number, str(error), None)
+            except RecursionError:
+                self._send("refused", number, NESTED, None)
+            except Exception:
+                traceback.print_exc()
+                self._send("refused", number, "the engine failed to read the prompt; its log says how", "engine_error")
+
+    def _check(self, number: int, question: Question) -> None:
+        from infer.sampling import Sampling
+
+        engine, prompt = self._engine, question.prompt
+        Sampling(**question.sampling)
+        if question.stop_strings and engine.tokenizer is None:
+            raise InputError(
+                "stop = a text: this needs a tokenizer, which the model does not have; give stop_token_ids"
+            )
+        vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
+        for token in question.stop_token_ids:
+            if not 0 <= token < vocabulary:
+                raise ConfigError(f"stop_token_ids = {token}: give ids from 0 to {vocabulary - 1}")
+        if question.chat:
+            if self._chat is None:
+                self._send("refused", number, f"this model cannot chat: {self._no_chat}", "no_chat_template")
+                return
+            prompt = self._chat.encode(prompt, add_generation_prompt=True)
+        elif isinstance(prompt, str) and engine.tokenizer is not None:
+            prompt = engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, str) and len(prompt) >= context:
+            message = (
+                f"the prompt has {len(prompt)} tokens and the context {context}: shorten it so that there is room for"
+                " an answer"
+            )
+            self._send("refused", number, message, "context_length_exceeded")
+            return
+        if (
+            prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary
+        ):  # whatever their size
+            raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
+        self._send("checked", number, engine.encode(prompt).tolist())
+
+    def _generate(self, number: int, order: Order) -> None:
+        from infer.sampling import Sampling
+
+        engine = self._engine
+        generation = engine.generate(
+            order.ids,
+            max_new_tokens=order.max_new_tokens,
+            sampling=Sampling(**order.sampling),
+            stop_tokens=(*order.stop_token_ids, *(() if order.ignore_eos else self._ends)),
+            stop_strings=order.stop_strings,
+            tokens_per_dispatch=order.tokens_per_dispatch,
+            top_logprobs=order.logprobs or 0,
+        )
+        with self._state:
+            self._running = (number, generation)
+            if number <= self._cancelled:
+                generation.cancel()
+        sent = 0
+        for token in generation:
+            sent += len(token.text)
+            named = None if order.logprobs is None else self._named(token, token.logprob)
+            top = tuple(self._named(*each) for each in token.top_logprobs)
+            self._send("token", number, Token(int(token), token.text, token.time, named, top))
+        with self._state:
+            self._running = None
+        r = generation.result
+        self._send(
+            "end",
+            number,
+            End(
+                r.finish_reason,
+                r.stop_reason,
+                r.text[sent:],
+                len(r.tokens),
+                r.time_to_first_token,
+                r.prefill_time,
+                r.time_per_token,
+                r.total_time,
+            ),
+        )
+
+    def _named(self, token: int, logprob: float) -> Named:
+        text = b"" if self._engine.tokenizer is None else self._engine.tokenizer.token_bytes(token)
+        return Named(text or self._special.get(int(token), f"token_id:{int(token)}".encode()), max(logprob, LOWEST))
+
+    def _send(self, *message: Any) -> None:
+        with self._sending, suppress(OSError):  # a closed pipe is seen by the receiving thread, which ends the process
+            self._connection.send(message)

@@ -1,0 +1,361 @@
+"""python -m infer agent: the example task with scripted answers, with our own server, and everything that can be wrong
+before that.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import infer.commands.agent
+from infer.__main__ import main
+from infer.agent.answers import read_edits
+from infer.agent.task import load_task
+from infer.evaluate.scoring import Judge
+from infer.sandbox.sandbox import Sandbox
+from laneformer.errors import ConfigError
+from tests.support.agent_cases import Scripted
+from tests.support.serve_cases import BACKEND, ROOT, save_checkpoint
+
+EXAMPLE = ROOT / "docs/examples/agent/intervals"
+WRONG = "I sort them first.\n\n```python intervals.py\ndef merge(intervals):\n    return sorted(intervals)\n```\n"
+RIGHT = """intervals.py
+```python
+def merge(intervals):
+    found = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError(f"({start}, {end}) ends before it starts")
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+```
+"""
+ONE = ("--base-url", "URL")
+PROGRAM = RIGHT.split("```")[1].removeprefix("python\n")
+# The sandbox that is taken by itself where there is one; resource limits where this machine has none.
+try:
+    Sandbox().close()
+    BOX = "auto"
+except ConfigError:
+    BOX = "rlimits"
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge(BOX, 1) as judge:
+        yield judge
+
+
+@pytest.fixture
+def known_judge(judge, monkeypatch):
+    """Saves its self-test."""
+    monkeypatch.setattr(infer.commands.agent, "Judge", lambda *_, **__: contextlib.nullcontext(judge))
+
+
+def agent(*args):
+    return ["agent", "--sandbox", BOX, *map(str, args)]
+
+
+def start(*args):
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer", *agent(*args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+@pytest.fixture
+def task(tmp_path):
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "task"))
+
+
+def test_first_wrong_then_right(task, tmp_path, capsys):
+    before, work = files_of(task), tmp_path / "work"
+    with Scripted(WRONG, RIGHT, pause=0.02, metrics={"queue_time_ms": 5.0}) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", work, "--seed", 3)) == 0
+    first, second = server.requests
+    assert (first["model"], first["stream"], first["seed"], first["temperature"]) == ("scripted", True, 3, 0)
+    [asked] = first["messages"]
+    assert all(
+        part in asked["content"] for part in ("# Merge intervals", "class MergeTest", "raise NotImplementedError")
+    )
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][0] == asked and second["messages"][1]["content"] == WRONG
+    told = second["messages"][2]["content"]
+    assert (
+        "FAIL: test_touching_ones_are_joined" in told
+        and "ValueError not raised" in told
+        and "FAILED (failures=4)" in told
+    )
+    assert files_of(task) == before, "the task's folder stays as it is"
+    assert (work / "files/intervals.py").read_text() == PROGRAM
+    out, err = capsys.readouterr()
+    assert "turn 1/6: failed (FAILED (failures=4)); " in err and "turn 2/6: passed; 100 tokens, " in err
+    record = json.loads((work / "record.json").read_text())
+    assert record["verdict"] == "passed" and record["conditions"]["sandbox"]["self_test"] == "passed"
+    split, wall = record["split"], record["wall"]
+    assert sum(split.values()) == pytest.approx(wall) and all(seconds > 0 for seconds in split.values())
+    chunks = [turn["reply"]["tokens"] // 10 for turn in record["turns"]]
+    until_first, queue = split["prompt, up to the first token"], 2 * 0.005
+    assert until_first >= 2 * 0.02 - queue and until_first + queue + split["decode"] >= sum(
+        0.02 + 0.01 * (n - 1) for n in chunks
+    )
+    assert split["waiting"] >= queue, "of which the server told"
+    assert record["tokens"] == 10 * sum(chunks)
+    assert record["tokens_per_second"] == pytest.approx(sum(10 * n - 1 for n in chunks) / split["decode"])
+    lines = [json.loads(line) for line in (work / "transcript.jsonl").read_text().splitlines()]
+    assert [line["answer"] for line in lines] == [WRONG, RIGHT] and lines[0]["prompt"] == first["messages"]
+    rows = {row["speed"]: row for row in record["projected"]["rows"]}
+    assert rows["this run"]["origin"] == "measured" and set(record["projected"]["status"].values()) == {"projected"}
+    fast = rows["3,000 tok/s"]
+    assert fast["generating s"] == pytest.approx(record["tokens"] / 3000)
+    assert fast["total s"] - fast["generating s"] == pytest.approx(wall - split["decode"], abs=1e-3)
+    assert (
+        "intervals: passed after 2 turns" in out.replace("task:", "intervals:")
+        and "(projected)" in out
+        and "(measured)" in out
+    )
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_turns_run_out_and_what_a_model_must_not_write(task, tmp_path, capsys):
+    cheats = (
+        "```python test_intervals.py\nimport unittest\n```",
+        "```python ../outside.py\nx = 1\n```",
+        "```python intervals.py\nimport os; os._exit(0)\n```",
+        "```python unittest.py\nimport os; os._exit(0)\n```",
+        "No idea.",
+    )
+    with Scripted(*cheats) as server:
+        args = (
+            "--base-url",
+            server.url,
+            "--workspace",
+            tmp_path / "work",
+            "--max-turns",
+            5,
+            "--json",
+            tmp_path / "out/r.json",
+        )
+        assert main(agent(task, *args)) == 1
+    told = [request["messages"][-1]["content"] for request in server.requests[1:]]
+    assert "test_intervals.py stays as it is" in told[0] and "../outside.py was not written" in told[1]
+    assert "the program ended, with status 0, before the tests did" in told[2]
+    assert "the program ended, with status 0" in told[3], "neither the file of the turn before"
+    assert not (tmp_path / "outside.py").exists() and not (tmp_path / "work/outside.py").exists()
+    record = json.loads((tmp_path / "out/r.json").read_text())
+    assert record["verdict"] == "failed" and [turn["outcome"]["verdict"] for turn in record["turns"]] == ["failed"] * 5
+    assert "turn 5/5: failed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_a_model_that_only_continues_texts(task, tmp_path, capsys):
+    with Scripted("def merge(intervals):\n    return []\n\nunfinished(", PROGRAM, chat=False) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
+    first, second = (request["prompt"] for request in server.requests)
+    assert first.startswith('"""\n# Merge intervals') and first.endswith("# intervals.py, complete:\n")
+    assert (
+        "# intervals.py, which fails these tests:\ndef merge(intervals):\n    return []\n" in second
+        and "# FAILED (failures=" in second
+    )
+    assert len(server.requests[0]["stop"]) <= 4
+    (task / "more.py").write_text("")
+    with Scripted(chat=False) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "two")) == 2
+    assert "writes one file, and the task has intervals.py, more.py" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_a_server_that_tells_little(task, tmp_path, capsys):
+    with Scripted(RIGHT, models=None, usage=False) as server:
+        assert main(agent(task, "--base-url", server.url, "--model", "any", "--workspace", tmp_path / "work")) == 0
+    out, err = capsys.readouterr()
+    assert "tokens unknown" in err and "an unknown number of tokens" in out and "projected" not in out
+    assert json.loads((tmp_path / "work/record.json").read_text())["projected"] is None
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_a_command_of_its_own(task, tmp_path, capsys):
+    (task / "test_intervals.py").unlink()
+    (task / "check.py").write_text(
+        "from intervals import merge\nassert merge([(1, 2), (2, 3)]) == [(1, 3)], 'not joined'\n"
+    )
+    (task / "task.md").write_text("Write merge.\n\nTest command: `python check.py`\n")
+    with Scripted("```python check.py\npass\n```\n" + WRONG, RIGHT) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
+    told = server.requests[1]["messages"][-1]["content"]
+    assert "AssertionError: not joined" in told and "exit status 1" in told and "check.py stays as it is" in told
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_an_error_in_the_middle_keeps_the_record(task, tmp_path, capsys):
+    with Scripted(WRONG, (400, {"message": "the prompt has 9000 tokens and the context 4096"})) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == f"error: {server.url}: the prompt has 9000 tokens and the context 4096"
+    record = json.loads((tmp_path / "work/record.json").read_text())
+    assert record["verdict"] == "error" and len(record["turns"]) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_an_interruption_keeps_the_record(task, tmp_path, number):
+    with Scripted(WRONG, "slow " * 1000, pause=0.2) as server:
+        running = start(task, "--base-url", server.url, "--workspace", tmp_path / "work")
+        assert "loading" not in running.stderr.readline() and running.stderr.readline().startswith("turn 1/6")
+        while len(server.requests) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        running.send_signal(number)
+        out, err = running.communicate(timeout=20)
+        assert running.returncode == 130 and "interrupted after 1 turns" in out and "Traceback" not in err
+        ends = time.monotonic() + 5
+        while "gone" not in server.requests:
+            assert time.monotonic() < ends, "the server is told that nobody listens"
+            time.sleep(0.05)
+    record = json.loads((tmp_path / "work/record.json").read_text())
+    assert record["verdict"] == "interrupted" and record["split"]["a turn that did not end"] > 0.2
+    assert sum(record["split"].values()) == pytest.approx(record["wall"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("known_judge")
+def test_our_own_server(task, tmp_path, capfd):
+    checkpoint = save_checkpoint(tmp_path / "small")
+    args = ("--backend", BACKEND, "--max-turns", 2, "--max-new-tokens", 30, "--workspace", tmp_path / "work")
+    assert main(agent(task, "--checkpoint", checkpoint, *args)) == 1
+    record = json.loads((tmp_path / "work/record.json").read_text())
+    assert [turn["reply"]["tokens"] for turn in record["turns"]] == [30, 30] and record["turns"][0]["reply"][
+        "finish_reason"
+    ] == "length"
+    served = record["conditions"]["server"]
+    assert (
+        served["backend"] == BACKEND
+        and served["model"] == "small"
+        and record["turns"][0]["reply"]["server"]["tokens_per_second"] > 0
+    )
+    out, err = capfd.readouterr()
+    assert f"small, backend {BACKEND}" in out and "cut off at --max-new-tokens" in err
+    assert "stopped" in (tmp_path / "work/server.log").read_text()
+    port = int(record["conditions"]["base_url"].split(":")[2].split("/")[0])
+    assert main(agent(task, "--base-url", f"http://127.0.0.1:{port}/v1", "--workspace", tmp_path / "two")) == 2, (
+        "the server has ended"
+    )
+    assert "no server answers there" in capfd.readouterr().err
+    assert main(agent(task, "--checkpoint", tmp_path / "no", "--workspace", tmp_path / "three")) == 2
+    assert re.fullmatch(r"error: \S+/no is not a folder.*", capfd.readouterr().err.strip().splitlines()[-1])
+
+
+@pytest.mark.usefixtures("known_judge")
+@pytest.mark.parametrize(
+    ("change", "args", "message"),
+    [
+        (None, (), "give either --base-url, a server's, or --checkpoint"),
+        (None, (*ONE, "--checkpoint", "x"), "give either --base-url"),
+        (None, (*ONE, "--threads", 2), "--threads goes with --checkpoint"),
+        (None, ("--checkpoint", "x", "--model", "y"), "--model goes with --base-url"),
+        (None, (*ONE, "--max-turns", 0), "--max-turns 0: give at least 1"),
+        (None, (*ONE, "--timeout", "nan"), "--timeout nan: give seconds"),
+        (None, (*ONE, "--model", "other"), "--model other: URL has one, two"),
+        (None, ONE, "--model: URL has one, two: name one"),
+        (None, ("--base-url", "127.0.0.1:1/v1"), "no server answers there"),
+        (None, (*ONE, "--workspace", "TASK/work"), "lies in the task's folder"),
+        (None, (*ONE, "--workspace", "TASK/../task"), "lies in the task's folder"),
+        (None, (*ONE, "--workspace", os.devnull), "is there already"),
+        (lambda task: (task / "task.md").unlink(), ONE, "says nowhere what is to be done"),
+        (lambda task: (task / "test_intervals.py").unlink(), ONE, "has no tests"),
+        (
+            lambda task: (task / "test_intervals.py").write_text("x = 1\n"),
+            (*ONE, "--model", "one"),
+            "finds no test in test_intervals.py",
+        ),
+        (shutil.rmtree, ONE, "is not a folder"),
+        (lambda task: (task / "link").symlink_to("/etc/passwd"), ONE, "is no plain file"),
+        (lambda task: (task / "big.bin").write_bytes(bytes(5 << 20)), ONE, "at most 4,194,304"),
+        (lambda task: (task / "task.md").write_bytes(b"\xff"), ONE, "is not UTF-8"),
+        (lambda task: (task / "intervals.py").write_text(PROGRAM), (*ONE, "--model", "one"), "nothing to do"),
+    ],
+)
+def test_mistakes_are_one_line(task, tmp_path, monkeypatch, capsys, change, args, message):
+    monkeypatch.chdir(tmp_path)
+    if change is not None:
+        change(task)
+    with Scripted(models=("one", "two")) as server:
+        words = (str(word).replace("URL", server.url).replace("TASK", str(task)) for word in args)
+        assert main(agent(task, *words)) == 2
+    err = capsys.readouterr().err
+    assert (
+        err.startswith("error: ")
+        and err.count("\n") == 1
+        and message.replace("URL", server.url) in err
+        and server.requests == []
+    )
+
+
+def test_without_library_sandbox_or_key(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Scripted(RIGHT, key="right") as server:
+        assert main(agent(task, "--base-url", server.url, "--api-key", "wrong")) == 2
+        assert "wants another key (no such key): set OPENAI_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", "right")
+        assert main(agent(task, "--base-url", server.url)) == 0
+        assert "right" not in (tmp_path / "runs/agent/task-1/record.json").read_text()
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert main(agent(task, "--base-url", "http://127.0.0.1:1")) == 2
+    assert "pip install 'laneformer[agent]'" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["agent", str(task), "--checkpoint", "none"]) == 2
+    assert "is not installed: install bubblewrap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "files"),
+    [
+        ("```python\na = 1\n```", {"a.py": "a = 1\n"}),
+        ("```python\nlonger = 'program'\n```\nUse it:\n```\nx\n```", {"a.py": "longer = 'program'\n"}),
+        ("```python a.py\na = 1", {"a.py": "a = 1"}),
+        ("```a.py\n1\n```\n~~~python:b/c.py\n2\n~~~", {"a.py": "1\n", "b/c.py": "2\n"}),
+        ("**new.py**\n\n```python\n1\n```\nas in\n```\nnothing\n```", {"new.py": "1\n"}),
+        ("Here is `a.py`, corrected:\n```py\n1\n```", {"a.py": "1\n"}),
+        ("```python\n# ./a.py\nx = 1\n```", {"a.py": "# ./a.py\nx = 1\n"}),
+        ("```python a.py\n1\n```\n```python a.py\n2\n```", {"a.py": "2\n"}),
+        ("````md a.py\n```\ninside\n```\n````", {"a.py": "```\ninside\n```\n"}),
+        ("a = 1\n", {"a.py": "a = 1\n"}),
+        ("I think of 3.14 and e.g. this.", {}),
+        ("```python .git/hooks\n1\n```\n```python /etc/x.py\n1\n```", {}),
+    ],
+)
+def test_code_blocks_and_their_files(answer, files):
+    edits = read_edits(answer, ["a.py"], ["test_a.py"])
+    assert edits.files == files and bool(edits.notes) == (not files)
+
+
+def test_a_block_without_a_name_is_refused_where_two_could_be_meant():
+    edits = read_edits("```python\n1\n```", ["a.py", "b.py"], [])
+    assert edits.files == {} and edits.notes == ("No code block had a file's name after its opening fence.",)
+
+
+def test_the_example_needs_no_jax():
+    assert load_task(EXAMPLE).editable == ("intervals.py",)
+    code = "import sys, infer.commands.agent, openai\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

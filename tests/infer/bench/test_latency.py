@@ -1,0 +1,245 @@
+"""The figures of the benchmark from known times, its random weights, and the trace file."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import custom_calls
+from custom_calls.trace import spans_needed, write_perfetto
+from infer.bench import latency
+from infer.bench.latency import Case, Run
+from infer.engine.engine import Engine
+from infer.engine.sources import RandomSource, is_recipe, recipe_config
+from laneformer import ConfigError, ModelConfig, make_mesh
+from laneformer.parameters import parameter_table
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_lanes=2,
+    max_position_embeddings=64,
+    qkv_bias=True,
+)
+
+
+def run_of(arrivals, counts, drawn=None) -> Run:
+    tokens = tuple(range(sum(counts)))
+    return Run(
+        tokens,
+        np.array(arrivals, float),
+        np.array(counts),
+        None if drawn is None else np.array(drawn, float),
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 37, 9_999, 10_000])
+def test_percentiles_are_those_of_numpy(count):
+    samples = np.random.default_rng(count).exponential(size=count)
+    told = latency.summary(samples)
+    for p in (50, 90, 95, 99):
+        assert told[f"p{p}"] == pytest.approx(np.quantile(samples, p / 100))
+    assert told["p99.9"] == (pytest.approx(np.quantile(samples, 0.999)) if count == 10_000 else None)
+    assert told["n"] == count and told["max"] == samples.max() and told["min"] == samples.min()
+    assert told["mean"] == pytest.approx(samples.mean()) and told["std"] == pytest.approx(samples.std())
+
+
+def test_a_run_takes_the_arrival_of_each_dispatch_from_the_result():
+    times = (0.5, 0.7, 0.7, 0.7, 1.5)
+    result = SimpleNamespace(tokens=(5, 6, 7, 8, 9), token_times=times, tokens_per_dispatch=(1, 3, 1))
+    run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), 5e9, 0.25)
+    assert run.arrivals.tolist() == [0.5, 0.7, 1.5] and run.counts.tolist() == [1, 3, 1] and run.seconds == 1.5
+    assert run.rate == pytest.approx(4 / 1.0)
+    assert run.gaps == pytest.approx([0.1, 0.1, 0.2, 0.1])  # of the kernel's clock, which has other zero
+
+
+def test_tokens_that_came_in_groups_have_no_gaps_of_their_own():
+    assert run_of([0.1, 0.2, 0.4], [1, 2, 1]).gaps is None
+    assert run_of([0.1, 0.2, 0.4], [1, 1, 1]).gaps == pytest.approx([0.1, 0.2])
+
+
+class FakeEngine:
+    """Writes down what is asked of it; a token a second."""
+
+    config, conditions = CONFIG, {"weights_dtype": "float32", "kv_dtype": "float32"}
+
+    def __init__(self, backend: str, log: list, session=None):
+        self.backend, self.session, self._log = backend, session, log
+
+    def warmup(self, prompt_tokens, max_new_tokens):
+        self._log.append(f"{self.backend} warms up")
+        return 3.0
+
+    def generate(self, prompt, *, max_new_tokens, stop_tokens, **_):
+        assert stop_tokens == () and len(prompt) == 4
+        self._log.append(f"{self.backend} runs")
+        times = tuple(float(n + 1) for n in range(max_new_tokens))
+        return SimpleNamespace(
+            result=SimpleNamespace(tokens=(1,) * len(times), token_times=times, tokens_per_dispatch=(1,) * len(times))
+        )
+
+
+def test_engines_take_turns_and_every_run_lies_between_reads_of_the_memory(monkeypatch):
+    log, speeds, passes = [], iter(range(100)), iter([9, 1, 2, 3, 4, 8, 6, 7, 5, 5] * 2)
+    session = SimpleNamespace(
+        read_pass=lambda: next(passes), drawn=lambda first, count: SimpleNamespace(times=2.0 * np.arange(count))
+    )
+    engines = [FakeEngine("a", log), FakeEngine("b", log, session)]
+    monkeypatch.setattr(custom_calls, "unavailable", lambda: None)
+    monkeypatch.setattr(custom_calls, "default_threads", lambda: 2)
+    monkeypatch.setattr(
+        custom_calls, "read_bandwidth", lambda size, threads: log.append("reads") or float(next(speeds))
+    )
+    case = Case(prompt_tokens=4, output_tokens=6, runs=2, warmup_runs=1)
+    a, b = latency.measure(engines, case, lambda line: None)
+    reads = ["reads"] * latency.READS
+    turn = [*reads, "a runs", *reads, *reads, "b runs", *reads]
+    assert log == ["a warms up"] * 2 + ["b warms up"] * 2 + ["a runs", "b runs"] + turn * 2
+    assert [run.bandwidth for run in a.runs] == [(2 + 7) / 2, (22 + 27) / 2]  # medians of five before, of five after
+    assert [run.bandwidth for run in b.runs] == [(12 + 17) / 2, (32 + 37) / 2]
+    assert [run.read_pass for run in b.runs] == [(3 + 6) / 2] * 2 and a.runs[0].read_pass is None
+    assert a.runs[0].gaps.tolist() == [1.0] * 5 and b.runs[0].gaps.tolist() == [2.0] * 5
+    assert (a.first_request, len(a.load_after)) == (3.0, 3)
+
+
+def test_without_the_native_library_there_is_no_bandwidth_but_a_reason(monkeypatch):
+    def fails():
+        raise custom_calls.NativeError("compiling failed")
+
+    monkeypatch.setattr(custom_calls, "unavailable", lambda: None)
+    monkeypatch.setattr(custom_calls, "default_threads", fails)
+    memory = latency.Memory(FakeEngine("xla", []), 100)
+    assert memory.unavailable == "compiling failed" and memory.read() == (None, None)
+    monkeypatch.setattr(custom_calls, "unavailable", lambda: "no compiler here")
+    assert latency.Memory(FakeEngine("xla", []), 100).unavailable == "no compiler here"
+
+
+@pytest.mark.parametrize("largest", [1, 5])
+def test_the_peak_is_the_fastest_stretch_between_arrivals(largest):
+    random = np.random.default_rng(0)
+    counts = np.concatenate([[1], random.integers(1, largest + 1, 60)])
+    arrivals = np.cumsum(random.exponential(size=61))
+    so_far, window = np.cumsum(counts), 20
+    found = []
+    for j in range(61):
+        later = [k for k in range(j, 61) if so_far[k] - so_far[j] >= window]
+        if later:
+            tokens = so_far[later[0]] - so_far[j]
+            found.append((tokens / (arrivals[later[0]] - arrivals[j]), tokens))
+    assert latency.peak(arrivals, counts, window) == pytest.approx(max(found))
+    assert latency.peak(arrivals, counts, int(so_far[-1])) is None  # the first token's time is not decoding
+    assert latency.peak(arrivals, counts, int(so_far[-1]) - 1) is not None
+
+
+def test_where_runs_begin_to_differ():
+    a = [SimpleNamespace(tokens=(1, 2, 3, 4)), SimpleNamespace(tokens=(5, 6, 7, 8))]
+    b = [SimpleNamespace(tokens=(1, 2, 3, 9)), SimpleNamespace(tokens=(5, 0, 7, 8))]
+    assert (
+        latency.first_difference(a, a) is None
+        and latency.first_difference(a, b) == 1
+        and latency.first_difference(a[:1], b[:1]) == 3
+    )
+
+
+def test_bytes_of_a_token_are_weights_and_the_mean_of_keys_and_values():
+    config = CONFIG.replace(qkv_bias=False, sliding_window=8, sliding_window_n_layers=1)
+    engine = Engine(RandomSource(config, "float16"), "xla")
+    case = Case(prompt_tokens=4, output_tokens=11, runs=1, warmup_runs=0)
+    d, f, v, kv, size = 32, 48, 64, 16, 4  # backend xla holds weights and cache in float32 on a CPU
+    layer = 2 * d * d + 2 * d * kv + 3 * d * f + 2 * d
+    assert latency.weight_bytes(engine) == size * (3 * layer + d + v * d + d)
+    full = [2 * kv * size * (earlier + 1) for earlier in range(4, 14)]  # the first token is the prefill's
+    sliding = [2 * kv * size * (min(earlier, 7) + 1) for earlier in range(4, 14)]
+    assert latency.kv_bytes(engine, case) == pytest.approx(np.mean(2 * np.array(full) + np.array(sliding)))
+    assert latency.mean_context(case) == np.mean(range(4, 14))
+
+
+def test_prompts_depend_on_seed_and_run():
+    case = Case(prompt_tokens=50, output_tokens=2, runs=1, warmup_runs=0)
+    first = case.prompt(0, 64)
+    assert first.min() >= 0 and first.max() < 64 and len(first) == 50
+    assert (first == case.prompt(0, 64)).all() and (first != case.prompt(1, 64)).any()
+
+
+def test_random_weights_are_those_of_the_table_and_scaled_like_initial_ones():
+    source = RandomSource(CONFIG, "bfloat16")
+    table, arrays = parameter_table(CONFIG), dict(source.weights())
+    assert list(arrays) == list(table)
+    for path, parameter in table.items():
+        array = arrays[path].astype(np.float32)
+        assert arrays[path].shape == parameter.shape and arrays[path].dtype == jnp.bfloat16
+        if parameter.initial in ("ones", "zeros"):
+            assert (array == (parameter.initial == "ones")).all()
+        else:
+            deviation = 0.02 / np.sqrt(6) if parameter.initial == "output" else 0.02
+            assert array.std() == pytest.approx(deviation, rel=0.1) and abs(array.mean()) < deviation / 5
+            rows = array.reshape(-1, array.shape[-1])
+            assert len(np.unique(rows, axis=0)) == len(rows)
+    assert (arrays["layers.0.feed_forward.w1"] != arrays["layers.1.feed_forward.w1"]).any()
+
+
+def test_random_weights_are_made_one_at_a_time():
+    far_too_large = CONFIG.replace(intermediate_size=2**50)
+    path, array = next(RandomSource(far_too_large).weights())
+    assert path == "tok_embeddings" and array.shape == (64, 32)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_random_model_has_the_random_weights(devices):
+    source = RandomSource(CONFIG, "float32", mesh=None if devices == 1 else make_mesh(2, lane=devices))
+    model = source.model()
+    for path, array in source.weights():
+        np.testing.assert_array_equal(model.weights()[path], array)
+    assert source.precision.param == "float32" and len(model.tok_embeddings[...].devices()) == devices
+
+
+def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
+    assert recipe_config("stdlib").num_lanes == 8
+    assert (
+        recipe_config("tiny").max_position_embeddings > recipe_config("stdlib").max_position_embeddings
+    )  # as its last phase leaves it
+    assert (
+        is_recipe("stdlib")
+        and is_recipe("some/file.py:mine")
+        and not is_recipe("runs/stdlib")
+        and not is_recipe(str(tmp_path))
+    )
+    with pytest.raises(ConfigError, match=r"--checkpoint nothing: not a folder, and as a recipe: .*stdlib, tiny"):
+        recipe_config("nothing")
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
+    kind = np.dtype([("op", "i4"), ("layer", "i4"), ("begin_ns", "i8"), ("end_ns", "i8")])
+    first = np.array([(5, 0, 10_000, 10_500), (0, 2, 10_500, 12_750)], kind)
+    second = np.array([(7, 1, 9_000, 9_250), (8, 3, 20_000, 21_000)], kind)
+    session = SimpleNamespace(
+        ops=custom_calls.Session.ops, worker="worker", spans=lambda: iter([(0, first), (1, second), (2, first[:0])])
+    )
+    assert write_perfetto(tmp_path / name, session, "a model") == 4
+    read = gzip.decompress if name.endswith(".gz") else bytes
+    events = json.loads(read((tmp_path / name).read_bytes()))["traceEvents"]
+    names = [event for event in events if event["ph"] == "M"]
+    assert [e["args"]["name"] for e in names if e["name"] == "thread_name"] == ["worker 0", "worker 1", "worker 2"]
+    assert [e["args"]["name"] for e in names if e["name"] == "process_name"] == ["a model"]
+    spans = [(e["name"], e["tid"], e["ts"], e["dur"], e.get("args")) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("embed", 0, 1.0, 0.5, None),
+        ("qkv", 0, 1.5, 2.25, {"layer": 2}),
+        ("exchange", 1, 0.0, 0.25, {"layer": 1}),
+        ("sample", 1, 11.0, 1.0, None),
+    ]
+    assert {e["pid"] for e in events} == {1}
+
+
+def test_room_for_spans_grows_with_the_work():
+    assert spans_needed(2, 5, 3) >= 8 * 2 * len(custom_calls.Session.ops)

@@ -1,0 +1,252 @@
+"""python -m infer generate, as a user runs it, on a small saved checkpoint."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import infer
+import laneformer
+from infer.__main__ import main
+from tests.support.paths import ROOT
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random weights and a tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "small"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    config = laneformer.ModelConfig(
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_lanes=8,
+        max_position_embeddings=20000,
+        bos_token_id=0,
+    )
+    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def command(*args):
+    return [sys.executable, "-W", "error", "-m", "infer", *map(str, args)]
+
+
+def run(*args, text=None):
+    return subprocess.run(
+        command(*args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=120, check=False, encoding="utf-8"
+    )
+
+
+def test_text_streams_to_stdout_and_the_summary_to_stderr(checkpoint):
+    sampling = ("--temperature", 1, "--seed", 3)
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt",
+        "-",
+        "--max-new-tokens",
+        40,
+        "--backend",
+        "xla",
+        *sampling,
+        text=PROMPT,
+    )
+    assert done.returncode == 0, done.stderr
+    engine = infer.Engine.load(checkpoint, "xla")
+    expected = engine.generate(PROMPT, max_new_tokens=40, sampling=infer.Sampling(temperature=1.0, seed=3)).result
+    assert done.stdout == expected.text + "\n"
+    summary = done.stderr.strip()
+    for part in (
+        "40 tokens (length)",
+        "tokens/s sustained",
+        "first token after",
+        "small: ",
+        " parameters",
+        "weights float32",
+        "backend xla",
+        "1 x ",
+        "batch 1",
+        f"prompt {len(PROMPT) + 1} tokens",
+        "context 20000",
+        "temperature 1.0, seed 3",
+    ):
+        assert part in summary
+
+
+def test_json_over_eight_devices_with_a_stop_string(checkpoint):
+    text = (
+        infer.Engine.load(checkpoint, "xla")
+        .generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0))
+        .result.text
+    )
+    start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        30,
+        "--temperature",
+        1,
+        "--devices",
+        8,
+        "--stop",
+        text[start : start + 2],
+        "--stop",
+        "never",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["text"] == text[:start] and report["stop_reason"] == text[start : start + 2]
+    assert report["conditions"]["devices"] == 8 and report["conditions"]["sampling"]["temperature"] == 1.0
+
+
+@pytest.mark.slow
+def test_json_with_top_logprobs_of_products_in_bfloat16(checkpoint):
+    done = run(
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--prompt-ids",
+        "1,2",
+        "--max-new-tokens",
+        3,
+        "--backend",
+        "xla",
+        "--json",
+        "--compute",
+        "bfloat16",
+        "--top-logprobs",
+        2,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    engine = infer.Engine.load(checkpoint, "xla", precision=laneformer.Precision(compute="bfloat16"))
+    result = engine.generate([1, 2], max_new_tokens=3, top_logprobs=2).result
+    assert report["tokens"] == list(result.tokens)
+    assert report["top_logprobs"] == [[list(pair) for pair in top] for top in result.top_logprobs]
+    assert report["conditions"]["weights_dtype"] == "float32" and report["conditions"]["compute_dtype"] == "bfloat16"
+
+
+def test_the_summary_says_in_what_dtype_it_multiplied_and_auto_what_it_took(checkpoint):
+    short = ("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 3)
+    done = run(*short, "--backend", "xla", "--compute", "float16")
+    assert done.returncode == 0 and "weights float32, products in float16; backend xla" in done.stderr
+    done = run(*short)
+    first, summary = done.stderr.splitlines()
+    name = re.fullmatch(r"backend (cpu|xla) \(auto\)", first)[1]
+    assert done.returncode == 0 and f"; backend {name}, " in summary
+
+
+def test_control_c_ends_with_a_summary(checkpoint):
+    running = subprocess.Popen(
+        command(
+            "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
+        ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    early = running.stdout.read(12)  # it generates
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert b"(cancelled)" in err and b"Traceback" not in err and len(early + out) < 19000
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
+    first, *rest = command(
+        "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
+    )
+    running = subprocess.Popen([first, *rest], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running.stdout.read(1)
+    running.stdout.close()
+    assert running.wait(60) == 141 and b"Traceback" not in running.stderr.read()
+    running.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), "give one of --prompt, --prompt-file and --prompt-ids"),
+        (("--prompt", "a", "--prompt-ids", "1"), "give one of"),
+        (("--prompt-ids", "1,x"), "write whole numbers with commas"),
+        (("--prompt-ids", "1,999"), "token id 999 is outside the vocabulary"),
+        (("--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens = 0"),
+        (("--prompt", "a", "--backend", "cuda"), "backend cuda is not available"),
+        (("--prompt", "a", "--top-logprobs", "2"), "--top-logprobs goes with --json"),
+        (("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs = 21: give a whole number from 0 to 20"),
+        (("--prompt", "a", "--devices", "0"), "--devices 0: give at least 1"),
+        (("--prompt", "a", "--devices", "3"), "8 lanes spread over 1, 2, 4, 8"),
+        (("--prompt", "a", "--distributed"), "cannot join the other processes"),
+        (("--prompt-file", "/nonexistent"), "No such file"),
+    ],
+)
+def test_errors_are_one_line(checkpoint, capsys, monkeypatch, args, message):
+    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # this process has its eight already
+    assert main(["generate", "--checkpoint", str(checkpoint), "--backend", "xla", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_missing_checkpoint_and_unknown_commands(capsys, tmp_path):
+    assert main(["generate", "--checkpoint", str(tmp_path / "no"), "--prompt", "a"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert main(["translate"]) == 2 and "unknown command 'translate'" in capsys.readouterr().err
+    assert main([]) == 2 and main(["--help"]) == 0
+    assert "continue a prompt" in capsys.readouterr().out
+
+
+def test_help_shows_every_option_with_type_default_and_meaning(capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "COLUMNS", "160")
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for option in (
+        "--checkpoint PATH",
+        "--prompt STR",
+        "--prompt-file FILE",
+        "--prompt-ids STR",
+        "--max-new-tokens INT",
+        "--stop STR",
+        "--temperature FLOAT",
+        "--top-k INT",
+        "--top-p FLOAT",
+        "--min-p FLOAT",
+        "--repetition-penalty FLOAT",
+        "--seed INT",
+        "--backend STR",
+        "--devices INT",
+        "--dtype",
+        "--compute",
+        "--top-logprobs INT",
+        "--json",
+    ):
+        assert option in shown
+    assert "(default: 256)" in shown
+
+
+def test_bad_sampling_options_are_refused(checkpoint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--checkpoint", str(checkpoint), "--prompt", "a", "--top-p", "2"])
+    assert ended.value.code == 2 and "top_p = 2.0: write a probability" in capsys.readouterr().err

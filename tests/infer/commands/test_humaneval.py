@@ -1,0 +1,213 @@
+"""python -m infer humaneval, as a user runs it: on a small saved checkpoint, killed and started again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import laneformer
+from infer.__main__ import main
+from infer.sandbox.sandbox import Sandbox
+from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
+from tests.support.paths import ROOT
+
+# The sandbox that is taken by itself where there is one; resource limits where this machine has none.
+try:
+    Sandbox().close()
+    BOX = "auto"
+except laneformer.errors.ConfigError:
+    BOX = "rlimits"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of random weights with a tokenizer of single bytes that has ChatML's tokens; and data."""
+    folder = tmp_path_factory.mktemp("humaneval")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    config = laneformer.ModelConfig(
+        vocab_size=len(alphabet) + 2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_lanes=1,
+        max_position_embeddings=1024,
+    )
+    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder / "model")
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    rows = [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(6)]
+    write_jsonl(folder / "he.jsonl", rows)
+    write_jsonl(folder / "mbpp.jsonl", [LEAST])
+    return folder
+
+
+def humaneval(*args):
+    return ["humaneval", "--sandbox", BOX, *map(str, args)]
+
+
+def start(*args):
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer", *humaneval(*args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def kill_when(running, path, lines):
+    """Kills the process, which gets no chance to tidy up, once the file has so many lines."""
+    for _ in range(1200):
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            break
+        assert running.poll() is None, running.stdout.read().decode()
+        time.sleep(0.05)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    running.stdout.close()
+
+
+def generation(folder, name):
+    return (
+        "--checkpoint",
+        folder / "model",
+        "--data",
+        folder / "he.jsonl",
+        "--samples",
+        folder / f"{name}.jsonl",
+        "--max-new-tokens",
+        40,
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--samples-per-problem",
+        2,
+    )
+
+
+@pytest.mark.slow
+def test_generation_killed_and_started_again_is_the_same(folder, capsys):
+    killed = folder / "killed.jsonl"
+    kill_when(start(*generation(folder, "killed")), killed, 3)
+    before = killed.read_bytes()
+    assert 3 <= before.count(b"\n") < 12
+    killed.write_bytes(before + b'{"task_id": "HumanEv')  # as a kill while writing leaves it
+    assert main(humaneval(*generation(folder, "killed"))) == 0
+    assert killed.read_bytes().startswith(before)
+    assert main([*humaneval(*generation(folder, "straight")), "--generate-only"]) == 0
+    ours, whole = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("killed.jsonl", "straight.jsonl")
+    )
+    assert len(ours) == 12
+    for a, b in zip(ours, whole, strict=True):
+        assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
+    assert len({row["raw"] for row in whole}) == 12
+    report = json.loads((folder / "killed.report.json").read_text())
+    assert (report["passed"], report["total"], report["problems"], report["pass@1"]) == (0, 12, 6, 0.0)
+    assert report["generation"]["checkpoint"].endswith("model") and report["generation"]["tokens"] == 12 * 40
+    shown = capsys.readouterr()
+    assert "HumanEval: 0/12 passed, pass@1 0.0 %" in shown.out and "generating" in shown.err and "samples" in shown.err
+    assert main([*humaneval(*generation(folder, "killed")), "--min-p", "0.5"]) == 2
+    assert "other settings (sampling): name another file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_scoring_killed_and_started_again(folder, capsys):
+    programs = [f"import time; time.sleep(0.4)\n{ADD['prompt']}    return a + b + {n % 2}  # {n}" for n in range(20)]
+    write_jsonl(folder / "slow.jsonl", [{"task_id": "HumanEval/1", "solution": program} for program in programs])
+    args = ("--data", folder / "he.jsonl", "--samples", folder / "slow.jsonl", "--json", folder / "slow.json")
+    journal = folder / "slow.json.verdicts.jsonl"
+    kill_when(start(*args), journal, 3)
+    done = len(journal.read_text().splitlines()) - 1
+    assert main(humaneval(*args)) == 0
+    shown = capsys.readouterr()
+    known = int(re.search(r"(\d+) verdicts are there already", shown.err)[1])
+    assert 2 <= done <= known < 20
+    report = json.loads((folder / "slow.json").read_text())
+    assert [each["passed"] for each in report["verdicts"]] == [True, False] * 10 and not journal.exists()
+    assert report["generation"] is None and report["problems_without_samples"] == 5 and "5 of 6 problems" in shown.out
+
+
+def test_scoring_alone(folder, capsys):
+    right, fake = TWICE["canonical_solution"], "    import os; os._exit(0)"
+    write_jsonl(
+        folder / "alone.jsonl",
+        [{"task_id": f"HumanEval/{n}", "completion": text} for n, text in enumerate((right, fake))],
+    )
+    assert (
+        main(
+            humaneval(
+                "--data",
+                folder / "he.jsonl",
+                "--samples",
+                folder / "alone.jsonl",
+                "--json",
+                folder / "out" / "alone.json",
+            )
+        )
+        == 0
+    )
+    report = json.loads((folder / "out" / "alone.json").read_text())
+    assert (report["passed"], report["total"], report["pass@1"]) == (1, 2, 0.5)
+    assert [(each["task_id"], each["passed"]) for each in report["verdicts"]] == [
+        ("HumanEval/0", True),
+        ("HumanEval/1", False),
+    ]
+    assert report["sandbox"]["level"] in ("bwrap", "unshare", "rlimits") and report["sandbox"]["self_test"] == "passed"
+    assert "1/2 passed" in capsys.readouterr().out
+    assert main(humaneval("--data", folder / "he.jsonl", "--samples", folder / "alone.jsonl", "--limit", 1)) == 0
+    assert json.loads((folder / "alone.report.json").read_text())["pass@1"] == 1
+
+
+def test_chat_mode_and_generation_alone(folder, capsys):
+    args = ("--checkpoint", folder / "model", "--data", folder / "mbpp.jsonl", "--mode", "chat", "--max-new-tokens", 20)
+    assert main(humaneval(*args, "--json", folder / "chat.json", "--generate-only")) == 0
+    assert "chat.samples.jsonl: 1 samples" in capsys.readouterr().out and not (folder / "chat.json").exists()
+    settings = json.loads((folder / "chat.samples.settings.json").read_text())
+    assert settings["mode"] == "chat" and len(settings["template_sha256"]) == 64
+    assert settings["conditions"]["compute_dtype"] == "float32"
+    bfloat16 = (
+        "--checkpoint",
+        folder / "model",
+        "--data",
+        folder / "mbpp.jsonl",
+        "--max-new-tokens",
+        5,
+        "--compute",
+        "bfloat16",
+    )
+    assert main(humaneval(*bfloat16, "--samples", folder / "low.jsonl", "--generate-only")) == 0
+    assert json.loads((folder / "low.settings.json").read_text())["conditions"]["compute_dtype"] == "bfloat16"
+    capsys.readouterr()
+    assert main(humaneval(*args[2:4], "--samples", folder / "chat.samples.jsonl", "--json", folder / "chat.json")) == 0
+    assert json.loads((folder / "chat.json").read_text())["generation"]["mode"] == "chat"
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), "give --checkpoint to generate samples, --samples to score some"),
+        (("--samples", "x", "--generate-only"), "--generate-only needs --checkpoint"),
+        (("--samples", "x", "--chat-template", "y"), "--chat-template goes with --mode chat"),
+        (("--samples", "x", "--limit", 0), "--limit 0: give at least 1"),
+        (("--samples", "x", "--workers", 0), "workers = 0"),
+        (("--samples", "/nonexistent"), "No such file"),
+        (("--checkpoint", "/nonexistent"), "is not a folder"),
+        (("--checkpoint", "MODEL", "--json", "JSON", "--samples-per-problem", 2), "all the same"),
+    ],
+)
+def test_errors_are_one_line(folder, capsys, args, message):
+    names = {"MODEL": folder / "model", "JSON": folder / "errors.json"}
+    assert main(humaneval("--data", folder / "he.jsonl", *(names.get(arg, arg) for arg in args))) == 2
+    err = capsys.readouterr().err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last and "Traceback" not in err

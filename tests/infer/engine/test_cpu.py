@@ -1,0 +1,287 @@
+"""The engine on its CPU backend, the native decode kernel: tokens of the references and of the XLA backend, streaming,
+ends, errors.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import custom_calls
+import laneformer
+from infer import Engine, Sampling
+from infer.engine.backend import ModelSource, Request
+from infer.engine.cpu import CpuBackend
+from infer.sampling import sample
+from laneformer.errors import CheckpointError, ConfigError
+from laneformer.precision import Precision
+from tests.support.paths import ORACLE
+
+CASES = sorted(path.name for path in ORACLE.glob("case_*"))
+CONFIG = laneformer.ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=8,
+    max_position_embeddings=1100,
+    sliding_window=40,
+    sliding_window_n_layers=1,
+    eos_token_id=(),
+)
+RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
+
+
+def model(mesh=None, precision=None, dtype="float32", **changes):
+    """Random weights, large enough for logits that differ."""
+    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
+    weights = {path: (8 * w if w.ndim > 1 else w).astype(dtype) for path, w in made.weights().items()}
+    return laneformer.Laneformer(made.config, weights, precision, mesh)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(model(), "cpu")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return Engine(model(), "xla")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_of_the_reference_models(case, devices):
+    lanes = 8 if case in ("case_03", "case_12") else 4
+    data = np.load(ORACLE / case / "io.npz")
+    engine = Engine.load(ORACLE / case, "cpu", devices=min(devices, lanes))
+    assert list(engine.generate(data["greedy_prompt"], max_new_tokens=12)) == data["greedy_ids"].tolist()
+    assert engine.conditions["devices"] == min(devices, lanes) and engine.conditions["threads"] >= 1
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 17, 96, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=60)
+@given(sampling=SAMPLINGS, prompt=st.lists(st.integers(0, 95), min_size=1, max_size=12))
+def test_tokens_are_those_of_the_xla_backend(engine, reference, sampling, prompt):
+    expected = reference.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
+    result = engine.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
+    if result.tokens != expected.tokens:  # a set within rounding of p may fall on either side
+        n = next(n for n, (a, b) in enumerate(zip(result.tokens, expected.tokens, strict=True)) if a != b)
+        assume(not near_a_threshold(reference, [*prompt, *expected.tokens[:n]], sampling))
+    assert result.tokens == expected.tokens
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    for ours, theirs in zip(result.top_logprobs, expected.top_logprobs, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        np.testing.assert_allclose([p for _, p in ours], [p for _, p in theirs], atol=1e-4)
+
+
+def near_a_threshold(reference, ids, sampling) -> bool:
+    """Whether logits that differ by rounding alone change the token that the definition draws here."""
+    padded = np.zeros((1, 32), np.int32)
+    padded[0, : len(ids)] = ids
+    logits = np.asarray(reference.model(padded))[0, len(ids) - 1]
+    seen = np.isin(np.arange(CONFIG.vocab_size), ids)
+    drawn = set()
+    for seed in range(40):
+        noise = np.random.default_rng(seed).normal(scale=1e-5, size=logits.shape).astype(np.float32)
+        drawn.add(int(sample(jnp.asarray(logits + noise), seen, np.int32(len(ids)), sampling.parameters())[0]))
+    return len(drawn) > 1
+
+
+@pytest.mark.slow
+def test_long_texts_and_windows_follow_the_xla_backend(engine, reference):
+    for n in (17, 513, 1090):
+        prompt = np.random.default_rng(n).integers(0, 96, n)
+        expected = reference.generate(prompt, max_new_tokens=10, sampling=RANDOM).result
+        result = engine.generate(prompt, max_new_tokens=10, sampling=RANDOM).result
+        assert result.tokens == expected.tokens
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_tokens_do_not_depend_on_threads_devices_exchange_or_instructions(engine):
+    expected = engine.generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
+    source = ModelSource(model())
+    for options in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}, {"threads": 2, "chaos_us": 200}):
+        result = Engine(source, "cpu", **options).generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
+        assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs), options  # to the last bit
+    spread = Engine(model(laneformer.make_mesh(8)), "cpu").generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
+    assert (spread.tokens, spread.logprobs) == (expected.tokens, expected.logprobs)
+    for name in custom_calls.instruction_sets():
+        result = Engine(source, "cpu", instructions=name).generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
+        assert result.tokens == expected.tokens
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_16_bit_weights_are_exact_in_float32_and_close_when_activations_are_rounded(dtype):
+    stored = model(dtype=dtype)  # on a CPU products are float32
+    exact = Engine(stored, "cpu")
+    assert (
+        exact.conditions["weights_dtype"] == dtype
+        and exact.conditions["compute_dtype"] == exact.conditions["kv_dtype"] == "float32"
+    )
+    expected = Engine(stored, "xla").generate(PROMPT, max_new_tokens=20).result
+    result = exact.generate(PROMPT, max_new_tokens=20).result
+    assert result.tokens == expected.tokens
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+
+    rounded = model(dtype=dtype, precision=Precision(param=dtype, compute=dtype))
+    engine = Engine(rounded, "cpu")
+    assert engine.conditions["compute_dtype"] == engine.conditions["kv_dtype"] == dtype
+    text = np.array([[*PROMPT, *engine.generate(PROMPT, max_new_tokens=20).result.tokens]])
+    result = engine.generate(PROMPT, max_new_tokens=20).result
+    logprobs = jnp.take_along_axis(jax_log_softmax(rounded(text)), text[0, 1:, None], 1)[7:, 0]
+    np.testing.assert_allclose(result.logprobs, logprobs, atol=0.15 if dtype == "bfloat16" else 0.02)
+    assert (
+        np.abs(np.array(result.logprobs) - expected.logprobs).max() > 1e-4 or result.tokens != expected.tokens
+    )  # it does round
+
+
+def jax_log_softmax(logits):
+    z = logits[0, :-1].astype(jnp.float32)
+    return z - jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+
+
+def test_chunks_stops_and_ends(engine):
+    expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
+    for chunk in (1, 3, 7, 1000):
+        generation = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, tokens_per_dispatch=chunk)
+        assert list(generation) == expected
+        sizes = generation.result.tokens_per_dispatch
+        assert sizes[0] == 1 and set(sizes[1:-1]) <= {chunk} and sum(sizes) == 30
+    stop = next(token for n, token in enumerate(expected) if n > 5 and token not in expected[:n])
+    for stops in ([stop], [95, 94, stop], [stop] * 9):
+        result = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, stop_tokens=stops).result
+        ended = next(n for n, token in enumerate(expected) if token in stops)
+        assert (result.tokens, result.finish_reason) == (tuple(expected[:ended]), "stop")
+        assert sum(result.tokens_per_dispatch) == ended + 1  # the kernel itself ended there
+    assert len(engine.generate(np.arange(1090) % 96, max_new_tokens=50).result.tokens) == 10
+    assert engine.generate([5], max_new_tokens=1).result.finish_reason == "length"
+
+
+def test_cancel_and_abandon_leave_the_engine_right(engine):
+    expected = list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM))
+    generation = engine.generate(PROMPT, sampling=RANDOM)
+    assert [next(generation) for _ in range(5)] == expected[:5]
+    generation.cancel()
+    assert generation.result.finish_reason == "cancelled" and generation.result.tokens == tuple(expected[:5])
+    assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
+    for token in engine.generate(PROMPT, sampling=RANDOM):  # left without a word
+        assert token == expected[0]
+        break
+    engine.generate(PROMPT)
+    assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
+
+
+def test_between_two_looks_an_answer_can_end_and_be_cancelled(monkeypatch):
+    slow = Engine(ModelSource(model()), "cpu", chaos_us=300)
+    slow.warmup(1, 400)
+    monkeypatch.setattr(CpuBackend, "patience", 100.0)
+    began = time.perf_counter()
+    assert len(slow.generate([1], max_new_tokens=5).result.tokens) == 5
+    generation = slow.generate([1], max_new_tokens=400)
+    next(generation)
+    threading.Timer(0.1, generation.cancel).start()
+    assert generation.result.finish_reason == "cancelled"
+    assert time.perf_counter() - began < 50
+    assert len(list(slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1))) == 400, (
+        "who wants each token does not wait"
+    )
+    assert time.perf_counter() - began < 50
+
+
+def test_another_thread_can_cancel_a_prefill():
+    slow = Engine(ModelSource(model()), "cpu", chaos_us=3000)
+    generation = slow.generate(np.arange(1000) % 96, max_new_tokens=90)
+    threading.Timer(0.2, generation.cancel).start()
+    began = time.perf_counter()
+    assert generation.result.finish_reason == "cancelled" and generation.result.tokens == ()
+    assert time.perf_counter() - began < 20
+    assert len(slow.generate([1], max_new_tokens=2).result.tokens) == 2
+
+
+def test_control_c_ends_a_generation():
+    program = f"""
+import sys, infer
+slow = infer.Engine.load({str(ORACLE / "case_03")!r}, "cpu", chaos_us=20000)
+generation = slow.generate([1, 2, 3], stop_tokens=())
+next(generation)
+print("running", flush=True)
+try:
+    list(generation)
+except KeyboardInterrupt:
+    print(generation.result.finish_reason, len(slow.generate([1], max_new_tokens=2).result.tokens))
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "running\n"
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60)[0] == "cancelled 2\n" and child.returncode == 0
+
+
+def test_nothing_of_an_earlier_generation_stays(engine):
+    expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
+    list(engine.generate(np.arange(90), max_new_tokens=100, sampling=Sampling(temperature=3.0)))
+    assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
+
+
+def test_the_cache_stays_in_place_and_programs_are_compiled_once():
+    def pointers():
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for layers in backend._cache
+            for c in layers
+            for shard in c.addressable_shards
+        ]
+
+    for mesh in (None, laneformer.make_mesh(8)):
+        backend = Engine(model(mesh), "cpu")._backend
+        list(backend.start(request()))
+        before = pointers()
+        list(backend.start(request(sampling=RANDOM)))
+        assert pointers() == before and backend._run._cache_size() == 1
+
+
+def request(**changes):
+    return Request(
+        **{"prompt": np.array(PROMPT, np.int32), "limit": 8, "sampling": Sampling(), "stop_tokens": (), **changes}
+    )
+
+
+def test_weights_that_are_not_numbers_are_an_error():
+    weights = model().weights()
+    weights["norm"] = weights["norm"].at[0].set(jnp.nan)
+    for sampling in (Sampling(), RANDOM):
+        with pytest.raises(CheckpointError, match="position 8 is not a number"):
+            next(Engine(laneformer.Laneformer(CONFIG, weights), "cpu").generate(PROMPT, sampling=sampling))
+
+
+def test_what_the_kernel_cannot_do_is_said():
+    with pytest.raises(ConfigError, match=r"cpu is not available .*it adds in float32.*use backend xla"):
+        Engine(model(precision=Precision(stream="bfloat16")), "cpu")
+    assert Engine(model(precision=Precision(stream="bfloat16"))).backend == "xla"
+    assert Engine(model()).backend == "cpu"
+    with pytest.raises(ConfigError, match="cannot run the instructions sse9"):
+        CpuBackend(ModelSource(model()), instructions="sse9")

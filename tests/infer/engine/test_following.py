@@ -1,0 +1,215 @@
+"""Processes of a job that follow the first one: what they are told, and the commands that work so."""
+
+import json
+import os
+import signal
+import threading
+import types
+
+import numpy as np
+import pytest
+
+import infer.__main__
+import infer.engine.following
+from custom_calls import NativeError
+from custom_calls.processes import GroupError
+from infer.engine.backend import Request
+from infer.engine.engine import Engine
+from infer.engine.following import Leader, follow
+from infer.sampling import Sampling
+from laneformer.mesh import job_index
+from tests.support import several
+from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
+from tests.support.serve_cases import CONTEXT, Server, save_checkpoint
+
+
+class Recorder:
+    """A backend that remembers what it was asked for, and fails where it is told to."""
+
+    source = types.SimpleNamespace(mesh=several.MESH)
+
+    def __init__(self):
+        self.asked = []
+
+    def start(self, request):
+        self.asked.append(request)
+        yield 1
+        if request.limit == 13:
+            raise NativeError("a lane did not come")
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """The leader, what the follower is asked for, and its thread."""
+    backend, first = Recorder(), []
+    several.in_each(monkeypatch, lambda: first.append(Leader(backend)) if not first else None)
+    monkeypatch.setattr(several.processes, "_groups", iter([0]))
+    thread = threading.Thread(target=follow, args=(backend,), daemon=True)
+    thread.start()
+    yield first[0], backend.asked, thread
+
+
+def request(**fields):
+    return Request(
+        **{"prompt": np.array([3, 1], np.int32), "limit": 5, "sampling": Sampling(), "stop_tokens": ()} | fields
+    )
+
+
+def same(a: Request, b: Request) -> bool:
+    fields = ("limit", "sampling", "stop_tokens", "tokens_per_dispatch", "top_logprobs")
+    prompts = a.prompt.dtype == b.prompt.dtype and a.prompt.tolist() == b.prompt.tolist()
+    return prompts and all(getattr(a, name) == getattr(b, name) for name in fields)
+
+
+def test_requests_arrive_as_they_were(pair):
+    leader, asked, thread = pair
+    drawn = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=2**64 - 1)
+    given = [
+        request(),
+        request(limit=13),
+        request(sampling=drawn, stop_tokens=(0, 7), tokens_per_dispatch=4, top_logprobs=3),
+        request(prompt=np.arange(2000, dtype=np.int32)),
+    ]
+    for one in given:
+        leader.announce(one)
+    leader.end()
+    thread.join(10)
+    assert not thread.is_alive() and len(asked) == len(given), "also after one that failed"
+    assert all(same(a, b) for a, b in zip(given, asked, strict=True))
+
+
+def test_a_follower_that_is_lost(monkeypatch):
+    monkeypatch.setattr(infer.engine.following, "SECONDS", 0.05)
+    leader, _ = several.in_each(monkeypatch, lambda: Leader(Recorder()))
+    with pytest.raises(GroupError, match=r"process 1 did not follow the first one within 0\.05 s"):
+        leader.announce(request())
+    with pytest.raises(GroupError, match="lost each other"):
+        leader.announce(request())
+
+
+def test_one_process_leads_nobody(tmp_path):
+    engine = Engine.load(save_checkpoint(tmp_path / "model"), "xla")
+    with engine.leading():
+        unfinished = engine.generate([1, 2], max_new_tokens=300)
+        next(unfinished)
+    assert unfinished.result.finish_reason == "cancelled"
+    engine.follow()
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [
+        ({}, 0),
+        ({"JAX_PROCESS_ID": "3"}, 3),
+        ({"JAX_PROCESS_ID": "x"}, 0),
+        (
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_NODELIST": "a[1-2]",
+                "SLURM_NTASKS": "8",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+            },
+            5,
+        ),
+        (
+            {
+                "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            },
+            2,
+        ),
+    ],
+)
+def test_which_process_clients_talk_to_is_known_before_it_joins(environment, index, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_PROCESS", "KUBERNETES_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert job_index() == index
+
+
+def test_humaneval_needs_a_checkpoint_to_share(tmp_path, capsys):
+    assert infer.__main__.main(["humaneval", "--data", "x.jsonl", "--samples", "y.jsonl", "--distributed"]) == 2
+    assert "--distributed needs --checkpoint" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+
+
+JOB = ("--backend", "xla", "--devices", 2, "--distributed")
+
+
+@pytest.mark.slow
+def test_serving_with_two_processes(checkpoint):
+    """The text of one process, also after clients that left; both processes end with the server."""
+    expected = (
+        Engine.load(checkpoint, "xla", devices=2).generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
+    )
+    first, second = several.environments(2)
+    follower = several.start(second, "-m", "infer", "serve", "--checkpoint", checkpoint, *JOB)
+    server = Server(checkpoint, *JOB, environment=first)
+    try:
+        server.wait_until(200)
+        for _ in range(2):
+            with server.stream(prompt=[3], max_tokens=CONTEXT, ignore_eos=True) as stream:
+                next(stream)
+            server.wait_for_metric("num_requests_running", 0)
+            assert (
+                server.complete([3, 1, 4], max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]["text"]
+                == expected
+            )
+        code, err, _ = server.end(signal.SIGTERM)
+        follower.wait(30)
+        said = follower.stdout.read()
+    finally:
+        server.kill()
+        follower.kill()
+        follower.communicate()
+    assert (code, follower.returncode) == (0, 0), err + said
+    assert err.splitlines()[-1] == "stopped" and "Traceback" not in err + said and "http" not in said
+
+
+@pytest.mark.slow
+def test_humaneval_with_two_processes(checkpoint, tmp_path):
+    """The samples and the files of one process."""
+    write_jsonl(tmp_path / "he.jsonl", [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(3)])
+    command = (
+        "-m",
+        "infer",
+        "humaneval",
+        "--checkpoint",
+        checkpoint,
+        "--data",
+        tmp_path / "he.jsonl",
+        "--max-new-tokens",
+        12,
+        "--generate-only",
+        "--backend",
+        "xla",
+        "--devices",
+        2,
+        "--samples",
+    )
+    together = [
+        several.start(environment, *command, tmp_path / f"{index}.jsonl", "--distributed")
+        for index, environment in enumerate(several.environments(2))
+    ]
+    said = [process.communicate(timeout=200)[0] for process in together]
+    assert [process.returncode for process in together] == [0, 0], said
+    assert (
+        f"{tmp_path / '0.jsonl'}: 3 samples" in said[0]
+        and "samples" not in said[1]
+        and not (tmp_path / "1.jsonl").exists()
+    )
+    alone = several.start(several.environments(1)[0], *command, tmp_path / "alone.jsonl")
+    assert "3 samples" in alone.communicate(timeout=200)[0]
+    texts = [
+        [json.loads(line)["raw"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("0", "alone")
+    ]
+    assert texts[0] == texts[1] and any(texts[0])

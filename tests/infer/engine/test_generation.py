@@ -1,0 +1,221 @@
+"""The iterator, its texts, ends and timings, with a backend that plays back given tokens."""
+
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from infer.engine.backend import Chunk, Request
+from infer.engine.generation import Generation, Token
+from infer.sampling import Sampling
+from infer.text.tokenizer import Tokenizer
+from laneformer.errors import CheckpointError
+
+END = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Every byte a token, and END."""
+    alphabet = {character: byte for byte, character in enumerate(_bytes_in_order())}
+    made = tokenizers.Tokenizer(models.BPE(alphabet, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    file = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    made.save(str(file))
+    return Tokenizer(file)
+
+
+def _bytes_in_order():
+    from infer.text.tokenizer import BYTE_LEVEL
+
+    return [character for character, _ in sorted(BYTE_LEVEL.items(), key=lambda item: item[1])]
+
+
+class Player:
+    """Chunks as given; an exception instead of a chunk is raised, a callable is called first."""
+
+    def __init__(self, *chunks):
+        self.chunks, self.closed = chunks, False
+
+    def start(self, request):
+        try:
+            for chunk in self.chunks:
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                if callable(chunk):
+                    chunk()
+                    continue
+                tokens = list(chunk.encode() if isinstance(chunk, str) else chunk)
+                yield Chunk(
+                    tokens,
+                    [-1.0] * len(tokens),
+                    [[(token, -1.0), (0, -2.0)][: request.top_logprobs] for token in tokens],
+                )
+        finally:
+            self.closed = True
+
+
+def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,), top_logprobs=0):
+    player = Player(*chunks)
+    request = Request(np.array(prompt, np.int32), limit, Sampling(), (END,), top_logprobs=top_logprobs)
+    return Generation(player, request, tokenizer, tuple(stops), time.perf_counter()), player
+
+
+def test_tokens_are_ids_with_text_logprob_and_time(tokenizer):
+    generation, _ = play("h", "ey", [END], tokenizer=tokenizer)
+    tokens = list(generation)
+    assert tokens == list(b"hey") and [token.text for token in tokens] == ["h", "e", "y"]
+    assert all(isinstance(token, Token) and token.logprob == -1 for token in tokens)
+    assert tokens[0].time <= tokens[1].time == tokens[2].time
+    result = generation.result
+    assert (result.tokens, result.text, result.finish_reason, result.stop_reason) == (tuple(b"hey"), "hey", "stop", END)
+    assert result.tokens_per_dispatch == (1, 2, 1) and result.prompt_tokens == 1 and result.logprobs == (-1.0,) * 3
+    assert result.token_times == tuple(token.time for token in tokens)
+    assert result.time_to_first_token == tokens[0].time >= result.prefill_time > 0
+    assert result.time_per_token == pytest.approx((result.total_time - tokens[0].time) / 3)  # END was drawn too
+    again = pickle.loads(pickle.dumps(tokens[0]))
+    assert (again, again.text, again.logprob, again.time) == (tokens[0], "h", -1.0, tokens[0].time)
+
+
+def test_tokens_and_result_tell_the_most_likely_tokens_if_asked():
+    generation, _ = play([5], [6, 7, END], top_logprobs=2)
+    tokens = list(generation)
+    assert [token.top_logprobs for token in tokens] == [((n, -1.0), (0, -2.0)) for n in (5, 6, 7)]
+    assert generation.result.top_logprobs == tuple(token.top_logprobs for token in tokens)
+    assert pickle.loads(pickle.dumps(tokens[0])).top_logprobs == tokens[0].top_logprobs
+    generation, _ = play([5], [END])
+    assert next(generation).top_logprobs == () and generation.result.top_logprobs == ()
+
+
+def test_the_end_of_the_iterator_carries_the_result():
+    generation, _ = play([5], [END])
+
+    def delegate():
+        return (yield from generation)
+
+    outer = delegate()
+    assert next(outer) == 5
+    with pytest.raises(StopIteration) as stopped:
+        next(outer)
+    assert stopped.value.value is generation.result
+    with pytest.raises(StopIteration):
+        next(generation)
+
+
+def test_asking_for_the_result_runs_to_the_end():
+    generation, _ = play([5], [6, 7], limit=3)
+    assert next(generation) == 5
+    assert generation.result.tokens == (5, 6, 7) and generation.result.finish_reason == "length"
+
+
+def test_stop_token_at_once_gives_no_tokens():
+    result = play([END])[0].result
+    assert (result.tokens, result.finish_reason, result.time_per_token) == ((), "stop", None)
+    assert result.time_to_first_token is not None
+
+
+def test_stop_string_over_token_and_chunk_borders(tokenizer):
+    generation, player = play("a", "b\nd", "ef", " x more", tokenizer=tokenizer, stops=["\ndef "])
+    tokens = list(generation)
+    assert [token.text for token in tokens] == ["a", "b", "", "", "", "", ""]
+    result = generation.result
+    assert result.text == "ab" and result.finish_reason == "stop" and result.stop_reason == "\ndef " and player.closed
+    assert bytes(result.tokens) == b"ab\ndef "  # what was drawn after the stop string is not handed out
+    assert sum(result.tokens_per_dispatch) == 1 + 3 + 2 + 7
+
+
+def test_stop_string_that_does_not_come_is_given_after_all(tokenizer):
+    generation, _ = play("a", "\nde", [END], tokenizer=tokenizer, stops=["\ndef "])
+    assert list(generation.texts()) == ["a", "\nde"]  # the last token was handed out before the end came
+    assert generation.result.text == "a\nde" and generation.result.stop_reason == END
+    generation, _ = play("a", [*b"\nde", END], tokenizer=tokenizer, stops=["\ndef "])
+    assert [token.text for token in generation] == ["a", "", "", "\nde"]  # here it is in time
+
+
+def test_characters_are_held_until_whole_and_broken_ones_end_as_replacement(tokenizer):
+    euro = "€".encode()
+    generation, _ = play([euro[0]], [euro[1]], [euro[2], euro[0]], tokenizer=tokenizer, limit=4)
+    assert [token.text for token in generation] == ["", "", "€", "�"]
+
+
+def test_texts_after_some_tokens_were_taken(tokenizer):
+    generation, _ = play("a", "bc", [END], tokenizer=tokenizer)
+    assert next(generation).text == "a"
+    assert list(generation.texts()) == ["b", "c"]
+
+
+def test_cancel_drops_what_was_not_handed_out(tokenizer):
+    generation, player = play("a", "bcd", "e", tokenizer=tokenizer)
+    assert [next(generation), next(generation)] == list(b"ab")
+    generation.cancel()
+    assert generation.finished and player.closed
+    assert list(generation) == [] and generation.result.text == "ab" and generation.result.finish_reason == "cancelled"
+    generation.cancel()  # again, and after the end: nothing happens
+    assert generation.result.tokens == tuple(b"ab")
+
+
+def test_cancel_after_the_end_changes_nothing():
+    generation, _ = play([5], [END])
+    result = generation.result
+    generation.cancel()
+    assert generation.result is result and result.finish_reason == "stop"
+
+
+def test_leaving_a_with_block_cancels():
+    with play([5], [6])[0] as generation:
+        next(generation)
+    assert generation.result.finish_reason == "cancelled"
+
+
+def test_cancel_from_another_thread_ends_with_the_running_dispatch():
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def dispatch():
+        waiting.set()
+        assert go_on.wait(10)
+
+    generation, player = play([5], dispatch, [6], [7])
+    results = []
+    taker = threading.Thread(target=lambda: results.append(generation.result))
+    taker.start()
+    assert waiting.wait(10)
+    generation.cancel()
+    assert generation.cancelled and not generation.finished
+    go_on.set()
+    taker.join(10)
+    assert results[0].tokens == (5,) and results[0].finish_reason == "cancelled" and player.closed
+
+
+def test_control_c_while_waiting_cancels_and_is_raised_on():
+    generation, player = play([5], KeyboardInterrupt(), [6])
+    assert next(generation) == 5
+    with pytest.raises(KeyboardInterrupt):
+        next(generation)
+    assert player.closed and generation.result.finish_reason == "cancelled" and generation.result.tokens == (5,)
+
+
+def test_a_failing_backend_ends_the_generation_with_its_error():
+    generation, _ = play([5], RuntimeError("out of memory"))
+    next(generation)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(generation)
+    assert generation.finished
+
+
+def test_not_a_number_is_an_error_that_says_where():
+    generation, player = play([5], prompt=(1, 2, 3))
+    player.start = None
+    generation._chunks = iter_with_close([Chunk([5], [-1.0], [[]]), Chunk([0], [float("nan")], [[]])])
+    assert next(generation) == 5
+    with pytest.raises(CheckpointError, match="position 4 is not a number"):
+        next(generation)
+
+
+def iter_with_close(chunks):
+    yield from chunks

@@ -1,0 +1,160 @@
+"""Backend "cuda" on emulated GPUs (tests/support/emulated.py): the same answers as the other backends, as they
+come.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import infer
+from custom_calls import NativeError
+from custom_calls.gpu_session import machine_of
+from custom_calls.trace import spans_needed, write_perfetto
+from infer import Sampling
+from infer.engine.backend import ModelSource
+from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
+from laneformer import ConfigError, Laneformer
+from tests.support import emulated, small
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+MACHINE = emulated.SMALL
+DEVICES = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = small.make_config(layout="dtp(1)", max_position_embeddings=512)
+    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def available():
+    """Emulated devices are not JAX's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not emulated.REAL:
+            patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
+        yield
+
+
+def make_engine(model, backend="cuda", **options):
+    return infer.Engine(
+        model, backend, **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()})
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return make_engine(model)
+
+
+@pytest.fixture(scope="module")
+def xla(model):
+    return infer.Engine(model, "xla")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)],
+    ids=["greedy", "drawn"],
+)
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_the_answers_of_backend_xla(length, sampling, engine, xla, model):
+    """Prompts through the kernel alone, and through XLA first."""
+    prompt = small.prompt_of(model.config, length)
+    expected, result = (
+        one.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=2).result for one in (xla, engine)
+    )
+    assert result.tokens == expected.tokens
+    assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    for own, other in zip(result.top_logprobs, expected.top_logprobs, strict=True):
+        assert [token for token, _ in own] == [token for token, _ in other]
+
+
+def test_prompts_through_the_kernel_alone(model, engine):
+    prompt = small.prompt_of(model.config, 100)
+    alone = make_engine(model, absorb=False)
+    answers = [one.generate(prompt, max_new_tokens=5).result.tokens for one in (alone, engine)]
+    assert answers[0] == answers[1]
+
+
+def test_closing_an_answer_leaves_the_engine_ready(engine, model):
+    whole = list(engine.generate([1], max_new_tokens=30))
+    generation = engine.generate([1], max_new_tokens=400)
+    assert [next(generation) for _ in range(3)] == whole[:3]
+    generation.cancel()
+    assert list(engine.generate([1], max_new_tokens=30)) == whole
+
+
+def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
+    graph = make_engine(model, "cuda-graph")
+    prompt = small.prompt_of(model.config, 20)
+    answers = [
+        one.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=0.9, seed=3)).result
+        for one in (engine, graph)
+    ]
+    assert answers[0].tokens == answers[1].tokens and answers[0].logprobs == answers[1].logprobs
+    told = {"backend": "cuda-graph", "launch": "one kernel per op, under a CUDA graph"}
+    told["launches_per_token"] = 5 * model.config.num_hidden_layers + 3
+    assert told.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
+
+
+def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
+    for backend in (CudaBackend, infer.BACKENDS["cpu"]):
+        monkeypatch.setattr(
+            backend, "unavailable", classmethod(lambda cls, source: None if cls is CudaGraphBackend else "no")
+        )
+    assert infer.Engine(model).backend == "xla"
+
+
+def test_conditions_and_a_trace(engine, tmp_path, model):
+    conditions = engine.conditions
+    layout = engine.session.layout
+    assert [conditions[name] for name in ("backend", "threads_per_cta", "ctas")] == [
+        "cuda",
+        layout.threads,
+        layout.grid,
+    ]
+    engine.session.trace(spans_needed(model.config.num_hidden_layers, 1, 3))
+    list(engine.generate([1], max_new_tokens=3))
+    count = write_perfetto(tmp_path / "trace.json", engine.session)
+    engine.session.trace(0)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert count == sum(event["ph"] == "X" for event in events) > 0
+    assert {event["name"] for event in events if event["ph"] == "X"} == set(engine.session.ops)
+    assert engine.session.read_pass() >= 0  # a difference of two short times here
+
+
+def test_what_fails_on_the_device_is_an_exception_and_the_next_answer_is_right(engine, monkeypatch):
+    before = list(engine.generate([1], max_new_tokens=5))
+    with monkeypatch.context() as patch:
+        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # a cache that is too small for the call
+        patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
+        with pytest.raises(NativeError, match="do not fit the cache"):
+            list(engine.generate([1], max_new_tokens=5))
+    assert list(engine.generate([1], max_new_tokens=5)) == before
+
+
+@emulated.only_emulated
+def test_why_it_is_not_available(model):
+    assert "needs GPUs of AMD" in HipBackend.unavailable(ModelSource(model))
+    with pytest.raises(ConfigError, match="driver cannot be loaded"):
+        infer.Engine(model, "cuda", **DEVICES, driver=Path("/nowhere/libcuda.so.1"))
+    unavailable = GpuBackend.unavailable.__func__
+    assert unavailable(CudaBackend, ModelSource(model)) == "JAX's devices here are cpu: it needs GPUs of NVIDIA"
+    source = ModelSource(model)
+    client = SimpleNamespace(platform_version="cuda 13000")
+    device = SimpleNamespace(
+        platform="gpu", client=client, device_kind="NVIDIA A100", compute_capability="8.0", process_index=0
+    )
+    source.mesh = SimpleNamespace(devices=np.array([device]))
+    assert (
+        unavailable(CudaBackend, source)
+        == "NVIDIA A100 has compute capability 8.0: the kernel is written for 9.0 (H100 and H200)"
+    )
+    device.compute_capability, device.core_count = "9.0", 114
+    assert unavailable(CudaBackend, source) is None
+    assert machine_of("cuda", device).ctas == 114 and machine_of("cuda", SimpleNamespace(core_count=132)).ctas == 128

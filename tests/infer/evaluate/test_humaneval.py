@@ -1,0 +1,263 @@
+"""From problems to a report, with engines that write what they are told."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+import laneformer
+from infer import Engine, Sampling
+from infer.evaluate.humaneval import Report, evaluate, generate, score
+from infer.evaluate.problems import load_problems
+from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples
+from infer.evaluate.scoring import Judge
+from infer.sandbox.sandbox import HarnessError, Outcome
+from laneformer.errors import ConfigError, InputError
+from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
+
+RIGHT, WRONG = (
+    {"add": "    return a + b\n", "twice": "    return text + text\n"},
+    {"add": "    return a\n", "twice": "    return 3\n"},
+)
+
+
+class Scripted:
+    """An engine that answers prompts by the function they end with; its tokens are characters."""
+
+    def __init__(self, answers, context=1000):
+        self.answers, self.asked, self.warm = answers, [], []
+        self.tokenizer = types.SimpleNamespace(encode=lambda text: [ord(character) for character in text])
+        self.config = types.SimpleNamespace(eos_token_id=(0,), max_position_embeddings=context)
+        self.conditions = {"model": "scripted", "device": "none"}
+
+    def warmup(self, prompt_tokens, max_new_tokens):
+        self.warm.append(prompt_tokens)
+
+    def generate(self, ids, *, max_new_tokens, sampling, stop_tokens, stop_strings):
+        prompt = "".join(map(chr, ids))
+        self.asked.append((prompt, sampling, stop_strings))
+        self.stop_tokens = stop_tokens
+        text = next(
+            answer(sampling) if callable(answer) else answer
+            for name, answer in self.answers.items()
+            if f"def {name}(" in prompt
+        )
+        result = types.SimpleNamespace(
+            text=text, finish_reason="stop", tokens=tuple(text), total_time=0.5, time_per_token=0.01
+        )
+        return types.SimpleNamespace(result=result)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    return load_problems(write_jsonl(tmp_path_factory.mktemp("d") / "he.jsonl", [ADD, TWICE]))
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge("rlimits") as made:  # the programs here are our own
+        yield made
+
+
+def test_a_report(problems, judge):
+    engine = Scripted({"add": RIGHT["add"], "twice": WRONG["twice"]})
+    report = evaluate(engine, problems, max_new_tokens=50, judge=judge)
+    assert [(v.task_id, v.passed) for v in report.verdicts] == [("HumanEval/0", True), ("HumanEval/1", False)]
+    assert report.pass_at == {1: 0.5} and report.interval[0] < 0.5 < report.interval[1]
+    assert engine.asked[0][0] == ADD["prompt"].strip() + "\n" and "\ndef " in engine.asked[0][2]
+    found = json.loads(json.dumps(report.as_json()))
+    assert (found["passed"], found["total"], found["pass@1"], found["problems_without_samples"]) == (1, 2, 0.5, 0)
+    assert found["sandbox"]["level"] == "rlimits" and found["sandbox"]["network"] is True
+    assert found["verdicts"][1] | {"cpu_seconds": 0} == {
+        "task_id": "HumanEval/1",
+        "sample": 0,
+        "passed": False,
+        "verdict": "failed",
+        "error": "AssertionError: ",
+        "cpu_seconds": 0,
+        "tokens": len(WRONG["twice"]),
+        "generation_seconds": 0.5,
+    }
+    made = found["generation"]
+    assert made["mode"] == "completion" and made["max_new_tokens"] == 50 and made["conditions"]["model"] == "scripted"
+    tokens = len(RIGHT["add"]) + len(WRONG["twice"])
+    assert (
+        made["tokens"] == tokens
+        and made["tokens_per_second"] == tokens
+        and made["decode_tokens_per_second_median"] == 100
+    )
+    assert "1/2 passed, pass@1 50.0 %" in report.summary and "tokens/s" in report.summary
+
+
+def test_several_samples_have_seeds_of_their_own(problems, judge):
+    engine = Scripted({"add": lambda s: RIGHT["add"] if s.seed % 2 else WRONG["add"], "twice": RIGHT["twice"]})
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=5)
+    report = evaluate(engine, problems, max_new_tokens=50, samples=10, sampling=sampling, judge=judge)
+    seeds = [asked.seed for _, asked, _ in engine.asked]
+    assert len(set(seeds)) == 20 and all(
+        asked == dataclasses.replace(sampling, seed=asked.seed) for _, asked, _ in engine.asked
+    )
+    passed = sum(seed % 2 for seed in seeds[:10])
+    assert report.counts == {"HumanEval/0": (10, passed), "HumanEval/1": (10, 10)}
+    assert report.pass_at[1] == pytest.approx((passed / 10 + 1) / 2) and set(report.pass_at) == {1, 10}
+    again = list(
+        generate(Scripted(RIGHT), problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9})
+    )
+    assert len(again) == 11
+    later = Scripted(RIGHT)
+    list(generate(later, problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9}))
+    assert [asked.seed for _, asked, _ in later.asked] == seeds[9:]  # wherever one begins
+    other = Scripted(RIGHT)
+    list(generate(other, problems, max_new_tokens=50, samples=10, sampling=dataclasses.replace(sampling, seed=6)))
+    assert not {asked.seed for _, asked, _ in other.asked} & set(seeds)
+
+
+def test_prompts_that_do_not_fit_fail_and_are_told(problems, judge):
+    engine = Scripted(RIGHT, context=len(TWICE["prompt"].strip()) + 30)
+    report = evaluate(engine, problems, max_new_tokens=50, judge=judge)
+    assert [v.passed for v in report.verdicts] == [False, True] and len(engine.asked) == 1
+    assert "1 prompts did not fit the context" in report.summary
+    assert report.as_json()["generation"]["finish_reasons"] == {"prompt too long": 1, "stop": 1}
+
+
+def test_chat(problems, judge):
+    class Template:
+        sha256 = "0" * 64
+        ends = (1000,)
+
+        def encode(self, messages, add_generation_prompt):
+            assert add_generation_prompt and messages[0]["role"] == "user"
+            return [ord(character) for character in messages[0]["content"]]
+
+    engine = Scripted({"add": "Here:\n```python\ndef add(a, b):\n    return a + b\n```\n", "twice": "no idea"})
+    report = evaluate(engine, problems, max_new_tokens=50, judge=judge, chat=Template())
+    assert [v.passed for v in report.verdicts] == [True, False]
+    assert "self-contained Python script" in engine.asked[0][0] and engine.asked[0][2] == ()
+    assert engine.stop_tokens == (0, 1000), "the end of a turn ends an answer"
+    assert report.settings["mode"] == "chat" and report.settings["template_sha256"] == "0" * 64
+
+
+def test_every_request_size_is_compiled_before_it_is_timed(problems):
+    engine = Scripted(RIGHT)
+    list(generate(engine, problems, max_new_tokens=4, samples=3, sampling=Sampling(temperature=1.0)))
+    lengths = [len(ADD["prompt"].strip()) + 1, len(TWICE["prompt"].strip()) + 1]
+    assert engine.warm == lengths and len({(n - 1).bit_length() for n in lengths}) == 2
+
+
+def test_a_real_model(problems, judge):
+    """A model of random weights is run, and fails."""
+    config = laneformer.ModelConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_lanes=1,
+        max_position_embeddings=256,
+    )
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text: list(text.encode()), token_bytes=lambda token, first=False: bytes([token])
+    )
+    model = laneformer.Laneformer.init(config, 1)
+    report = evaluate(model, problems.first(1), max_new_tokens=8, tokenizer=tokenizer, judge=judge)
+    assert len(report.verdicts) == 1 and report.pass_at[1] == 0 and report.speed["tokens"] == 8
+    assert report.settings["conditions"]["backend"] in ("xla", "cpu", "cuda", "hip")
+    with pytest.raises(InputError, match=r"needs a tokenizer\.json"):
+        evaluate(Engine(model), problems, max_new_tokens=8, judge=judge)
+
+
+def test_requests_that_cannot_work(problems, judge):
+    with pytest.raises(ConfigError, match="all the same: give a temperature"):
+        evaluate(Scripted(RIGHT), problems, max_new_tokens=5, samples=2, judge=judge)
+    with pytest.raises(ConfigError, match="samples = 0"):
+        evaluate(Scripted(RIGHT), problems, max_new_tokens=5, samples=0, judge=judge)
+
+
+def test_no_generation_where_nothing_can_be_judged(tmp_path, judge):
+    broken = load_problems(write_jsonl(tmp_path / "he.jsonl", [{**ADD, "canonical_solution": "    return 0\n"}]))
+    engine = Scripted(RIGHT)
+    with pytest.raises(HarnessError, match="reference solutions fail"):
+        evaluate(engine, broken, max_new_tokens=5, judge=judge)
+    assert not engine.asked
+
+
+# ---- files
+
+
+def test_both_published_forms_of_samples(tmp_path, problems, judge):
+    rows = [
+        {"task_id": "HumanEval/0", "completion": RIGHT["add"]},
+        {"task_id": "HumanEval/1", "solution": "def twice(s): return 2 * s"},
+    ]
+    samples = read_samples(write_jsonl(tmp_path / "s.jsonl", rows), problems)
+    report = score(samples, problems, judge)
+    assert report.pass_at == {1: 1.0} and report.as_json()["generation"] is None and report.speed is None
+    # What we write, other evaluators read: both fields, and the same program.
+    for sample in generate(Scripted(RIGHT), problems, max_new_tokens=50):
+        assert sample.solution == problems[sample.task_id].prompt + sample.completion
+
+
+def test_problems_without_samples_are_told(tmp_path, problems, judge):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"task_id": "HumanEval/1", "completion": "    return 1"}])
+    report = score(read_samples(path, problems), problems, judge)
+    assert (report.as_json()["total"], report.as_json()["problems_without_samples"]) == (1, 1)
+    assert "1 of 2 problems have no samples and are not counted" in report.summary
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"task_id": "HumanEval/9", "completion": ""}, "sample 1 is for 'HumanEval/9', which he.jsonl does not have"),
+        ({"completion": ""}, "sample 1 has no 'task_id'"),
+        ({"task_id": "HumanEval/0"}, "sample 1 has no 'completion'"),
+        ({"task_id": "HumanEval/0", "completion": 3}, "as text"),
+        ({"task_id": "HumanEval/0", "solution": None}, "as text"),
+        ({"task_id": ["a"], "solution": ""}, "as text"),
+    ],
+)
+def test_sample_files_that_cannot_work(tmp_path, problems, line, message):
+    with pytest.raises(InputError, match=message):
+        read_samples(write_jsonl(tmp_path / "s.jsonl", [line]), problems)
+    with pytest.raises(InputError, match="has no samples"):
+        read_samples(write_jsonl(tmp_path / "s.jsonl", []), problems)
+
+
+def test_a_sample_file_goes_on_where_it_was_cut(tmp_path, problems):
+    path, settings = tmp_path / "new" / "s.jsonl", {"max_new_tokens": 3, "stops": ("a",)}
+    first = Sample(task_id="HumanEval/0", solution="x = 'ä\ud800'", completion="", n_tokens=1, seconds=0.5)
+    with SampleFile(path, settings, problems) as file:
+        file.add(first)
+    whole = path.read_bytes()
+    for cut in (b"", b'{"task_id": "HumanEval/1", "solu', whole[:-1]):
+        path.write_bytes(whole + cut)
+        with SampleFile(path, settings, problems) as file:
+            assert file.samples == [first] and file.counts == {"HumanEval/0": 1}
+        assert path.read_bytes() == whole
+    with pytest.raises(ConfigError, match=r"other settings \(max_new_tokens\): name another file"):
+        SampleFile(path, {**settings, "max_new_tokens": 4}, problems)
+    path.with_suffix(".settings.json").unlink()
+    with pytest.raises(ConfigError, match="other settings"):  # a file from elsewhere is not added to
+        SampleFile(path, settings, problems)
+    assert path.read_bytes() == whole
+
+
+def test_known_verdicts_are_not_run_again(tmp_path, problems, judge):
+    samples = [
+        Sample(task_id="HumanEval/0", solution=problems["HumanEval/0"].reference),
+        Sample(task_id="HumanEval/1", solution="1 / 0"),
+    ]
+    path, conditions = tmp_path / "v.jsonl", {"data": "d"}
+    with VerdictFile(path, conditions) as verdicts:
+        report = score(samples, problems, judge, verdicts=verdicts)
+    assert [v.passed for v in report.verdicts] == [True, False]
+    path.write_bytes(path.read_bytes() + b'{"prog')  # killed while writing
+    with VerdictFile(path, conditions) as verdicts:
+        assert len(verdicts.known) == 2
+        told = {VerdictFile.key(samples[0]): Outcome("killed", "as the file says", None)}
+        verdicts.known.update(told)
+        again: Report = score(samples, problems, judge, verdicts=verdicts)
+    assert again.verdicts[0].outcome.error == "as the file says" and again.verdicts[1] == report.verdicts[1]
+    with VerdictFile(path, {"data": "other"}) as verdicts:  # other problems, other sandbox: all anew
+        assert not verdicts.known

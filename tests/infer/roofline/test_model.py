@@ -1,0 +1,271 @@
+"""The roofline's arithmetic: public figures, bytes, waits of every layout, sweeps."""
+
+import math
+
+import pytest
+
+from infer.roofline.agent import AgentTask, agent_table
+from infer.roofline.devices import DEVICES, Node, make_node
+from infer.roofline.model import (
+    PRECISIONS,
+    Work,
+    bytes_by_part,
+    hidden_up_to,
+    module_bytes,
+    module_seconds,
+    token,
+    token_of_bytes,
+    waits,
+)
+from infer.roofline.references import references, share, share_of_spec
+from infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_precision, layouts_of
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.layout import LAYOUTS, _schedule, make_schedule
+from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
+
+# The published 2B, whose sums stand in docs/roofline.md.
+LARGE = ModelConfig(
+    vocab_size=32_000,
+    hidden_size=3072,
+    intermediate_size=12_288,
+    num_hidden_layers=15,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    max_position_embeddings=4096,
+    num_lanes=8,
+    sliding_window=512,
+    sliding_window_n_layers=10,
+)
+SMALL = ModelConfig(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=4,
+    max_position_embeddings=64,
+)
+H200 = {"device": "h200", "devices": 8}
+
+
+def bare(devices=4, *, bandwidth=1e9, exchange=0.0, sync=0.0, link=None) -> Node:
+    return make_node("custom", devices, bandwidth=bandwidth, exchange=exchange, sync=sync, link=link)
+
+
+def column(table, name):
+    return [row[[c.name for c in table.columns].index(name)] for row in table.rows]
+
+
+def test_public_ceilings_launches_and_shares():
+    h200, mi300x = (token_of_bytes(4e9, make_node(name, 8), None) for name in ("h200", "mi300x"))
+    assert h200.ceiling == pytest.approx(7700, rel=0.005) and mi300x.ceiling == pytest.approx(8400, rel=0.011)
+    exactly = token_of_bytes(4e9, make_node("mi300x", 8, bandwidth=4.2e12), None)
+    assert exactly.ceiling == pytest.approx(8400)
+    launches = token_of_bytes(4e9, make_node("mi300x", 8, launches=250, launch=4.5e-6), None).terms[-1]
+    assert 1 / launches.seconds == pytest.approx(890, rel=0.002)
+    assert share(2100, h200) == pytest.approx(0.273, abs=5e-4) and share(3000, exactly) == pytest.approx(
+        0.357, abs=5e-4
+    )
+    assert share_of_spec(2100, h200) == pytest.approx(0.219, abs=5e-4) and share_of_spec(3000, mi300x) == pytest.approx(
+        0.283, abs=5e-4
+    )
+
+
+def test_the_table_of_references_is_close():
+    table = references()
+    for figure, difference in zip(column(table, "figure"), column(table, "difference %"), strict=True):
+        assert abs(difference) < 5 or "3,000 tok/s, s" in figure  # "under 20 s" is a bound
+    under = next(row for row in table.rows if "3,000 tok/s, s" in row[0])
+    assert under[3] == pytest.approx(50_000 / 3000) and under[3] < under[1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ceiling", "megabytes"), [(8, 7742, 555.4), (4, 3871, 1110.8), (2, 1935, 2221.7), (1, 968, 4443.3)]
+)
+def test_the_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
+    found = token(LARGE, make_node("h200", devices, bandwidth=4.3e12), Work())
+    # Floors of the kernel's design, without keys and values (0.25 MB are written) and the embedding's row.
+    assert found.ceiling == pytest.approx(ceiling, abs=1) and found.bytes / devices / 1e6 == pytest.approx(
+        megabytes, rel=2e-4
+    )
+    edges = next(term for term in found.terms if term.name == "dependent operations")
+    assert edges.count == 77 and edges.seconds == pytest.approx(77 * 0.65e-6)
+    assert len(found.terms) == (2 if devices == 1 else 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"lm_head_type": "lane"},
+        {"lm_head_type": "vocab_parallel"},
+        {"qkv_bias": True, "qk_norm": True},
+        {"replicated_rmsn_scale": False},
+        {"sliding_window": 8, "sliding_window_n_layers": 3},
+    ],
+)
+def test_parts_and_modules_are_all_bytes(changes):
+    config = SMALL.replace(**changes)
+    for work in (Work(), Work("fp8", "float32", 20)):
+        kv = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv])
+        parts, modules = bytes_by_part(config, work), module_bytes(config, work)
+        assert sum(parts.values()) == pytest.approx(weight_bytes_per_token(config, PRECISIONS[work.weights]) + kv)
+        final_norm = (
+            config.hidden_size * (config.num_lanes if config.lane_norm_scales[1] else 1) * PRECISIONS[work.weights]
+        )
+        assert sum(modules) == pytest.approx(
+            sum(parts.values()) - parts["head"] - parts["row of the embedding"] - final_norm
+        )
+        assert list(parts.values())[-1] == kv
+    # A sliding layer reads its window, a full one the context.
+    if "sliding_window" in changes:
+        assert modules[10] - modules[0] == pytest.approx(4 * 2 * 8 * 4 * (20 - 7))
+
+
+def test_waits_by_hand():
+    four = [1.0] * 4
+
+    def waited(layout, exchange, modules=four):
+        return waits(
+            make_schedule(SMALL.replace(num_hidden_layers=2, layout=layout)), modules, bare(exchange=exchange), 32
+        )
+
+    assert waited("tp", 2.5) == pytest.approx(4 * 2.5)
+    assert waited("parallel", 2.5) == pytest.approx(2 * 2.5)
+    assert waited("none", 2.5) == 0
+    # dtp(2): sent at 1 and 2, wanted at 3 and, after the wait, at 4.5. Sent at 2 it is there at 4.5.
+    assert waited("dtp(2)", 2.0) == 0 and waited("dtp(2)", 2.5) == pytest.approx(0.5)
+    # The second exchange is short of 1 s more when the module before its landing is shorter.
+    assert waited("dtp(2)", 2.5, [1.0, 1.0, 1.0, 0.25]) == pytest.approx(0.5 + 0.75)
+
+
+def test_an_exchange_pushes_to_every_other_device():
+    node = bare(4, exchange=2e-6, link=1e9)
+    assert node.exchange_seconds(1000) == pytest.approx(2e-6 + 3 * 4000 / 1e9) and node.exchange_seconds() == 2e-6
+    assert bare(1, exchange=2e-6, link=1e9).exchange_seconds(1000) == 0
+    half = waits(make_schedule(SMALL.replace(layout="caat(0.5)")), [0.0] * 12, node, 1000)
+    assert half == pytest.approx(12 * (2e-6 + 3 * 2000 / 1e9))
+
+
+@pytest.mark.parametrize("layout", layouts_of(SMALL))
+def test_waits_of_every_layout(layout):
+    schedule, modules = SMALL.replace(layout=layout).schedule, [1.0] * 12
+    found = [waits(schedule, modules, bare(exchange=exchange), 32) for exchange in (0.0, 0.5, 1.0, 2.0, 8.0)]
+    assert found[0] == 0 and found == sorted(found)
+    moments = {min(landing.at, 11) for landing in schedule.exposed}
+    assert found[1] == pytest.approx(0.5 * len(moments))  # what a module lies between is hidden
+    hides = hidden_up_to(schedule, modules)
+    if hides is not None:
+        assert waits(schedule, modules, bare(exchange=hides), 32) == pytest.approx(hides * len(moments))
+
+
+def test_a_new_layout_is_swept(monkeypatch):
+    def lastly(n: int, lanes: int, share: float):
+        if not 0 < share < 1:
+            raise ConfigError("share")
+        return _schedule("lastly", LAYOUTS["none"](n, lanes).own, ())
+
+    monkeypatch.setitem(LAYOUTS, "lastly", lastly)
+    assert "lastly(0.5)" in column(by_layout(SMALL, bare(exchange=1e-6), Work()), "layout")
+
+
+def test_every_layout_between_none_and_tp():
+    table = by_layout(LARGE, make_node(**H200), Work(context=1000))
+    rates = dict(zip(column(table, "layout"), column(table, "tok/s"), strict=True))
+    assert {name.split("(")[0] for name in rates} == set(LAYOUTS)
+    assert all(rates["tp"] <= rate <= rates["none"] for rate in rates.values())
+    assert rates["tp"] < rates["parallel"] < rates["laneformer"] < rates["dtp(2)"] == pytest.approx(rates["none"])
+
+
+def test_delays_hide_more_and_more():
+    table = by_delay(LARGE, make_node(**H200 | {"exchange": 20e-6}), Work())
+    waited, rates, hides = (column(table, name) for name in ("wait us", "tok/s", "hides up to us"))
+    assert (
+        waited == sorted(waited, reverse=True) and waited[0] == pytest.approx(30 * 20.19, rel=1e-3) and waited[-1] == 0
+    )
+    assert rates == sorted(rates) and rates[0] < rates[2] < rates[-1] and hides[0] == "-"
+    assert hides[1:] == sorted(hides[1:])
+
+
+def test_more_context_is_slower_and_fewer_bits_are_faster():
+    node = make_node(**H200)
+    by = by_context(LARGE, node, Work())
+    assert column(by, "context") == [0, 512, 1024, 2048, 4096]
+    rates = column(by, "tok/s")
+    assert rates == sorted(rates, reverse=True) and len(set(rates)) == 5
+    table = by_precision(LARGE, node, Work(context=100))
+    rates, bits = column(table, "tok/s"), column(table, "bits")
+    assert bits == sorted(bits, reverse=True) and rates == sorted(rates)
+    assert column(table, "weights")[0] == "float32" and rates[0] < rates[1] < rates[-1]
+
+
+def test_more_lanes_raise_the_ceiling_in_proportion():
+    table = by_lanes(LARGE, make_node(**H200), Work(), H200)
+    assert column(table, "lanes") == [1, 2, 4, 8]  # 16 would fit the heads; a node has 8
+    ceilings = column(table, "ceiling tok/s")
+    assert ceilings == pytest.approx([n * ceilings[0] for n in (1, 2, 4, 8)])
+    rates = column(table, "tok/s")
+    assert rates == sorted(rates) and rates[-1] < 8 * rates[0]
+
+
+def test_waiting_explains_a_measured_speed():
+    found = token(LARGE, make_node(**H200), Work())
+    sync = found.sync_for(3000)
+    assert token(LARGE, make_node(**H200, sync=sync), Work()).rate == pytest.approx(3000)
+    assert (
+        found.sync_for(2 * found.ceiling) is None and token_of_bytes(1e9, make_node(**H200), None).sync_for(100) is None
+    )
+
+
+def test_sums_and_overrides():
+    node = make_node("mi355x", 8, bandwidth=1e12, share=0.5, sync=1e-6, exchange=3e-6, launches=2, launch=5e-6)
+    found = token_of_bytes(4e9, node, 10)
+    assert found.seconds == pytest.approx(4e9 / 4e12 + (5 * 10 + 2) * 1e-6 + (2 * 10 + 1) * 3e-6 + 2 * 5e-6)
+    assert found.rate == pytest.approx(1 / math.fsum(term.seconds for term in found.terms))
+    modules = module_seconds(SMALL, node, Work())
+    assert len(modules) == 12 and modules[0] == pytest.approx(module_bytes(SMALL, Work())[0] / 4e12 + 3e-6)
+
+
+def test_every_device_has_sources():
+    for device in DEVICES.values():
+        node = make_node(next(name for name, d in DEVICES.items() if d is device), 2)
+        assert node.bandwidth == pytest.approx(0.8 * device.bandwidth) and len(node.assumptions) == 4
+        assert device.source in node.assumptions[0] and "20" in device.source
+
+
+def test_agent_time():
+    task = AgentTask(tokens=50_000, iterations=4, tool_seconds=2.0, test_seconds=8.0)
+    assert task.split(100) == (500, 8, 32) and task.even_rate == pytest.approx(1250)
+    rows = agent_table(task, {"slow": (100.0, "example"), "fast": (5000.0, "projected")}).rows
+    assert [row[-1] for row in rows] == ["generating", "tests"]
+    assert rows[0][6] == 540 and rows[1][7] == pytest.approx(20)
+    alone = AgentTask(tool_seconds=0, test_seconds=0)
+    assert alone.even_rate is None and agent_table(alone, {"one": (50.0, "example")}).rows[0][7] == 100
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: make_node("h900", 8), "h900: known are h100, h200"),
+        (lambda: make_node("h200", 9), "9: the fast links"),
+        (lambda: make_node("h200", 0), "at least 1"),
+        (lambda: make_node("custom", 1), "give --bandwidth"),
+        (lambda: make_node("custom", 2, bandwidth=1e9, sync=0.0), "give --exchange-us"),
+        (lambda: make_node("custom", 1, bandwidth=1e9), "give --sync-us"),
+        (lambda: make_node("h200", 8, share=1.5), "at most 1"),
+        (lambda: make_node("h200", 8, bandwidth=math.nan), "above 0"),
+        (lambda: make_node("h200", 8, exchange=-1e-6), "--exchange-us -1"),
+        (lambda: token(SMALL, make_node("h200", 3), Work()), "4 lanes spread over 1, 2, 4 devices"),
+        (lambda: token(SMALL, make_node("h200", 4), Work(context=65)), "longest context is 64"),
+        (lambda: Work("fp3"), "--precision fp3: known are"),
+        (lambda: Work(context=-1), "--context -1"),
+        (lambda: AgentTask(tokens=0).check(), "--tokens 0"),
+        (lambda: AgentTask(test_seconds=-1).check(), "--test-seconds -1"),
+    ],
+)
+def test_mistakes(act, words):
+    with pytest.raises(ConfigError, match=words):
+        act()

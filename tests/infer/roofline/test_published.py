@@ -1,0 +1,65 @@
+"""Bytes per token of mixture-of-experts models against hand arithmetic."""
+
+import pytest
+
+from infer.roofline.devices import make_node
+from infer.roofline.published import MOE, find_moe
+from infer.roofline.report import nominal_table
+from laneformer.errors import ConfigError
+
+# Billions of weights that one token reads, rounded by hand from the published dimensions, and bytes of each.
+HAND = {
+    "qwen3-coder-next": [(1.510, 1), (0.151, 1), (0.050, 2), (0.327, 1), (1.213, 1), (0.311, 2)],
+    "gpt-oss-120b": [(3.583, 4.25 / 8), (0.013, 2), (0.956, 2), (0.579, 2)],
+    "deepseek-v4-flash": [(6.493, 4.25 / 8), (1.082, 1), (4.60, 1), (0.49, 1), (0.045, 2), (0.53, 2)],
+    "kimi-k2.6": [(21.14, 4.5 / 8), (2.64, 2), (0.40, 2), (6.17, 2), (0.17, 2), (1.17, 2)],
+}
+GIGABYTES = {"qwen3-coder-next": 3.92, "gpt-oss-120b": 5.00, "deepseek-v4-flash": 10.80, "kimi-k2.6": 32.98}
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_bytes_by_hand(name):
+    model = MOE[name]
+    assert [part.weights / 1e9 for part in model.parts] == pytest.approx(
+        [weights for weights, _ in HAND[name]], abs=0.0055
+    )
+    assert model.weight_bytes / 1e9 == pytest.approx(sum(weights * size for weights, size in HAND[name]), rel=2e-3)
+    assert model.weight_bytes / 1e9 == pytest.approx(GIGABYTES[name], rel=4e-3)
+
+
+def test_nominal_figures_stand_for_the_bytes_of_their_rules():
+    table = nominal_table(list(MOE.values()), make_node("b200", 8))
+    names = [column.name for column in table.columns]
+    rows = [dict(zip(names, row, strict=True)) for row in table.rows]
+    rules = {"qwen3-coder-next": 3.00, "gpt-oss-120b": 5.00, "deepseek-v4-flash": 9.45, "kimi-k2.6": 33.6}
+    nominal = [row for row in rows if row["nominal tok/s"] is not None]
+    assert len(nominal) == 8 and len(rows) == 12  # the node that was asked for has none
+    for row in nominal:
+        assert row["its GB/token"] == pytest.approx(rules[row["model"]], rel=8e-3)
+        assert row["27.3% tok/s"] < row["35.7% tok/s"] < row["ceiling tok/s"]
+        assert row["to nominal %"] == pytest.approx(100 * (row["its GB/token"] / row["bottom-up GB"] - 1))
+    close = {row["model"]: row["to nominal %"] for row in nominal}
+    assert abs(close["gpt-oss-120b"]) < 1 and close["qwen3-coder-next"] < -20
+    assert len(nominal_table(list(MOE.values()), make_node("h200", 8)).rows) == 8  # asked for is a public node itself
+
+
+def test_labels_would_give_other_ceilings():
+    h200 = make_node("h200", 8).total_bandwidth
+    for active, size, rate in ((13e9, 1, 844), (32e9, 0.5, 686), (5.1e9, 0.5, 4303)):
+        assert 0.357 * h200 / (active * size) == pytest.approx(rate, rel=2e-3)
+
+
+def test_cache_and_state():
+    gpt = MOE["gpt-oss-120b"]  # 36 layers of 2 x 8 heads x 64, every other one of a window of 128
+    assert gpt.kv_bytes(100, "bfloat16") == 36 * 2 * 8 * 64 * 100 * 2
+    assert gpt.kv_bytes(1000, "fp8") == 18 * 2 * 8 * 64 * (1000 + 128)
+    assert MOE["kimi-k2.6"].kv_bytes(10, "bfloat16") == 61 * 576 * 10 * 2
+    qwen = MOE["qwen3-coder-next"]
+    assert qwen.kv_bytes(10, "bfloat16") == 2 * (12 * 4 * 256 * 10 + 2 * 36 * 32 * 128 * 128)
+    assert MOE["deepseek-v4-flash"].kv_bytes(10, "bfloat16") is None
+
+
+def test_names():
+    assert find_moe("all") == list(MOE.values()) and find_moe("kimi-k2.6") == [MOE["kimi-k2.6"]]
+    with pytest.raises(ConfigError, match="--moe kimi: known are qwen3-coder-next"):
+        find_moe("kimi")

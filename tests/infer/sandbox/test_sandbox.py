@@ -1,0 +1,514 @@
+"""The sandbox, by trying to get out of it; every attack is run."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import pytest
+
+from infer.sandbox import levels, sandbox
+from infer.sandbox.sandbox import HarnessError, Limits, Sandbox
+from laneformer.errors import ConfigError
+
+LIMITS = Limits(cpu_seconds=5, wall_seconds=20)
+SHORT = Limits(cpu_seconds=1, wall_seconds=2)
+MARK = "laneformer-left-behind"
+
+
+@pytest.fixture(scope="module", params=["bwrap", "unshare", "rlimits"])
+def box(request):
+    """A sandbox of each level there is. Bubblewrap where it is installed must work; a machine may forbid unshare."""
+    if request.param == "bwrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    try:
+        made = Sandbox(request.param)
+    except ConfigError as error:
+        if request.param == "unshare":
+            pytest.skip(str(error))
+        raise
+    with made:
+        yield made
+
+
+@pytest.fixture
+def shut(box):
+    """A level that really shuts in."""
+    if box.level.network:
+        pytest.skip("this level has resource limits only")
+    return box
+
+
+@pytest.fixture
+def tight(box):
+    """The strictest level."""
+    if box.level.name != "bwrap":
+        pytest.skip("only bubblewrap keeps this from programs")
+    return box
+
+
+def verdict(box, solution, test="", limits=LIMITS):
+    outcome = box.run(solution, test, limits)
+    return outcome.verdict, outcome.error
+
+
+def attack(box, code, limits=LIMITS):
+    """Runs code that must go through to its end: what is tried and must fail stands in it with an assertion."""
+    assert verdict(box, code, "", limits) == ("passed", "")
+
+
+def processes():
+    """The command lines of the machine's processes."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                yield (entry / "cmdline").read_bytes()
+
+
+def wait_until_gone(mark):
+    for _ in range(50):
+        if not any(mark.encode() in line for line in processes()):
+            return
+        time.sleep(0.1)
+    raise AssertionError("a process outlived its sandbox")
+
+
+# ---- verdicts
+
+
+def test_right_and_wrong_programs(box):
+    add = "def add(a, b):\n    return a + b\n"
+    outcome = box.run(add, "assert add(1, 2) == 3", LIMITS)
+    assert (outcome.verdict, outcome.error) == ("passed", "") and 0 <= outcome.cpu_seconds < 5
+    assert verdict(box, add, "assert add(1, 2) == 4, 'no'") == ("failed", "AssertionError: no")
+    assert verdict(box, "def add(a, b)\n", "assert True")[0] == "syntax"
+    assert verdict(box, "x = 1\0", "")[0] == "syntax"
+    assert verdict(box, "x = '\ud800'", "")[0] == "syntax"  # half a character, which JSON can carry
+    assert verdict(box, "x = " + "(" * 5000, "")[0] == "syntax"
+    assert verdict(box, "raise KeyError('k')") == ("failed", "KeyError: 'k'")
+    assert verdict(box, "def f():\n    return f()\n", "f()")[0] == "failed"
+    assert verdict(box, "", "assert undefined == 3")[0] == "failed"
+
+
+def test_programs_have_what_programs_expect(box):
+    attack(box, "import numpy, typing, math, collections\nassert numpy.allclose(numpy.arange(3), [0, 1, 2])")
+    attack(
+        box,
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n"
+        "import pickle\nassert pickle.loads(pickle.dumps(A())).x == 1",
+    )
+    attack(
+        box,
+        "open('note', 'w').write('x')\nassert open('note').read() == 'x'\nimport os\nassert os.listdir('.') =="
+        " ['note']",
+    )
+    attack(box, "import os\nassert os.listdir('.') == []")  # nothing of the run before
+    attack(box, "assert __name__ != '__main__'")  # as where exec() runs them: a main program at the end does not start
+    attack(box, "import multiprocessing as m\nl = m.get_context('fork').Lock()\nwith l:\n    pass")
+    attack(
+        box, "print(list({'a', 'b', 'c'}))\nassert hash('a') == " + str(hash_of_a())
+    )  # the same sets in the same order every time
+
+
+def hash_of_a():
+    python = levels.interpreter()
+    done = subprocess.run(
+        [python, "-c", "print(hash('a'))"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "exit(0)",
+        "raise SystemExit",
+        "raise KeyboardInterrupt",
+        "def f(): raise SystemExit(0)",
+        "def f():\n    import os\n    os._exit(0)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os\nif os.fork():\n    os._exit(0)",  # the child passes, the program has ended
+        "import atexit, sys\natexit.register(print, 'passed')\nsys.exit(0)",
+        "import threading, os, time\nthreading.Thread(target=lambda: os._exit(0)).start()\ntime.sleep(1)",
+        # success as the harness would report it, but for the nonce, in every open file
+        (
+            'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"verdict": "passed", "error": "", "cpu":'
+            " 0}\\n')\n    except OSError: pass\nos._exit(0)"
+        ),
+        "print('passed'); print('{\"verdict\": \"passed\"}', flush=True); import os; os._exit(0)",
+        "import os; os.closerange(0, 64)",  # no way to report is no success
+    ],
+)
+def test_ending_early_is_not_passing(box, solution):
+    outcome = box.run(solution, "f()\nassert False", LIMITS)
+    assert outcome.verdict in ("failed", "killed"), outcome
+
+
+ALWAYS = """class A{0}:
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __eq__
+{1}
+"""
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        ALWAYS.format("", "def f(): return A()"),
+        ALWAYS.format("", "def f(): return [1, (2, {3: A()})]"),
+        ALWAYS.format("(int)", "f = lambda: A(3)"),
+        ALWAYS.format("(type)", "class B(metaclass=A): pass\ndef f(): return B"),
+        "class L(list):\n    __getattribute__ = lambda self, name: None\ndef f(): return L()",
+    ],
+)
+def test_a_result_that_equals_everything_is_wrong(box, solution):
+    outcome = box.run(solution, "def check(f):\n    f() == 4\ncheck(f)", LIMITS, entry_point="f")
+    assert outcome.verdict == "failed" and "answers for itself" in outcome.error, outcome
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "abs = lambda x: 0",
+        "def all(x): return True",
+        "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.all = lambda x: True",
+        "def check(f): pass",
+        "__builtins__ = {'abs': lambda x: 0}",
+    ],
+)
+def test_the_tests_have_functions_of_their_own(box, spoil):
+    test = "def check(f):\n    assert all([abs(f() - 3) < 1])\ncheck(f)"
+    assert box.run(f"def f(): return 3\n{spoil}", test, LIMITS, entry_point="f").verdict == "passed"
+    assert box.run(f"def f(): return 4\n{spoil}", test, LIMITS, entry_point="f").verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        (
+            "from collections import *\nP = namedtuple('P', 'x y')\ndef f(n=2): return [P(1, 2), (1, 2), Counter(),"
+            " deque(), {1}.union()][0]"
+        ),
+        "def f(n=2): return (1, 2) if n == 0 else f(n - 1)",
+        "import numpy\ndef f(): return tuple(numpy.arange(1, 3))",
+        "def sorted(): return (1, 2)\nf = sorted",
+    ],
+)
+def test_results_of_every_honest_kind_are_compared(box, solution):
+    assert box.run(solution, "assert f() == (1, 2)", LIMITS, entry_point="f").verdict == "passed"
+    assert box.run(solution, "assert f() == (1, 3)", LIMITS, entry_point="f").verdict == "failed"
+
+
+def test_a_forked_child_does_not_pass_for_its_parent(box):
+    fork = "import os\npid = os.fork()\nif pid:\n    os.waitpid(pid, 0)\n    os._exit(0)"
+    assert verdict(box, fork, "assert True")[0] == "failed"
+
+
+def test_an_exception_whose_text_attacks(box):
+    code = "class E(Exception):\n    def __str__(self):\n        {}\nraise E"
+    assert verdict(box, code.format("raise SystemExit"))[0] == "failed"
+    assert verdict(box, code.format("import os; os._exit(0)"))[0] == "failed"
+    assert len(verdict(box, code.format("return 'x' * 10**7"))[1]) <= 500
+
+
+def test_replaced_functions_do_not_reach_the_verdict(box):
+    spoil = "import os, json, builtins, time\nos.write = os.pread = os._exit = json.dumps = time.process_time = None\n"
+    assert verdict(box, spoil, "assert True") == ("passed", "")
+    assert verdict(box, spoil + "builtins.print = None", "assert False")[0] == "failed"
+
+
+# ---- limits
+
+
+def test_time(box):
+    spins = ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
+    for spin in spins if box.level.name == "bwrap" else spins[:1]:
+        assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == (
+            "timeout",
+            "more than 1 s of CPU time",
+        )
+    began = time.monotonic()
+    assert verdict(box, "import time; time.sleep(600)", limits=SHORT) == ("timeout", "no end after 2 s")
+    assert time.monotonic() - began < 15
+
+
+def test_memory(box):
+    assert verdict(box, "x = bytearray(6 << 30)") == ("memory", "MemoryError: ")
+    attack(box, "try: x = bytearray(6 << 30)\nexcept MemoryError: pass")
+    if os.geteuid() or box.level.name != "rlimits":  # root may
+        attack(
+            box,
+            "import resource\ntry: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
+            "except (ValueError, OSError): pass\nelse: raise SystemExit",
+        )
+    assert verdict(box, "import ctypes; ctypes.string_at(0)") == ("killed", "SIGSEGV")
+
+
+def test_output_goes_nowhere(box):
+    began = time.monotonic()
+    attack(
+        box, "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 2**20)\n    sys.stderr.write('x' * 2**20)"
+    )
+    assert time.monotonic() - began < 15
+    assert verdict(box, "assert input() == ''")[0] == "failed"  # nothing to read either
+    # Into the report, as far as the limit on files goes.
+    flood = "import os\nfor _ in range(100):\n    for fd in range(3, 64):\n        try: os.write(fd, b'x' * 2**20)\n"
+    flood += "        except OSError: pass"
+    assert verdict(box, flood)[0] == "failed"
+
+
+def test_files(box):
+    big = "try: open('big', 'wb').write(b'x' * (32 << 20))\nexcept OSError: pass\n"
+    attack(box, big + "import os\nassert os.path.getsize('big') <= 16 << 20")
+    attack(
+        box,
+        "files = []\ntry:\n    for n in range(100): files.append(open(f'{n}', 'w'))\nexcept OSError: pass\nassert"
+        " len(files) < 64",
+    )
+
+
+def test_a_full_disk(shut):
+    fill = (
+        "n = 0\ntry:\n    for n in range(100): open(f'{n}', 'wb').write(b'x' * (8 << 20))\nexcept OSError: pass\nassert"
+        " 4 < n < 9, n"
+    )
+    attack(shut, fill)
+
+
+FORKS = """
+import os, time
+children = 0
+try:
+    while children < 1000:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        children += 1
+except OSError:
+    pass
+assert 5 < children < 64, children
+"""
+
+
+def test_a_fork_bomb(box):
+    if box.level.name == "rlimits":
+        pytest.skip("here the limit counts all processes of the user, and none of root's")
+    attack(box, FORKS)
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert box.run(bomb, "", SHORT).verdict == "timeout"
+    attack(box, "import os\nif os.fork() == 0: os._exit(0)\nos.wait()")  # and the next run is not in its shadow
+
+
+def test_nothing_is_left_behind(shut):
+    daemon = "import subprocess, sys\n"
+    daemon += (
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{MARK}'], start_new_session=True)"
+    )
+    attack(shut, daemon)
+    assert verdict(shut, daemon + "\nraise ValueError")[0] == "failed"
+    assert verdict(shut, daemon + "\nimport time; time.sleep(60)", limits=SHORT)[0] == "timeout"
+    wait_until_gone(MARK)
+
+
+# ---- what cannot be reached
+
+
+def test_no_network(shut):
+    reach = "import socket\ntry: socket.create_connection({}, 3)\nexcept OSError: pass\nelse: raise SystemExit"
+    with socket.create_server(("127.0.0.1", 0)) as here:
+        attack(shut, reach.format(here.getsockname()))
+    attack(shut, reach.format(("192.0.2.1", 80)))
+    attack(
+        shut,
+        "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry: s.sendto(b'x', ('192.0.2.1', 53))\n"
+        "except OSError: pass\nelse: raise SystemExit",
+    )
+    attack(
+        shut,
+        "import socket\nassert all(name == 'lo' or not name.startswith(('e', 'w')) for _, name in"
+        " socket.if_nameindex())",
+    )
+    with socket.socket(socket.AF_UNIX) as here:  # a name that lives in the network namespace, not in the files
+        here.bind("\0" + MARK)
+        here.listen()
+        name = "\\0" + MARK
+        attack(
+            shut,
+            f"import socket\ntry: socket.socket(socket.AF_UNIX).connect('{name}')\nexcept OSError: pass\nelse: raise"
+            " SystemExit",
+        )
+
+
+def test_no_home_and_no_environment(shut, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    attack(shut, "import os\nassert 'SECRET_TOKEN' not in os.environ")
+    attack(
+        shut,
+        "import glob\nfor file in glob.glob('/proc/[0-9]*/environ'):\n    try: text = open(file, 'rb').read()\n"
+        "    except OSError: continue\n    assert b'SECRET' not in text",
+    )
+    python = levels.interpreter()
+    for home in levels.homes(Path("/tmp/none")):  # but for the way to a Python that lies there
+        way = {Path(home) / python.relative_to(home).parts[0]} if python.is_relative_to(home) else set()
+        names = [entry.name for entry in way]
+        attack(shut, f"import os\nassert not os.path.exists({home!r}) or not set(os.listdir({home!r})) - set({names})")
+
+
+def test_no_other_processes(shut):
+    attack(shut, "import os\nassert len([p for p in os.listdir('/proc') if p.isdigit()]) < 4")
+    attack(
+        shut,
+        f"import os, signal\nfor pid in ({os.getpid()}, {os.getppid()}):\n    try: os.kill(pid, signal.SIGKILL)\n"
+        "    except OSError: pass\n    else: raise SystemExit",
+    )
+    shut.run("import os, signal; os.kill(-1, signal.SIGKILL)", "", LIMITS)
+    shut.run("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", "", LIMITS)
+    attack(shut, "pass")
+
+
+def test_no_rights(shut):
+    if os.geteuid() == 0:
+        attack(
+            shut,
+            "import os\nassert os.getuid() and os.geteuid() and os.getgid() and set(os.getgroups()) <= {os.getgid()}",
+        )
+        attack(shut, "import os\ntry: os.setuid(0)\nexcept OSError: pass\nelse: raise SystemExit")
+    caps = (
+        "{k: int(v, 16) for k, v in (line.split(':') for line in open('/proc/self/status') if line.startswith('Cap'))}"
+    )
+    attack(shut, f"caps = {caps}\nassert len(caps) == 5 and not any(caps.values()), caps")
+    attack(shut, "assert 'NoNewPrivs:\\t1' in open('/proc/self/status').read()")
+    attack(
+        shut, "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == -1"
+    )
+    attack(
+        shut,
+        "import os\ntry: os.mknod('disk', 0o60660, os.makedev(8, 0))\nexcept OSError: pass\nelse: raise SystemExit",
+    )
+
+
+def test_no_other_files(tight, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    secret.chmod(0o644)
+    for path in (secret, tmp_path, Path(__file__), "/etc/passwd", "/etc/shadow", "/var", "/run", "/sys", "/boot"):
+        attack(tight, f"import os\nassert not os.path.exists({str(path)!r})")
+    attack(tight, "import os\nassert os.listdir('/tmp') == []")
+
+
+def test_nothing_can_be_written_but_the_scratch_folder(tight):
+    python = str(levels.interpreter())
+    for path in (
+        "/x",
+        "/usr/x",
+        "/usr/bin/env",
+        "/dev/x",
+        "/proc/x",
+        "/etc/x",
+        "/site/x",
+        python,
+        os.path.dirname(python) + "/x",
+    ):
+        attack(tight, f"try: open({path!r}, 'ab')\nexcept OSError: pass\nelse: raise SystemExit")
+    fill = (
+        "n = 0\ntry:\n    for n in range(100): open(f'/dev/shm/{n}', 'wb').write(b'x' * (4 << 20))\nexcept OSError:"
+        " pass\n"
+    )
+    attack(tight, fill + "assert n < 5, n")
+
+
+def test_no_namespaces_inside(tight):
+    new_user = 0x10000000
+    attack(tight, f"import ctypes\nassert ctypes.CDLL(None, use_errno=True).unshare({new_user}) == -1")
+
+
+# ---- the sandbox itself
+
+
+def test_many_at_a_time_beside_jax_threads(box):
+    """Started from threads of a process in which JAX runs; a fork of it would be a warning, which is an error here."""
+    busy = jax.jit(lambda x: x @ x)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(box.run, f"x = {n}", f"assert x % 2 == 0, {n}", LIMITS) for n in range(16)]
+        busy(jax.numpy.ones((500, 500))).block_until_ready()
+        assert [job.result().verdict for job in jobs] == ["passed", "failed"] * 8
+
+
+def test_close_ends_what_runs_and_leaves_no_folder():
+    made = Sandbox("rlimits")
+    stage, ended = made._stage, []
+
+    def wait():
+        ended.append(
+            made.run(f"import time; x = '{MARK}'; time.sleep(600)", "", Limits(cpu_seconds=5, wall_seconds=500))
+        )
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not made._running:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    made.close()
+    thread.join(20)
+    assert not thread.is_alive() and ended[0].verdict == "killed" and not stage.exists()
+    with pytest.raises(HarnessError, match="was closed"):
+        made.run("", "", LIMITS)
+
+
+def test_a_sandbox_that_does_not_start_is_no_verdict(box, monkeypatch):
+    broken = levels.Level(
+        "bwrap", (), False, lambda stage: [], lambda stage, run: ["sh", "-c", "echo no luck >&2; exit 1"], str
+    )
+    monkeypatch.setattr(box, "level", broken)
+    with pytest.raises(HarnessError, match="did not start: no luck"):
+        box.run("", "", LIMITS)
+    hangs = levels.Level("bwrap", (), False, lambda stage: [], lambda stage, run: ["sleep", "600"], str)
+    monkeypatch.setattr(box, "level", hangs)
+    with pytest.raises(HarnessError, match="did not start"):
+        box.run("", "", SHORT)
+    missing = levels.Level("bwrap", (), False, lambda stage: [], lambda stage, run: ["/nonexistent/bwrap"], str)
+    monkeypatch.setattr(box, "level", missing)
+    with pytest.raises(HarnessError, match="no program could be started"):
+        box.run("", "", SHORT)
+
+
+def test_a_level_that_does_not_hold_is_refused(monkeypatch):
+    """The self-test is run on what claims to shut in and does not."""
+    real = levels.LEVELS["rlimits"]
+    for change, what in [
+        ({"network": False}, "keeps the network out"),
+        ({"hidden": lambda stage: ["/usr"]}, "hides /usr"),
+        ({"command": lambda stage, run: ["false"]}, "does not work here"),
+        (
+            {"site": lambda stage: "/nonexistent", "command": lambda stage, run: [str(levels.interpreter()), "-S"]},
+            "runs a program",
+        ),
+    ]:
+        fake = levels.Level(**{**vars(real), **change})
+        monkeypatch.setitem(sandbox.LEVELS, "rlimits", fake)
+        with pytest.raises(ConfigError, match=what):
+            Sandbox("rlimits")
+
+
+def test_levels_that_are_missing_or_unknown(monkeypatch, caplog):
+    with pytest.raises(ConfigError, match="known are auto, bwrap, unshare, rlimits"):
+        Sandbox("docker")
+    there = {"unshare", "setpriv", "mount"}
+    monkeypatch.setattr(shutil, "which", lambda tool: tool if tool in there else None)
+    assert sandbox._choose("auto").name == "unshare" and "bubblewrap is not installed" in caplog.text
+    with pytest.raises(ConfigError, match="apt install bubblewrap"):
+        sandbox._choose("bwrap")
+    there.clear()
+    with pytest.raises(
+        ConfigError, match="--sandbox rlimits runs the model's programs with your rights"
+    ):  # never taken by itself
+        sandbox._choose("auto")
+    assert sandbox._choose("rlimits").name == "rlimits"

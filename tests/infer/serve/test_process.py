@@ -1,0 +1,149 @@
+"""python -m infer serve as a process: its key, its time limit, an engine that crashes, how it starts and how it
+ends.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.__main__ import main
+from tests.support.serve_cases import BACKEND, CONTEXT, JSON, ROOT, Server, save_checkpoint
+
+KEY = "sk-test-1234"
+TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # in which backend xla also compiles
+AUTH = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    often = ("--stream-interval-ms", 100, "--tokens-per-dispatch", 8)
+    server = Server(checkpoint, "--backend", BACKEND, "--timeout", TIMEOUT, *often, key=KEY)
+    yield server.wait_until(200)
+    server.kill()
+
+
+def test_a_key_is_needed_for_everything_but_health(server):
+    for path in ("/", "/metrics", "/v1/models", "/nowhere"):
+        for headers in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}, {"Authorization": "Bearer "}):
+            status, body, answered = server.get(path, headers)
+            assert (
+                status == 401
+                and body["error"]["code"] == "invalid_api_key"
+                and answered["www-authenticate"] == "Bearer"
+            )
+    assert server.post("/v1/completions", prompt="a")[0] == 401
+    assert server.post("/v1/completions", AUTH, prompt="a")[0] == 200
+    assert server.get("/v1/models", AUTH)[0] == 200 and server.get("/health")[0] == 200
+
+
+def test_an_answer_that_takes_too_long(server):
+    status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True)
+    assert (status, body["error"]["type"], body["error"]["code"]) == (504, "timeout", "timeout")
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
+        *chunks, error = stream
+    assert f"not complete after {TIMEOUT:g} s" in error["error"]["message"]
+    assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, (
+        "at least 100 ms lie between two events"
+    )
+    status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=2)
+    assert status == 200 and body["metrics"]["queue_time_ms"] < 300
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
+def test_an_engine_that_crashes_is_started_again(server):
+    [engine] = server.children()
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
+        next(stream)
+        os.kill(engine, signal.SIGKILL)
+        *_, error = stream
+    assert error["error"]["message"] == "the engine process ended unexpectedly (signal SIGKILL)"
+    assert server.get("/health")[:2] == (503, {"status": "restarting"})
+    status, body, headers = server.send("POST", "/v1/completions", json.dumps({"prompt": "a"}), {**JSON, **AUTH})
+    assert status == 503 and body["error"]["code"] == "engine_restarting" and headers["retry-after"]
+    server.wait_until(200)
+    assert server.post("/v1/completions", AUTH, prompt="a")[0] == 200
+    assert "laneformer_engine_restarts_total 1.0" in server.get("/metrics", AUTH)[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
+def test_a_signal_ends_both_processes_and_tells_clients(server):
+    [engine] = server.children()
+    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
+        next(stream)
+        code, err, seconds = server.end(signal.SIGTERM)
+        *_, error = stream
+    assert code == 0 and err.splitlines()[-1] == "stopped" and "Traceback" not in err and seconds < 3
+    assert error["error"]["message"] == "the server is shutting down"
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_control_c_while_it_loads(checkpoint):
+    server = Server(checkpoint)
+    server.wait_until(503)
+    status, body = server.post("/v1/completions", prompt="a")
+    assert status == 503 and body["error"]["code"] == "engine_loading"
+    code, err, seconds = server.end(signal.SIGINT)
+    assert code == 0 and err == "stopped\n" and seconds < 3
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1].startswith("error: ")
+        and "is not a folder" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: others could reach it: set a key with LANEFORMER_API_KEY"),
+        (("--port", "70000"), "--port 70000: give a number"),
+        (("--max-waiting", "-1"), "--max-waiting -1: give at least 0"),
+        (("--timeout", "0"), "--timeout 0.0: give seconds"),
+        (("--stream-interval-ms", "nan"), "--stream-interval-ms nan: give at least 0"),
+        (("--host", "192.0.2.1", "--insecure"), "--host 192.0.2.1 --port 8000: Cannot assign requested address"),
+        (("--api-key-file", "/nonexistent"), "No such file"),
+        (("--api-key-file", os.devnull), f"{os.devnull} holds no key"),
+    ],
+)
+def test_errors_are_one_line(capsys, args, message):
+    assert main(["serve", "--checkpoint", "none", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_without_the_libraries(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "--checkpoint", "none"]) == 2
+    assert "pip install 'laneformer[serve]'" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_and_two_keys(capsys, monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--checkpoint", "none", "--port", str(port)]) == 2
+    assert f"--host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
+    monkeypatch.setenv("LANEFORMER_API_KEY", KEY)
+    assert main(["serve", "--checkpoint", "none", "--api-key-file", str(tmp_path)]) == 2
+    assert "not both" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""What requests to the server may say, and what of it is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+
+from infer.serve.guard import host_name
+from infer.serve.protocol import ABSENT, ApiError, read_call, read_json
+from tests.support.paths import ROOT
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"prompt": "hi"}
+
+
+def refused(fields, chat=False):
+    with pytest.raises(ApiError) as caught:
+        read_call(fields, chat)
+    error = caught.value.body["error"]
+    assert caught.value.status == 400 and error["type"] == "invalid_request_error"
+    return error
+
+
+def test_defaults_are_those_of_openai():
+    call = read_call(dict(TEXT), chat=False)
+    assert (call.max_tokens, call.sampling["temperature"], call.stop, call.logprobs, call.stream) == (
+        16,
+        1.0,
+        (),
+        None,
+        False,
+    )
+    assert read_call(dict(CHAT), chat=True).max_tokens is None
+    assert read_call(dict(TEXT), chat=False).sampling["seed"] != call.sampling["seed"]
+
+
+def test_every_parameter_arrives():
+    call = read_call(
+        {
+            **TEXT,
+            "model": "m",
+            "max_tokens": 3,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 4,
+            "min_p": 0.1,
+            "seed": 5,
+            "repetition_penalty": 1.5,
+            "stop": ["a", "b"],
+            "stop_token_ids": [1],
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "stream": True,
+            "user": "u",
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+        chat=False,
+    )
+    assert call.sampling == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "seed": 5,
+        "repetition_penalty": 1.5,
+    }
+    assert (call.model, call.max_tokens, call.stop, call.stop_token_ids, call.ignore_eos) == (
+        "m",
+        3,
+        ("a", "b"),
+        (1,),
+        True,
+    )
+    assert (call.logprobs, call.return_token_ids, call.stream, call.include_usage, call.continuous_usage) == (
+        2,
+        True,
+        True,
+        True,
+        True,
+    )
+    chat = read_call({**CHAT, "logprobs": True, "top_logprobs": 3, "max_completion_tokens": 9, "stop": "x"}, chat=True)
+    assert (chat.logprobs, chat.max_tokens, chat.stop) == (3, 9, ("x",))
+    assert read_call({**CHAT, "logprobs": True}, chat=True).logprobs == 0
+    assert read_call({**TEXT, "logprobs": 0}, chat=False).logprobs == 0
+
+
+@pytest.mark.parametrize(("prompt", "read"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
+def test_prompts(prompt, read):
+    assert read_call({"prompt": prompt}, chat=False).prompt == read
+
+
+def test_values_that_ask_for_nothing_are_accepted_and_others_refused():
+    for name, values in ABSENT.items():
+        for value in (None, *values):
+            read_call({**CHAT, name: value}, chat=True)
+        error = refused({**CHAT, name: [{"something": "else"}]}, chat=True)
+        assert (
+            error["param"] == name
+            and error["code"] == "unsupported_parameter"
+            and f"leave {name} out" in error["message"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "prompt", "give a text, or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "prompt", "several prompts"),
+        ({"prompt": [1, True]}, "prompt", "give a text"),
+        ({**TEXT, "temprature": 1}, "temprature", "unknown parameter temprature"),
+        ({**TEXT, "n": 2}, "n", "n = 2 is not supported here"),
+        ({**TEXT, "echo": True}, "echo", "echo = true is not supported here"),
+        ({**TEXT, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({**TEXT, "max_tokens": 0}, "max_tokens", "give a whole number of at least 1"),
+        ({**TEXT, "max_tokens": True}, "max_tokens", "give a whole number"),
+        ({**TEXT, "max_completion_tokens": 4}, "max_completion_tokens", "unknown parameter"),
+        ({**TEXT, "temperature": "hot"}, "temperature", "give a number"),
+        ({**TEXT, "seed": 1.5}, "seed", "give a whole number"),
+        ({**TEXT, "stream": 1}, "stream", "give true or false"),
+        ({**TEXT, "stop": ["a"] * 17}, "stop", "a list of up to 16"),
+        ({**TEXT, "stop": ""}, "stop", "a text of 1 to 256 characters"),
+        ({**TEXT, "stop_token_ids": ["a"]}, "stop_token_ids", "a list of up to 16 token ids"),
+        ({**TEXT, "logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({**TEXT, "stream_options": {"include_usage": True}}, "stream_options", "goes with stream = true"),
+        ({**TEXT, "stream": True, "stream_options": {"more": 1}}, "stream_options.more", "unknown parameter"),
+        ({**TEXT, "stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "not supported"),
+        ({**TEXT, "model": 5}, "model", "give a text"),
+    ],
+)
+def test_refusals_name_the_parameter(fields, param, message):
+    error = refused(fields)
+    assert error["param"] == param and message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "messages", "a list of at least one message"),
+        ({"messages": []}, "messages", "a list of at least one message"),
+        ({"messages": [{"content": "a"}]}, "messages[0]", "an object with a role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "give a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "the model reads nothing else",
+        ),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "the model reads nothing else"),
+        (
+            {"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]},
+            "messages[0].audio",
+            "not supported here",
+        ),
+        ({**CHAT, "top_logprobs": 3}, "top_logprobs", "goes with logprobs = true"),
+        ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "mean the same"),
+        ({**CHAT, "tools": [{"type": "function"}]}, "tools", "not supported here"),
+    ],
+)
+def test_refusals_of_chats(fields, param, message):
+    error = refused(fields, chat=True)
+    assert error["param"] == param and message in error["message"]
+
+
+def test_messages_as_clients_send_their_history():
+    answered = {
+        "role": "assistant",
+        "content": "b",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
+    parts = {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]}
+    call = read_call({"messages": [*CHAT["messages"], answered, parts]}, chat=True)
+    assert call.prompt == [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c\nd"},
+    ]
+
+
+def test_bodies_that_are_no_objects():
+    for body in (b"", b"{", b"[1]", b'{"temperature": NaN}', b"\xff", b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}"):
+        with pytest.raises(ApiError, match=r"the body (is not JSON|must be a JSON object)|nested too deeply") as caught:
+            read_json(body)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("localhost", "localhost"),
+        ("LocalHost:80", "localhost"),
+        ("127.0.0.1:8000", "127.0.0.1"),
+        ("[::1]:8000", "::1"),
+        ("[::1]", "::1"),
+        ("evil.example:1", "evil.example"),
+        ("", ""),
+    ],
+)
+def test_names_in_host_headers(header, name):
+    assert host_name(header) == name
+
+
+def test_the_web_process_does_without_jax():
+    """As `python -m infer serve` starts it, with what it imports when it runs."""
+    code = (
+        "import sys, infer.__main__, infer.commands.serve, uvicorn, infer.serve.application,"
+        " infer.serve.engine, infer.serve.guard, infer.serve.metrics\n"
+        "assert 'infer.serve.worker' in sys.modules and not {'jax', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,129 @@
+"""`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
+and needs no model.
+
+With the prompt "crash" it does. --checkpoint no-chat is without chat template; one that is a path is loaded once there
+is a file.
+"""
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from infer.__main__ import main
+from infer.engine.generation import Token
+from infer.serve import worker as serve_worker
+
+RATE = 3000.0
+PREFILL = 0.005  # seconds
+CONTEXT = 100_000
+
+
+def pieces(prompt):
+    """The tokens of an answer: words and blanks of at most four characters, without end."""
+    return itertools.cycle(re.findall(r"\w{1,4}|\s{1,4}|\S", prompt))
+
+
+def answer(prompt, tokens):
+    return "".join(itertools.islice(pieces(prompt), tokens))
+
+
+class Echo(Iterator):
+    """A generation; see infer.Generation."""
+
+    def __init__(self, prompt, tokens):
+        self.began, self.tokens, self.texts, self.times, self.cancelled = time.perf_counter(), tokens, [], [], False
+        self.pieces = pieces(prompt)
+
+    def cancel(self):
+        self.cancelled = True
+
+    def __next__(self):
+        given = len(self.times)
+        if self.cancelled or given == self.tokens:
+            raise StopIteration
+        if (wait := self.began + PREFILL + given / RATE - time.perf_counter()) > 0:
+            time.sleep(wait)
+        self.texts.append(next(self.pieces))
+        self.times.append(time.perf_counter() - self.began)
+        return Token(0, self.texts[-1], time=self.times[-1])
+
+    @property
+    def result(self):
+        n, first, last = len(self.times), self.times[0], self.times[-1]
+        return SimpleNamespace(
+            finish_reason="cancelled" if self.cancelled else "length",
+            stop_reason=None,
+            text="".join(self.texts),
+            tokens=self.texts,
+            time_to_first_token=first,
+            prefill_time=PREFILL,
+            time_per_token=(last - first) / (n - 1) if n > 1 else None,
+            total_time=last,
+        )
+
+
+class Engine:
+    config = SimpleNamespace(vocab_size=256, max_position_embeddings=CONTEXT, eos_token_id=())
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+
+    def encode(self, ids):
+        return np.array(ids)
+
+    def generate(self, ids, max_new_tokens, **_):
+        prompt = bytes(ids).decode()
+        if prompt == "crash":
+            os._exit(3)
+        return Echo(prompt, max_new_tokens)
+
+
+class Chat:
+    """A template that is the last message alone."""
+
+    ends = ()
+
+    def encode(self, messages, add_generation_prompt):
+        return list(messages[-1]["content"].encode())
+
+
+def worker(connection, options):
+    """In place of serve_worker.main."""
+    chat, file = None if options.checkpoint == "no-chat" else Chat(), Path(options.checkpoint)
+    while file.is_absolute() and not file.exists():
+        time.sleep(0.01)
+    conditions = {
+        "model": "echo",
+        "parameters": 2_000_000_000,
+        "layout": "laneformer",
+        "lanes": 8,
+        "stored_dtype": "bfloat16",
+        "backend": "none",
+        "weights_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "device": "no device",
+        "devices": 8,
+        "batch_size": 1,
+        "context": CONTEXT,
+        "random_weights": False,
+        "on_cpu": False,
+        "simulated": True,
+    }
+    connection.send(
+        (
+            "ready",
+            {"name": "echo", "conditions": conditions, "chat": chat is not None, "fingerprint": "fp", "seconds": 0.0},
+        )
+    )
+    serve_worker._Worker(connection, Engine(), chat, "it has no template", {}).run()
+
+
+if __name__ == "__main__":
+    serve_worker.main = worker
+    sys.exit(main())

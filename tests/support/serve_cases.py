@@ -1,0 +1,151 @@
+"""A server in a process of its own, as a user starts it, and a plain client, for the tests of `serve`."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import custom_calls
+import laneformer
+from tests.support.paths import ROOT
+
+BACKEND = "xla" if custom_calls.unavailable() else "cpu"
+CONTEXT = 20000  # an answer of that length takes seconds
+JSON = {"Content-Type": "application/json"}
+
+
+def save_checkpoint(folder):
+    """Random weights, a tokenizer of single bytes and the two tokens that make the default chat template work."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    config = laneformer.ModelConfig(
+        vocab_size=len(alphabet) + 2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_lanes=8,
+        max_position_embeddings=CONTEXT,
+    )
+    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Server:
+    """`python -m infer serve` on a free port."""
+
+    def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
+        env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            *program,
+            "serve",
+            "--checkpoint",
+            str(checkpoint),
+            "--port",
+            "0",
+            *map(str, args),
+        ]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+        first = self.process.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+): loading", first)
+        assert found, first + self.process.stderr.read()
+        self.port = int(found[1])
+
+    def wait_until(self, status):
+        """Until /health answers with it."""
+        ends = time.monotonic() + 60
+        while (answer := self.get("/health"))[0] != status:
+            assert self.process.poll() is None and time.monotonic() < ends, answer
+            time.sleep(0.02)
+        return self
+
+    def connect(self, method, path, body=None, headers=None):
+        """An open response."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, headers or {})
+        return connection, connection.getresponse()
+
+    def get(self, path, headers=None):
+        return self.send("GET", path, None, headers)
+
+    def send(self, method, path, body=None, headers=None):
+        """Status, body (read as JSON where it is that) and headers."""
+        connection, response = self.connect(method, path, body, headers)
+        with contextlib.closing(connection):
+            data = response.read()
+            is_json = response.headers.get("content-type") == "application/json"
+            return response.status, json.loads(data) if is_json else data.decode(), response.headers
+
+    def post(self, path, headers=None, **fields):
+        """Status and body."""
+        return self.send("POST", path, json.dumps(fields), {**JSON, **(headers or {})})[:2]
+
+    def complete(self, prompt, **fields):
+        status, body = self.post("/v1/completions", prompt=prompt, **fields)
+        assert status == 200, body
+        return body
+
+    @contextlib.contextmanager
+    def stream(self, path="/v1/completions", headers=None, **fields):
+        """An iterator over the events: comments as text, JSON read, and "[DONE]"."""
+        connection, response = self.connect(
+            "POST", path, json.dumps({**fields, "stream": True}), {**JSON, **(headers or {})}
+        )
+        with contextlib.closing(connection), response:
+            assert response.status == 200, response.read()
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            yield events(response)
+
+    def metric(self, name):
+        """Of this name, labels included."""
+        found = re.search(rf"^laneformer_{re.escape(name)} (.*)$", self.get("/metrics")[1], re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    def wait_for_metric(self, name, value):
+        ends = time.monotonic() + 30
+        while self.metric(name) != value:
+            assert time.monotonic() < ends, (name, self.metric(name))
+            time.sleep(0.01)
+
+    def children(self):
+        """Ids of the server's own processes."""
+        ids = [int(n) for n in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        return [n for n in ids if b"spawn_main" in Path(f"/proc/{n}/cmdline").read_bytes()]
+
+    def end(self, number):
+        """Exit code, what it still wrote, and how long that took, after a signal."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err, time.monotonic() - began
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def events(response):
+    """Reads server-sent events, each ended by an empty line."""
+    while line := response.readline().decode():
+        assert response.readline() == b"\n"
+        line = line.removesuffix("\n")
+        if line.startswith(":"):
+            yield line
+        else:
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)

@@ -1,0 +1,128 @@
+"""Small models for these tests: random weights for any config, packed for the kernel, and calls of it."""
+
+import dataclasses
+import math
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import custom_calls
+from custom_calls import Inputs, Session, State
+from infer.engine.native import kernel_shapes
+from laneformer import Laneformer, ModelConfig, Precision
+from laneformer.cache import make_cache
+from laneformer.layout import parse_layout
+from laneformer.parameters import parameter_table
+from laneformer.rotary import rotary_frequencies
+from tests.support import reference
+
+needs_library = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
+
+
+def make_config(*, lanes: int = 2, heads: int = 2, kv_heads: int = 1, ff: int = 9, **changes) -> ModelConfig:
+    """heads, kv_heads and ff are those of one lane. By default no size is a multiple of a vector's."""
+    sizes = {"vocab_size": 40, "hidden_size": 20, "head_dim": 6, "num_hidden_layers": 3, "max_position_embeddings": 512}
+    sizes |= {"num_lanes": lanes, "num_attention_heads": lanes * heads, "num_key_value_heads": lanes * kv_heads}
+    return ModelConfig(**sizes | changes, intermediate_size=lanes * ff)
+
+
+def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights by path, large enough for logits a few units wide."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, parameter):
+        normal = rng.standard_normal(parameter.shape)
+        if parameter.initial in ("ones", "zeros"):  # norms, biases
+            return 0.3 * normal + (parameter.initial == "ones")
+        if path == "tok_embeddings":
+            return normal * (2 / math.sqrt(parameter.shape[-1]) if config.tie_word_embeddings else 1)
+        return normal * (2 if path == "lm_head" else 1) / math.sqrt(parameter.shape[-1])
+
+    return {
+        path: draw(path, parameter).astype(np.float32).astype(jnp.dtype(dtype))
+        for path, parameter in parameter_table(config).items()
+    }
+
+
+def make_session(
+    config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options
+) -> Session:
+    """options: of custom_calls.Session."""
+    stored = weights["tok_embeddings"].dtype.name
+    source = types.SimpleNamespace(
+        config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
+    )
+    session = Session(
+        kernel_shapes(source),
+        config.schedule,
+        rope_frequencies=rotary_frequencies(config)[0],
+        windows=config.layer_windows,
+        **options,
+    )
+    for path, weight in weights.items():
+        session.pack(path, weight)
+    return session
+
+
+def make_inputs(
+    prompt, limit: int, *, start: int = 0, room: int | None = None, stops=(-1,), seed=(1, 2), top_k=0, **settings
+) -> Inputs:
+    """room: size of the prompt's array. settings: temperature, top_p, min_p, penalty."""
+    padded = np.zeros(room or len(prompt), np.int32)
+    padded[: len(prompt)] = prompt
+    values = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | settings
+    return Inputs(
+        padded,
+        np.array([len(prompt), start, limit, top_k], np.int32),
+        np.array(list(values.values()), np.float32),
+        np.array(seed, np.uint32),
+        np.array(stops, np.int32),
+    )
+
+
+def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
+    cache = make_cache(config, 1, capacity, dtype, mesh)
+    replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return State(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), cache.keys, cache.values)
+
+
+def jitted(session: Session, mesh=None, **sizes):
+    """decode(inputs, state) with the state donated."""
+    return jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
+
+
+def same(a, b) -> bool:
+    """Whether two trees of arrays are equal in every bit."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.shape(x) == np.shape(y) and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def prompt_of(config: ModelConfig, length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, config.vocab_size, length).tolist()
+
+
+def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -> np.ndarray:
+    """Of tests/support/reference.py, float64 [s, vocab]."""
+    table, arrays = parameter_table(config), {}
+    for path, weight in weights.items():
+        arrays[table[path].file_name] = (
+            np.concatenate(list(weight), 1) if config.lm_head_type == "lane" and path == "lm_head" else weight
+        )
+    values = dataclasses.asdict(config)
+    name, arguments = parse_layout(config.layout)
+    if name == "laneformer":
+        return reference.reference_logits(values, arrays, [ids])[0]
+    named = {"desync": "n", "caat": "p", "track": "D", "dtp": "delta"}
+    arguments = {"drop": arguments} if name == "spd" else {named[name]: arguments[0]} if arguments else {}
+    return reference.layout_logits(name, arguments, values, arrays, [ids])[0]
+
+
+def model_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids, compute: str = "float32") -> np.ndarray:
+    """Of laneformer's model, float32 [s, vocab]."""
+    precision = Precision(param=weights["tok_embeddings"].dtype.name, compute=compute)
+    model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()}, precision)
+    return np.asarray(model(np.array([ids], np.int32))[0])

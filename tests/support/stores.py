@@ -1,0 +1,38 @@
+"""Token stores that tests write and compare."""
+
+import numpy as np
+
+from train.shards import StoreWriter
+
+
+def document(number):
+    """Splits, lengths and masks that vary with the number of the document."""
+    ids = np.random.default_rng(number).integers(1, 99, number * 7 % 11)
+    return ("validation" if number % 4 == 1 else "train"), ids, ids % 2 == 0 if number % 4 == 1 else None
+
+
+TOKENIZER = b'{"any": "bytes"}'
+
+
+def content(path):
+    """Every file of a folder, hidden ones too."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def take(path, total, *, settings, every=3, stop=None, **options):
+    """Write documents [writer.done, total) with a checkpoint after `every` of them; die before `stop`. Returns where
+    the writer began.
+    """
+    with StoreWriter(
+        path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, settings=settings, **{"shard_tokens": 20, **options}
+    ) as writer:
+        began = writer.done
+        for number in range(began, total):
+            if number == stop:
+                raise RuntimeError("died")
+            split, ids, loss = document(number)
+            writer.add(split, ids, 3 * len(ids), loss)
+            if (number + 1) % every == 0:
+                writer.checkpoint(number + 1)
+        writer.finish({"text": "test"})
+    return began

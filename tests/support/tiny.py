@@ -1,0 +1,110 @@
+"""Tiny models for the tests of this folder: config.json as a dict, random weights of the reference, and both made into
+a model.
+"""
+
+import json
+from functools import cache
+
+import jax
+import numpy as np
+
+from laneformer import Laneformer, make_mesh
+from laneformer.hf_config import config_from_hf
+from laneformer.mesh import sharding
+from laneformer.parameters import parameter_table
+from tests.support import reference
+from tests.support.paths import TESTS
+
+ORACLE = sorted((TESTS / "oracle").glob("case_*"))
+
+BASE = {
+    "model_type": "laneformer_tp",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_lanes": 4,
+    "max_position_embeddings": 32,
+    "broadcast_delay": 1,
+}
+
+
+def values(**changes) -> dict:
+    """A config.json: BASE with some fields changed."""
+    return BASE | changes
+
+
+def config(**changes):
+    """The same as a checked ModelConfig."""
+    return config_from_hf(values(**changes))
+
+
+def token_ids(vocab: int, shape=(2, 12), seed: int = 0) -> np.ndarray:
+    """Random token ids, the last one of the vocabulary among them."""
+    ids = np.random.default_rng(seed).integers(0, vocab, shape)
+    ids.flat[1] = vocab - 1
+    return ids.astype(np.int32)
+
+
+@cache
+def weights_of(text: str, seed: int) -> dict[str, np.ndarray]:
+    """The reference's random weights for a config.json given as text (which can be a key of the cache)."""
+    return reference.random_weights(json.loads(text), seed)
+
+
+def random_weights(values: dict, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights under their file names. Do not change them in place."""
+    return weights_of(json.dumps(values, sort_keys=True), seed)
+
+
+def model_of(values: dict, arrays: dict[str, np.ndarray], mesh=None, precision=None) -> Laneformer:
+    """The model of a config.json with weights under their file names (no files involved)."""
+    config = config_from_hf(values)
+    weights = {}
+    for path, parameter in parameter_table(config).items():
+        w = arrays[parameter.file_name]
+        if config.lm_head_type == "lane" and path == "lm_head":  # in files the lanes lie end to end
+            w = np.stack(np.split(w, config.num_lanes, axis=1))
+        assert w.shape == parameter.shape, path
+        device = None if mesh is None else sharding(parameter.spec, parameter.shape, mesh)
+        weights[path] = jax.device_put(w, device)
+    return Laneformer(config, weights, precision, mesh)
+
+
+def random_model(values: dict, *, lane_devices: int | None = None, seed: int = 0, precision=None) -> Laneformer:
+    """A model with the reference's random weights, on one device without a mesh or on a mesh of `lane_devices`."""
+    mesh = None if lane_devices is None else make_mesh(values["num_lanes"], lane=lane_devices)
+    return model_of(values, random_weights(values, seed), mesh, precision)
+
+
+def lowered(model: Laneformer, length: int = 8) -> str:
+    """StableHLO of an uncached forward pass, before XLA merges anything."""
+    ids = np.ones((1, length), np.int32)
+    return Laneformer._forward.lower(model, ids, None, last_only=False, remat="none").as_text()
+
+
+def all_reduces(text: str) -> int:
+    """How many all-reduces a StableHLO text has."""
+    return text.count("stablehlo.all_reduce")
+
+
+def difference(a, b) -> float:
+    """The largest absolute difference of two equally shaped arrays."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float(np.abs(a - b).max())
+
+
+def continue_greedily(model: Laneformer, prompt, count: int) -> list[int]:
+    """The `count` most likely next tokens by a prefill and cached single steps."""
+    cache = model.make_cache(1, len(prompt) + count)
+    logits, cache = model.extend(np.asarray(prompt, np.int32)[None], cache, last_only=True)
+    tokens = []
+    while True:
+        assert logits.shape == (1, 1, model.config.vocab_size)
+        tokens.append(int(np.argmax(logits[0, -1])))
+        if len(tokens) == count:
+            return tokens
+        logits, cache = model.extend(np.array([[tokens[-1]]], np.int32), cache, last_only=True)

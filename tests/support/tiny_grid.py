@@ -1,0 +1,59 @@
+"""A grid of cells that train in a second, one of them with a layout of its own; finished cells without training."""
+
+import dataclasses
+import json
+
+from laneformer.layout import LAYOUTS, Landing, Own, Payload, Schedule
+from tests.support.tiny_recipe import changed, tiny
+from train.ablate_grid import Cell, Grid, variant
+from train.ablate_probe import PROBE
+from train.config import MeshConfig
+from train.metrics import read_lines
+
+
+def twice(n: int, lanes: int) -> Schedule:
+    """Exchanges in the first layer alone: the new layout of these tests."""
+    return Schedule("twice", tuple(map(Own, range(2 * n))), tuple(Landing(m, Payload(((m, 1.0),))) for m in (0, 1)))
+
+
+def grid(**changes) -> Grid:
+    base = changed(
+        tiny(), mesh=MeshConfig(), steps=12, validate_every=6, save_every=3, model=tiny().model.replace(num_lanes=4)
+    )
+    fields = {"variants": (variant("tp"), variant("twice")), "seeds": (0,), "probe": {"tp": (0, 2)}}
+    return Grid(**{"name": "tiny", "base": base, "projected": base.model, **fields, **changes})
+
+
+def registered() -> Grid:
+    """The grid as a user's own recipe has it, which adds its layout to the table first."""
+    LAYOUTS["twice"] = twice
+    return grid()
+
+
+def pretend(cell: Cell, losses: list[float], *, lanes: dict | None = None, probe: dict | None = None) -> None:
+    """Writes what a finished cell leaves, with these validation losses, evenly spaced over its steps."""
+    total = cell.config.total_steps
+    (cell.folder / "checkpoints" / str(total)).mkdir(parents=True)
+    records = []
+    for i, loss in enumerate(losses, 1):
+        step = total * i // len(losses)
+        records.append({"step": step, "loss": 9.0, "tokens": 100 * step, "step_seconds": 0.5})
+        records.append({"step": step, "validation": {"store": {"loss": loss, "bits_per_byte": 2 * loss}}})
+    records += [{"step": total, "lanes": lanes}] if lanes else []
+    records.append({"step": total, "time": {"step": 30.0, "other": 30.0}})
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if probe:
+        (cell.folder / PROBE).write_text(json.dumps(probe))
+
+
+def at(folder, **changes) -> Grid:
+    """The grid with its folder at `folder`."""
+    made = grid(**changes)
+    return dataclasses.replace(made, base=dataclasses.replace(made.base, run=folder))
+
+
+def final_loss(cell: Cell) -> float:
+    """The last validation loss of a cell's one held-out set."""
+    checks = [line["validation"] for line in read_lines(cell.folder / "metrics.jsonl") if "validation" in line]
+    (found,) = checks[-1].values()
+    return found["loss"]

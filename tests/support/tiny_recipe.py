@@ -1,0 +1,196 @@
+"""A recipe small enough to train in a second, its corpus, and what tests do with a run: start, stop, read."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from laneformer import ModelConfig
+from tests.support.paths import ROOT
+from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
+from train.shards import StoreWriter
+
+RECIPE = f"{Path(__file__).resolve()}:tiny"
+TOKENIZER = b'{"any": "bytes"}'
+
+
+def tiny() -> TrainConfig:
+    """Two layers in eight lanes, delay 1, on eight host devices; the store's path comes from --data.path."""
+    return TrainConfig(
+        name="tiny",
+        steps=60,
+        model=ModelConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=32,
+            num_lanes=8,
+            layout="laneformer",
+            broadcast_delay=1,
+        ),
+        data=DataConfig(path=(Path("no/store"),), sequence_length=16, batch_size=8, validation_batches=2),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        mesh=MeshConfig(host_devices=8),
+        validate_every=20,
+        save_every=10,
+        keep=3,
+    )
+
+
+def phased() -> TrainConfig:
+    """Three phases: `tiny`; longer rows of whole documents with Muon and another window; a mixture with a
+    masked store.
+    """
+    config = changed(tiny(), steps=20, validate_every=15, save_every=5)
+    long = DataConfig(
+        path=config.data.path,
+        sequence_length=32,
+        batch_size=4,
+        packing="best_fit",
+        attend_across_documents=False,
+        validation_batches=1,
+    )
+    mixed = dataclasses.replace(
+        config.data, path=(Path("no/store"), Path("no/masked")), weights=(1.0, 3.0), validation_batches=1
+    )
+    return dataclasses.replace(
+        config,
+        name="phased",
+        then={
+            "long": LaterPhase(
+                steps=15,
+                data=long,
+                optimizer=OptimizerConfig(kind="muon", warmup_steps=2, schedule="cosine"),
+                sliding_window=12,
+                rope_theta=500.0,
+            ),
+            "instruct": LaterPhase(
+                steps=15, data=mixed, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2), accumulate=2
+            ),
+        },
+    )
+
+
+def changed(config: TrainConfig, **changes) -> TrainConfig:
+    """`config` with other values; section__option reaches into a section."""
+    for name, value in changes.items():
+        section, _, option = name.rpartition("__")
+        config = dataclasses.replace(
+            config,
+            **(
+                {section: dataclasses.replace(getattr(config, section), **{option: value})}
+                if section
+                else {name: value}
+            ),
+        )
+    return config
+
+
+def write_store(
+    path: Path, *, seed: int = 0, tokenizer: bytes = TOKENIZER, vocab_size: int = 64, masked: bool = False, **options
+) -> Path:
+    """Documents that count up in steps of 1 to 4: soon learned. Several shards, so that one can be damaged.
+
+    masked: only the last 40 of the 60 tokens of a document count.
+    """
+    random = np.random.default_rng(seed)
+    with StoreWriter(
+        path, tokenizer=tokenizer, vocab_size=vocab_size, eos_id=0, **{"shard_tokens": 600, **options}
+    ) as writer:
+        for split, documents in (("train", 60), ("validation", 8)):
+            for _ in range(documents):
+                ids = (np.arange(60) * random.integers(1, 5) + random.integers(63)) % 63 + 1
+                writer.add(split, ids, 120, loss=np.arange(60) >= 20 if masked else None)
+        writer.finish({})
+    return path
+
+
+def environment() -> dict[str, str]:
+    """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests'
+    own process.
+    """
+    compiling = (
+        "JAX_DISABLE_MOST_OPTIMIZATIONS",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    )
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in compiling or not name.startswith(("XLA_", "PJRT_", "JAX_"))
+    }
+
+
+def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
+    """`python -m train` of the tiny recipe, or another, in a process of its own. limit: for the shell's ulimit."""
+    command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
+    if limit:
+        command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a process that ends by itself."""
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_until(process, condition, seconds=90):
+    """Polls until the condition holds; False if the process ended before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    raise AssertionError("nothing happened for a long time")
+
+
+def lines(run: Path) -> int:
+    """Records in metrics.jsonl so far."""
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")) if (run / "checkpoints").exists() else False
+
+
+def kill_when(process, condition, number=signal.SIGKILL):
+    """Sends the process a signal once the condition holds -> exit status, stdout, stderr."""
+    try:
+        wait_until(process, condition)
+        process.send_signal(number)
+        return finish(process)
+    finally:
+        process.kill()
+
+
+def records(run: Path) -> list[dict]:
+    """What metrics.jsonl says, without the times."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))}
+        for record in records
+        if "time" not in record
+    ]
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of every step; asserts that no step is missing or there twice."""
+    steps = [line for line in records(run) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    return [line["loss"] for line in steps]
