@@ -35,8 +35,8 @@ from scripts.convert_dense_affinity import (
     random,
 )
 from train.config import DataConfig
-from train.data import Batches
-from train.shards import TokenStore
+from train.data.batches import Batches
+from train.data.store import TokenStore
 
 REPORT = "lanes.json"
 RANDOM = 5  # random assignments whose mean is reported

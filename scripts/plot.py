@@ -13,7 +13,7 @@ import tyro
 from laneformer.errors import InputError
 from scripts.command import run_command
 from scripts.picture import pyplot, save
-from train.metrics import read_lines
+from train.metrics.records import read_lines
 
 MARKERS = "osD^vP*X"
 TIMES = 5  # records of the lanes that are shown of a single run

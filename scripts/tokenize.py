@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 from infer.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
 from laneformer.errors import ConfigError, InputError, LaneformerError, writing
-from scripts import fim
-from scripts.documents import Dataset, Files, Survey, digest, place
-from scripts.encoder import (
+from train.data.store import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
+from train.tokenizing import fim
+from train.tokenizing.documents import Dataset, Files, Survey, digest, place
+from train.tokenizing.encoder import (
     ALPHABET,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -41,7 +42,6 @@ from scripts.encoder import (
     token_id,
     train_bpe,
 )
-from train.shards import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
 
 SAMPLE_CHARS = 1 << 14  # what the sample for the BPE is made of
 CHECKPOINT_TOKENS, CHECKPOINT_SECONDS = 1 << 26, 30.0  # a run that is stopped repeats at most the smaller of these

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     from train.loop import Interrupted, train  # seconds, in which Ctrl-C is answered already
-    from train.plan import dry_run
+    from train.planning.plan import dry_run
     from train.recipes import parse
 
     say_errors_once()

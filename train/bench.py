@@ -24,10 +24,10 @@ import tyro
 import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError, writing
 from laneformer.mesh import keep_freed_memory
-from train.cluster import peak_flops
 from train.config import TrainConfig
 from train.dense import dense_step
 from train.flops import train_flops_per_token
+from train.planning.cluster import peak_flops
 from train.recipes import parse
 from train.step import Trainer
 

@@ -13,8 +13,8 @@ from infer.evaluate.problems import load_problems
 from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError, InputError
 from train.config import Phase, TrainConfig, WatchConfig
-from train.data import HeldOut, Rows
-from train.run_log import RunLog
+from train.data.batches import HeldOut, Rows
+from train.metrics.run_log import RunLog
 from train.samples import LiveEngine, Samples
 from train.step import Trainer
 

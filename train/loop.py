@@ -21,14 +21,14 @@ from laneformer.errors import ConfigError, LaneformerError
 from laneformer.mesh import DATA, LANE, join_hosts, keep_freed_memory
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
-from train.data import Batches, HeldOut, Prefetch, validation_sets
+from train.data.batches import Batches, HeldOut, Prefetch, validation_sets
 from train.distill import Distillation, annealed
 from train.evaluation import Evaluation
 from train.job import together
-from train.profiler import Profile
-from train.program import save_program
+from train.metrics.profiler import Profile
+from train.metrics.run_log import RunLog
+from train.program.program import save_program
 from train.run_folder import Stores, any_of, only_one, open_stores, record_run
-from train.run_log import RunLog
 from train.step import State, Trainer, precision_of
 
 

@@ -12,9 +12,9 @@ from laneformer.checkpoint import STEPS
 from laneformer.errors import CheckpointError, ConfigError, InputError, writing
 from train.checkpoint import saved_steps, versions
 from train.config import TrainConfig, check_same_run, recorded
-from train.metrics import last_step
-from train.run_log import METRICS
-from train.shards import TokenStore
+from train.data.store import TokenStore
+from train.metrics.records import last_step
+from train.metrics.run_log import METRICS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 Stores = dict[Path, TokenStore]

@@ -21,7 +21,7 @@ from train.distill import TEACHER, distilled_sums, final_delay
 from train.optimizer import learning_rate, make_optimizer
 
 Batch = dict[str, jax.Array]
-DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # what train/data.py's rows can hold
+DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # what train/data/batches.py's rows can hold
 
 
 def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
@@ -48,8 +48,8 @@ class Trainer:
     """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`,
     `lanes(params, batch)`.
 
-    keys: what a batch holds, see train/data.py. A batch is ids int32 [b, s + 1], position t of which predicts token t +
-    1, and where the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
+    keys: what a batch holds, see train/data/batches.py. A batch is ids int32 [b, s + 1], position t of which predicts
+    token t + 1, and where the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
     """
 
     def __init__(self, config: TrainConfig, phase: Phase, mesh: Mesh, keys: Sequence[str] = ("ids",)):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from configs.ablations.ladder import ladder_1p2b, ladder_350m
 from configs.ablations.small import web_30m, web_120m
 from configs.ablations.tiny import tiny
-from train.ablate_grid import Grid
+from train.ablate.grid import Grid
 
 RECIPES: dict[str, Callable[[], Grid]] = {
     "tiny": tiny,

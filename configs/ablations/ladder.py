@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.ablations.variants import layouts
 from configs.laneformer_2b import laneformer_2b
 from laneformer.config import ModelConfig
-from train.ablate_grid import Grid
+from train.ablate.grid import Grid
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 2048  # ours

@@ -9,7 +9,7 @@ from configs.ablations.variants import knobs, layouts
 from configs.laneformer_2b import laneformer_2b
 from configs.small import laneformer_120m
 from laneformer.config import ModelConfig
-from train.ablate_grid import Grid, cross
+from train.ablate.grid import Grid, cross
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 1024

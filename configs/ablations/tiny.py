@@ -5,7 +5,7 @@ from pathlib import Path
 from configs.ablations.variants import layouts
 from configs.laneformer_2b import laneformer_2b
 from laneformer.config import ModelConfig
-from train.ablate_grid import Grid, cross
+from train.ablate.grid import Grid, cross
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 
 

@@ -51,7 +51,7 @@ class Device:
     sync_source: str
 
 
-# The one table of accelerators: train/cluster.py, which plans training and finds peaks for MFU, is made of it.
+# The one table of accelerators: train/planning/cluster.py, which plans training and finds peaks for MFU, is made of it.
 # Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it. NVIDIA gives
 # bfloat16 with 2:4 sparsity, twice the dense peak. Memory of what can be bought is in GiB where makers say GB; NVIDIA's
 # is what the driver reports (target_config/specs of github.com/openxla/xla).

@@ -34,7 +34,7 @@ def test_every_name_is_there_and_editors_see_the_same(name):
         "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
         "import infer.__main__, infer.commands.serve",
         "import infer.commands.roofline, infer.roofline.hf_config, infer.roofline.published",
-        "import train.cluster",
+        "import train.planning.cluster",
     ],
 )
 def test_what_needs_no_jax_does_not_import_it(code):

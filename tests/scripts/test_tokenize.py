@@ -9,11 +9,11 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from scripts import encoder
 from scripts import tokenize as command
 from tests.support.paths import ROOT
 from tests.support.tokenizing import documents, run, texts
-from train.shards import TokenStore
+from train.data.store import TokenStore
+from train.tokenizing import encoder
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from infer.text.chat_template import CHATML, ChatTemplate
-from scripts import encoder
 from tests.support.tokenizing import cache, content, documents, jsonl, run  # noqa: F401
-from train.shards import TokenStore
+from train.data.store import TokenStore
+from train.tokenizing import encoder
 
 pytestmark = pytest.mark.usefixtures("cache")
 TALKS = [

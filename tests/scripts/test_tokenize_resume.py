@@ -10,17 +10,17 @@ import sys
 
 import pytest
 
-from scripts import encoder
 from scripts import tokenize as command
 from tests.support.paths import ROOT
 from tests.support.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
+from train.tokenizing import encoder
 
 pytestmark = pytest.mark.usefixtures("cache")
 GROUP, CHECKPOINT = 1500, 400
 # The command, stopped by a signal to itself when it writes the n-th document.
 STOPPED = f"""
 import os, sys, time
-import scripts.encoder as encoder, scripts.tokenize as command
+import train.tokenizing.encoder as encoder, scripts.tokenize as command
 encoder.GROUP_BYTES, command.CHECKPOINT_TOKENS = {GROUP}, {CHECKPOINT}
 left, number, add = int(sys.argv[1]), int(sys.argv[2]), command.StoreWriter.add
 def stop(self, *args):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from train.shards import StoreWriter
+from train.data.store import StoreWriter
 
 
 def document(number):

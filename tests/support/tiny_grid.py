@@ -5,10 +5,10 @@ import json
 
 from laneformer.layout import LAYOUTS, Landing, Own, Payload, Schedule
 from tests.support.tiny_recipe import changed, tiny
-from train.ablate_grid import Cell, Grid, variant
-from train.ablate_probe import PROBE
+from train.ablate.grid import Cell, Grid, variant
+from train.ablate.probe import PROBE
 from train.config import MeshConfig
-from train.metrics import read_lines
+from train.metrics.records import read_lines
 
 
 def twice(n: int, lanes: int) -> Schedule:

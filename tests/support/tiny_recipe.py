@@ -14,7 +14,7 @@ import numpy as np
 from laneformer import ModelConfig
 from tests.support.paths import ROOT
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
-from train.shards import StoreWriter
+from train.data.store import StoreWriter
 
 RECIPE = f"{Path(__file__).resolve()}:tiny"
 TOKENIZER = b'{"any": "bytes"}'

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scripts import tokenize as command
-from scripts.encoder import load_tokenizer
-from train.shards import TokenStore
+from train.data.store import TokenStore
+from train.tokenizing.encoder import load_tokenizer
 
 
 def run(capsys, *args):

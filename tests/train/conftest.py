@@ -10,7 +10,7 @@ import pytest
 from tests.support.runs import weights_of
 from tests.support.tiny_recipe import RECIPE, finish, records, start, write_store
 from train.__main__ import main
-from train.metrics import MetricsLog
+from train.metrics.records import MetricsLog
 
 
 @pytest.fixture(scope="session")

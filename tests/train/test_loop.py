@@ -34,10 +34,10 @@ from tests.support.tiny_recipe import (
     wait_until,
     write_store,
 )
+from train.data.store import TokenStore
 from train.loop import _greeting, _Loop, _mesh, _stop_signals
-from train.metrics import MetricsLog, read_lines
+from train.metrics.records import MetricsLog, read_lines
 from train.run_folder import only_one, open_stores, record_run
-from train.shards import TokenStore
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from laneformer import Laneformer, make_mesh
 from laneformer.parameters import parameter_table
 from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig
-from train.program import read_program
+from train.program.program import read_program
 from train.step import Trainer
 
 

@@ -1,0 +1,167 @@
+"""The copies of the metrics, read back from the files that the libraries themselves write."""
+
+import json
+import struct
+import sys
+import threading
+
+import pytest
+
+from laneformer.errors import InputError
+from train.metrics.records import MetricsLog, last_step
+from train.metrics.sinks import TensorBoard, WeightsAndBiases
+
+
+def hide(monkeypatch, package):
+    """As if it were not installed."""
+    for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def session(run, sink, resumed_at, steps):
+    """A process that takes the run from `resumed_at` through `steps`, each with a validation and a sample."""
+    with MetricsLog(run / "metrics.jsonl", resumed_at, [sink]) as log:
+        for step in steps:
+            log.write(step, phase="one", loss=step / 3, grad_norm=float("nan"))
+            log.write(step, validation={"code": {"loss": step / 2}})
+            sink.text(step, {"samples/0": f"def f():\n    return {step}"})
+    sink.close()
+
+
+class TestTensorBoard:
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        pytest.importorskip("tensorboard")
+
+    @staticmethod
+    def read(folder):
+        """tag -> [(step, value)], by the reader of the TensorBoard server."""
+        from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+        from tensorboard.util.tensor_util import make_ndarray
+
+        events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
+        plugins = {"scalars": float, "text": lambda array: array.item().decode()}
+        return {
+            tag: [(event.step, read(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+            for plugin, read in plugins.items()
+            for tag in events.PluginTagToContent(plugin)
+        }
+
+    def test_what_was_written_is_read_back(self, tmp_path):
+        session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 6))
+        events = self.read(tmp_path / "tensorboard")
+        assert set(events) == {"train/loss", "train/grad_norm", "validation/code/loss", "samples/0"}
+        assert events["train/loss"] == [(step, pytest.approx(step / 3)) for step in range(1, 6)]
+        assert events["samples/0"][-1] == (5, "    def f():\n        return 5\n"), (
+            "Markdown for a block that is shown as it is"
+        )
+
+    def test_a_resumed_run_has_every_step_once(self, tmp_path):
+        session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 8))
+        session(tmp_path, TensorBoard(tmp_path / "tensorboard", 4), 4, range(5, 7))
+        session(tmp_path, TensorBoard(tmp_path / "tensorboard", 6), 6, range(7, 10))
+        for tag, values in self.read(tmp_path / "tensorboard").items():
+            assert [step for step, _ in values] == list(range(1, 10)), tag
+
+    def test_what_lies_after_the_resumed_step_is_hidden_before_it_is_there_again(self, tmp_path):
+        session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 8))
+        TensorBoard(tmp_path / "tensorboard", 4).close()
+        assert [step for step, _ in self.read(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3, 4]
+
+    def test_closing_ends_its_thread(self, tmp_path):
+        before = threading.active_count()
+        sink = TensorBoard(tmp_path / "tensorboard", 0)
+        sink.write(1, {"train/loss": 1.0})
+        sink.close()
+        assert threading.active_count() == before and sink.where == str(tmp_path / "tensorboard")
+
+    def test_not_installed_says_how_to_get_it(self, tmp_path, monkeypatch):
+        hide(monkeypatch, "tensorboard")
+        with pytest.raises(InputError, match=r"pip install -e '\.\[tensorboard\]'"):
+            TensorBoard(tmp_path / "tensorboard", 0)
+        assert not (tmp_path / "tensorboard").exists()
+
+
+class TestWeightsAndBiases:
+    @pytest.fixture(autouse=True)
+    def offline(self, monkeypatch):
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+
+    @staticmethod
+    def open(run):
+        return WeightsAndBiases(
+            run, project="p", name="n", config={"steps": 9}, last_step=last_step(run / "metrics.jsonl")
+        )
+
+    @staticmethod
+    def read(run):
+        """id and history rows of every part that `wandb sync` would upload, in order.
+
+        Their files are LevelDB logs: after 7 bytes, blocks of 32 KiB with chunks of crc32, length, type, data.
+        """
+        import wandb
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        wandb.teardown()  # its process writes the last of them when it ends
+        parts = []
+        for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+            data, at, whole, rows, name = file.read_bytes(), 7, b"", [], None
+            while at < len(data):
+                left = 32768 - at % 32768
+                if left < 7:
+                    at += left
+                    continue
+                _, length, kind = struct.unpack_from("<IHB", data, at)
+                whole += data[at + 7 : at + 7 + length]
+                at += 7 + length
+                if kind in (1, 4):  # whole, or the last of several
+                    record, whole = Record.FromString(whole), b""
+                    name = record.run.run_id or name
+                    if record.HasField("history"):
+                        items = {
+                            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                            for item in record.history.item
+                        }
+                        rows.append(items)
+            parts.append((name, rows))
+        return parts
+
+    def test_what_was_written_is_read_back(self, tmp_path):
+        session(tmp_path, self.open(tmp_path), 0, range(1, 6))
+        [(name, rows)] = self.read(tmp_path)
+        assert name == json.loads((tmp_path / "wandb.json").read_text())["id"]
+        assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5]
+        assert [(row["train/loss"], row["validation/code/loss"]) for row in rows] == [
+            (step / 3, step / 2) for step in range(1, 6)
+        ]
+        [table] = {
+            file.read_text() for file in tmp_path.glob("wandb/offline-run-*/files/media/table/samples*_5_*.json")
+        }
+        assert json.loads(table) == {"columns": ["name", "text"], "data": [["samples/0", "def f():\n    return 5"]]}
+
+    def test_a_resumed_run_has_every_step_once(self, tmp_path):
+        session(tmp_path, self.open(tmp_path), 0, range(1, 8))
+        session(tmp_path, self.open(tmp_path), 4, range(5, 7))  # goes back, and ends before it is as far as it was
+        session(tmp_path, self.open(tmp_path), 6, range(7, 10))
+        parts = self.read(tmp_path)
+        assert len(parts) == 3 and len({name for name, _ in parts}) == 1
+        assert [row["_step"] for _, rows in parts for row in rows if "train/loss" in row] == list(range(1, 10))
+
+    def test_not_installed_says_how_to_get_it(self, tmp_path, monkeypatch):
+        hide(monkeypatch, "wandb")
+        with pytest.raises(InputError, match=r"pip install -e '\.\[wandb\]'"):
+            self.open(tmp_path)
+
+    def test_no_account_says_what_to_do(self, tmp_path, monkeypatch):
+        import wandb
+
+        wandb.teardown()  # it has read the environment
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+        monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        with pytest.raises(
+            InputError, match=r"cannot start \(.*\): log in with `wandb login`, or set WANDB_MODE=offline"
+        ):
+            self.open(tmp_path)

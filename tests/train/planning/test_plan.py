@@ -1,0 +1,197 @@
+"""Dry runs: what is compiled for hardware that is not there, what follows from it, and whether a real step needs that
+much memory.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laneformer.errors import ConfigError, LaneformerError
+from tests.support.paths import ROOT
+from tests.support.tiny_recipe import RECIPE, changed, tiny
+from train.config import LaterPhase
+from train.flops import train_flops_per_token
+from train.planning import plan as planning
+from train.planning.plan import ClusterConfig, describe, dry_run, plan, speeds
+
+ONE_NODE = ClusterConfig(device="h200", nodes=1, compiler="cpu")
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """The tiny recipe in two phases on one node, 2 x 4, compiled for the CPU."""
+    config = changed(tiny(), mesh__lane=4)
+    longer = LaterPhase(steps=40, data=dataclasses.replace(config.data, sequence_length=32), accumulate=2)
+    return plan(dataclasses.replace(config, then={"longer": longer}), ONE_NODE)
+
+
+def test_a_cluster_is_filled(planned):
+    assert (planned.devices, planned.mesh, planned.compute_dtype) == (8, {"data": 2, "lane": 4}, "bfloat16")
+    assert [(phase.name, phase.steps) for phase in planned.phases] == [(tiny().phases[0].name, 60), ("longer", 40)]
+
+
+def test_state_is_split_over_the_mesh(planned):
+    """Weights and two moments in float32; norms and what the axes do not divide are whole on every device."""
+    whole = 4 * planned.parameters
+    phase = planned.phases[0]
+    assert whole / 8 <= phase.parameters < 1.3 * whole / 8
+    assert phase.moments == pytest.approx(2 * phase.parameters, abs=64)
+    assert phase.parameters + phase.moments <= phase.program.memory.arguments < phase.parameters + phase.moments + 4000
+
+
+def test_times_follow_from_the_cluster(planned):
+    phase, device = planned.phases[0], planned.device
+    flops = train_flops_per_token(tiny().model, 16) * 8 * 16
+    assert phase.model_flops == flops
+    times = phase.times
+    assert times.products == pytest.approx(flops / 8 / (0.6 * device.peak_flops))
+    assert times.device >= times.products and times.network == 0, "one node"
+    sent = sum(phase.program.sent(axis) for axis in phase.program.axes)
+    assert times.links == pytest.approx(sent / 450e9)
+    s = speeds(planned, phase)
+    assert s["step_seconds"] == [times.device + times.links, max(times.device, times.links)]
+    assert s["days"][0] == pytest.approx(60 * s["step_seconds"][0] / 86_400)
+    assert s["mfu"][0] == pytest.approx(flops * s["tokens_per_second"][0] / (8 * 16) / (8 * device.peak_flops))
+
+
+def test_what_crosses_nodes_takes_the_network(monkeypatch):
+    """With nodes of 4 devices the lane axis stays in a node and the data axis does not."""
+    find = planning.find_device
+    monkeypatch.setattr(planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), per_node=4))
+    cluster = ClusterConfig(device="h200", nodes=2, compiler="cpu", network=80)
+    found = plan(changed(tiny(), mesh__lane=4), cluster)
+    program, times = found.phases[0].program, found.phases[0].times
+    assert found.mesh == {"data": 2, "lane": 4}
+    assert times.links == pytest.approx(program.sent("lane") / 450e9)
+    assert (
+        times.network == pytest.approx((program.sent("data") + program.sent("data x lane")) / 10e9)
+        and times.network > 0
+    )
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
+    find = planning.find_device
+    monkeypatch.setattr(
+        planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000)
+    )
+    config = changed(tiny(), mesh__lane=4, data__batch_size=64)  # activations that outweigh the gradients
+    found = plan(config, ONE_NODE)
+    [phase] = found.phases
+    assert not phase.fits
+    text = describe(found)
+    assert "TOO MUCH" in text and "does not fit in 92% of 100 kB" in text
+    for option in ("--accumulate 2", "--remat dots", "--mesh.lane 8"):
+        assert option in text
+    for option, value in (("accumulate", 4), ("remat", "block")):
+        smaller = plan(changed(config, **{option: value}), ONE_NODE).phases[0]
+        assert smaller.program.memory.temporary < phase.program.memory.temporary, option
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    file = tmp_path / "plan.json"
+    text = dry_run(
+        [
+            RECIPE,
+            "--dry-run",
+            "--cluster.device",
+            "h200",
+            "--cluster.compiler",
+            "cpu",
+            "--cluster.efficiency",
+            "0.5",
+            "--json",
+            str(file),
+            "--steps",
+            "7",
+            "--mesh.lane",
+            "8",
+        ]
+    )
+    assert (
+        "8 x NVIDIA H200" in text
+        and "every figure is projected" in text
+        and "days" in text
+        and "50% of the peak" in text
+    )
+    written = json.loads(file.read_text())
+    assert (
+        written["projected"] is True and written["phases"][0]["steps"] == 7 and written["cluster"]["efficiency"] == 0.5
+    )
+    assert written["phases"][0]["memory_total"] > written["phases"][0]["parameters"] > 0
+    assert len(written["phases"][0]["days"]) == 2
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned"))
+    with pytest.raises(
+        LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; name another file with --json"
+    ):
+        dry_run([RECIPE, "--dry-run", "--json", str(tmp_path / "nodir" / "x.json")])
+
+
+def test_a_cpu_has_no_times():
+    found = plan(tiny(), ClusterConfig(device="cpu"))
+    assert found.compute_dtype == "float32" and found.phases[0].times is None and found.devices == 8
+    assert "days" not in describe(found) and json.dumps(found.as_json())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"device": "abacus"}, "known are h100"),
+        ({"nodes": 0}, "cluster.nodes = 0"),
+        ({"efficiency": 1.5}, "share of the peak"),
+        ({"network": -1.0}, "cluster.network"),
+        ({"device": "mi300x", "nodes": 2, "compiler": "cpu"}, "give --cluster.network"),
+        ({"device": "mi300x", "nodes": 1, "compiler": "cuda"}, "knows h100, h200, b200, not mi300x"),
+        ({"nodes": 3}, "batch_size = 8 must be a multiple"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error(cluster, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(changed(tiny(), mesh__lane=8), ClusterConfig(**cluster))
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
+)
+def test_the_cuda_compiler_needs_no_gpu():
+    """In a process of its own: 32 devices, the recipe's 8 lanes on each of 4 nodes."""
+    code = (
+        f"from train.planning.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4',"
+        " '--cluster.compiler', 'cuda']))"
+    )
+    text = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_clean(), timeout=300
+    ).stdout
+    assert "mesh data 4 x lane 8" in text and "compiled with XLA:GPU" in text and "sent along lane" in text
+
+
+@pytest.mark.exhaustive  # half a minute each, gigabytes
+@pytest.mark.parametrize("arguments", ["1 1 6 none", "1 8 6 none", "2 4 6 none", "1 1 6 block"])
+def test_a_real_step_needs_the_memory_that_is_planned(arguments):
+    """Resident memory of a process during steps, above what it was before the state was made; within 10 %.
+
+    One arena for the C library's allocator, because what several of them hold in fragments is not the program's.
+    """
+    script = Path(__file__).with_name("measure_memory.py")
+    command = [sys.executable, str(script), *arguments.split()]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**_clean(), "MALLOC_ARENA_MAX": "1"}, timeout=600
+    )
+    used, planned = map(int, run.stdout.split())
+    assert used > 0.5e9, "large enough to tell"
+    assert planned == pytest.approx(used, rel=0.1)
+
+
+def _clean() -> dict[str, str]:
+    """The environment without what asks JAX for something, and with the project on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
+    return {**kept, "PYTHONPATH": str(ROOT)}

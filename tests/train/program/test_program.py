@@ -1,0 +1,89 @@
+"""The summary of a compiled step, and the files that keep it."""
+
+import gzip
+import json
+
+import jax
+import pytest
+
+import laneformer as lf
+from tests.support.tiny_recipe import changed, tiny
+from train.flops import matmul_parameters
+from train.program.hlo import Module
+from train.program.program import gigabytes, read_program, save_program
+from train.step import Trainer
+
+
+def program(data=1, lane=8, **changes):
+    mesh = lf.make_mesh(8, data=data, lane=lane)
+    config = changed(tiny(), mesh__data=data, mesh__lane=lane, **changes)
+    lowered = Trainer(config, config.phases[0], mesh).lower_step()
+    return read_program(lowered, lowered.compile(), mesh)
+
+
+def test_lanes_exchange_what_the_schedule_says():
+    """Forward and backward each issue the schedule's reductions; the stream is [1, 8, 16, 32] float32."""
+    found = {layout: program(model__layout=layout) for layout in ("tp", "none")}
+    reductions = 2 * found["tp"].issued["all_reduce"] - 2 * found["none"].issued["all_reduce"]
+    assert reductions == 2 * (2 * 4), "four modules, forward and backward"
+    stream = 8 * 16 * 32 * 4
+    surplus = found["tp"].sent("lane") - found["none"].sent("lane")
+    assert 7 * stream * 7 / 4 <= surplus <= 8 * stream * 7 / 4, (
+        "the first module's backward sum serves the embedding in both"
+    )
+    assert found["tp"].sent("data") == 0
+
+
+@pytest.mark.slow
+def test_accumulated_parts_count_each():
+    once, twice = program(2, 4), program(2, 4, accumulate=2)
+    assert twice.unknown_loops == once.unknown_loops == ()
+    assert twice.matmul_flops == once.matmul_flops
+    assert twice.sent("lane") == pytest.approx(once.sent("lane"), rel=0.02), "half the bytes, twice as often"
+
+
+def test_products_are_at_least_the_models():
+    """Attention here computes whole tiles, so only the weights' products have a known number: 6 per weight and token,
+    on 8 devices.
+    """
+    tokens = 8 * 16
+    weights = 6 * matmul_parameters(tiny().model) * tokens / 8
+    assert weights < program().matmul_flops < 1.5 * weights
+
+
+def test_memory_is_that_of_the_state_and_more():
+    config, mesh = tiny(), lf.make_mesh(8, data=2, lane=4)
+    trainer = Trainer(config, config.phases[0], mesh)
+    state = trainer.init()
+    held = sum(
+        shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.device.id == 0
+    )
+    memory = program(2, 4).memory
+    batch = 4 * 17 * 4
+    assert held + batch <= memory.arguments <= held + batch + 64
+    assert memory.outputs - memory.aliased < 1000, "the new state takes the old one's place"
+    assert memory.total == memory.arguments + memory.outputs - memory.aliased + memory.temporary
+
+
+def test_what_is_saved_can_be_read_again(tmp_path):
+    config, mesh = tiny(), lf.make_mesh(8, data=2, lane=4)
+    lowered = Trainer(config, config.phases[0], mesh).lower_step()
+    compiled = lowered.compile()
+    saved = save_program(lowered, compiled, tmp_path / "program", "tiny", mesh)
+    module = Module(gzip.decompress((tmp_path / "program/tiny.hlo.txt.gz").read_bytes()).decode())
+    assert tuple(module.collectives(mesh)) == saved.collectives
+    summary = json.loads((tmp_path / "program/tiny.json").read_text())
+    assert summary["memory_total"] == saved.memory.total and summary["mesh"] == {"data": 2, "lane": 4}
+    assert (
+        summary["matmul_flops"] == saved.matmul_flops > 0
+        and summary["collectives"][0]["sent"] == saved.collectives[0].sent
+    )
+    text = (tmp_path / "program/tiny.md").read_text()
+    assert "| all-reduce | lane | 4 |" in text and gigabytes(saved.memory.total) in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (5e6, "5 MB"), (2e12, "2,000 GB")]
+)
+def test_bytes_to_read(count, text):
+    assert gigabytes(count) == text

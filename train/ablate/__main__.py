@@ -1,0 +1,190 @@
+"""`python -m train.ablate RECIPE`: which layout buys how much speed for how much loss. Trains a grid of variants and
+seeds, then reports.
+
+The same command goes on after any stop, and never trains a finished cell again.
+"""
+
+import ctypes
+import dataclasses
+import fnmatch
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from laneformer.errors import ConfigError, LaneformerError, say_errors_once
+from train.ablate.grid import Cell, Grid
+from train.ablate.listing import listing
+from train.ablate.probe import probe
+from train.ablate.report import write_report
+from train.ablate.run import Runner
+from train.config import TrainConfig
+from train.loop import Interrupted, train
+from train.recipes import find_recipe, list_recipes, read_options
+from train.run_folder import only_one
+
+HOUSE = "configs.ablations"
+PROGRAM = "python -m train.ablate"
+COMPILED = "compiled"  # of a grid's folder: XLA's programs, which the seeds of a variant share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Trains the cells of a grid that are not finished yet, and writes report.md, results.jsonl and pictures into its
+    folder.
+    """
+
+    run: Path | None = None
+    """Folder of the grid; by default runs/ablations/NAME."""
+    jobs: int = 1
+    """Processes side by side on a CPU, each with its share of the cores."""
+    devices: tuple[str, ...] = ()
+    """GPUs of each process that runs at the same time, as CUDA_VISIBLE_DEVICES has them: --devices 0 1 2 3, or
+    --devices 0,1 2,3.
+    """
+    seeds: tuple[int, ...] = ()
+    """Other seeds than the recipe's."""
+    only: tuple[str, ...] = ()
+    """Train and report only the variants whose names match one of these patterns, the reference always: --only 'dtp*'
+    none.
+    """
+    dry_run: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("--list",))] = False
+    """Show the cells, their tokens and the time they will take, and train nothing."""
+    report_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Write the report of what is finished, and train nothing."""
+    measured: Path | None = None
+    """Speeds that were measured, for the report: a JSON file of {variant: tokens per second}, see docs/ablations.md."""
+    cell: str = ""
+    """Train this one cell in this process, as a grid does with each of them: the folder's name."""
+    base: tyro.conf.FlagConversionOff[TrainConfig]
+    """The training run that all cells share."""
+
+    def __post_init__(self):
+        if self.jobs < 1:
+            raise ConfigError(f"--jobs {self.jobs}: it must be at least 1")
+        if self.jobs > 1 and self.devices:
+            raise ConfigError("--jobs is for CPUs, --devices for GPUs: give one of them")
+        if self.measured is not None and not self.measured.is_file():
+            raise ConfigError(f"--measured {self.measured}: there is no such file")
+
+
+def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
+    """RECIPE [options] as options and the grid that they lead to; prints help and exits where that is asked for. Raises
+    ConfigError.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(
+            f"usage: {PROGRAM} RECIPE [--jobs N | --devices SET ...] [--list] [--report-only] [--base.option value"
+            f" ...]\n       {PROGRAM} RECIPE --help\n\nrecipes:\n{list_recipes(HOUSE)}"
+        )
+        sys.exit(0 if arguments else 2)
+    if arguments[0].startswith("-"):
+        raise ConfigError(f"the recipe comes first: {PROGRAM} RECIPE [options]")
+    grid = find_recipe(arguments[0], HOUSE, Grid)
+    options = read_options(Options(base=grid.base), f"{PROGRAM} {arguments[0]}", arguments[1:])
+    base = dataclasses.replace(options.base, run=options.run) if options.run else options.base
+    variants = grid.variants
+    if options.only:
+        variants = tuple(
+            v for v in variants if v.name == grid.reference or any(fnmatch.fnmatchcase(v.name, p) for p in options.only)
+        )
+        if all(v.name == grid.reference for v in variants) and not any(
+            fnmatch.fnmatchcase(grid.reference, p) for p in options.only
+        ):
+            known = ", ".join(v.name for v in grid.variants)
+            raise ConfigError(f"--only {' '.join(options.only)}: no variant has such a name; there are {known}")
+    kept = {v.name for v in variants}
+    probes = {name: delays for name, delays in grid.probe.items() if name in kept}
+    return options, dataclasses.replace(
+        grid, base=base, variants=variants, seeds=options.seeds or grid.seeds, probe=probes
+    )
+
+
+def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
+    """What the options ask for. Exit status: 0, 1 where a cell failed, 130 or 143 after a signal."""
+    if options.cell:
+        train_cell(grid, options.cell)
+        return 0
+    if options.dry_run:
+        print(listing(grid, slots(options, grid)))
+        return 0
+    if options.report_only:
+        print(write_report(grid, options.measured))
+        return 0
+    grid.folder.mkdir(parents=True, exist_ok=True)
+    with only_one(grid.folder):
+        print(listing(grid, slots(options, grid), short=True), flush=True)
+        runner = Runner(grid.cells, slots(options, grid), lambda cell: command(cell, arguments))
+        stopped = runner.run()
+        print(runner.board.summary())
+        for cell, reason in runner.failed.items():
+            print(f"failed: {cell.name}: {reason}", file=sys.stderr)
+        if stopped:
+            print(f"stopped; to go on: {PROGRAM} {shlex.join(arguments)}", file=sys.stderr)
+            return 128 + stopped
+        if runner.done:
+            print(write_report(grid, options.measured))
+        return 1 if runner.failed else 0
+
+
+def slots(options: Options, grid: Grid) -> list[dict[str, str]]:
+    """Environment of each process that runs at the same time."""
+    if options.devices:
+        return [{"CUDA_VISIBLE_DEVICES": given} for given in options.devices]
+    share = max(1, (os.cpu_count() or 1) // options.jobs)
+    # The size of XLA:CPU's thread pool. Host devices need one of their own (laneformer/mesh.py).
+    return [{} if options.jobs == 1 or grid.base.mesh.host_devices else {"PJRT_NPROC": str(share)}] * options.jobs
+
+
+def command(cell: Cell, arguments: Sequence[str]) -> list[str]:
+    """The program that trains one cell."""
+    return [sys.executable, "-m", "train.ablate", *arguments, "--cell", cell.folder.name]
+
+
+def train_cell(grid: Grid, folder: str) -> None:
+    """Trains, or goes on with, the cell whose folder has that name, and probes it. Raises as `train` does."""
+    cell = next((cell for cell in grid.cells if cell.folder.name == folder), None)
+    if cell is None:
+        raise ConfigError(f"--cell {folder}: no cell of grid {grid.name} has this folder")
+    jax.config.update("jax_compilation_cache_dir", str((grid.folder / COMPILED).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    train(cell.config)
+    if cell.probe:
+        probe(cell)
+
+
+def _die_with_parent() -> None:
+    """Lets the system kill this process when the grid's does not live any more: the next one will want to go on with
+    the cell.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a run goes on after it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a cell failed, 2 a user's mistake, 130 or 143 stopped by a signal."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    say_errors_once()
+    try:
+        options, grid = read(arguments)
+        if options.cell:
+            _die_with_parent()
+        return run(options, grid, arguments)
+    except (LaneformerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stopped:
+        print(f"{stopped}", file=sys.stderr)
+        return 128 + stopped.signal
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What a grid will train: its cells, their tokens, and the time they will take."""
+
+import statistics
+from collections.abc import Sequence
+
+import laneformer as lf
+from train.ablate.grid import CELLS, Cell, Grid
+from train.ablate.run import duration, finished, progress
+from train.metrics.records import read_lines
+from train.metrics.run_log import METRICS
+
+
+def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False) -> str:
+    """The cells as a table, one row each, and what they add up to; short: the sums alone."""
+    states = {cell: _state(cell) for cell in grid.cells}
+    todo = [cell for cell, state in states.items() if state != "done"]
+    begun = sum(state.startswith("step") for state in states.values())
+    tokens = sum(phase.steps * phase.tokens_per_step for phase in grid.base.phases)
+    minutes, source = _minutes(grid, [cell for cell in grid.cells if cell not in todo])
+    lines = [
+        (
+            f"{grid.name}: {len(grid.variants)} variants x {len(grid.seeds)} seeds = {len(grid.cells)} cells of"
+            f" {tokens:,} tokens ({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,} parameters;"
+            f" in {grid.folder}"
+        ),
+        f"{len(grid.cells) - len(todo)} cells are finished and kept, {begun} go on, {len(todo) - begun} are new"
+        + (f"; {other} folders of other settings stay as they are" if (other := others(grid)) else ""),
+    ]
+    if todo and minutes is not None:
+        whole = duration(60 * minutes * len(todo) / len(slots))
+        lines.append(f"about {duration(60 * minutes)} a cell ({source}): {whole} with {len(slots)} at a time")
+    elif todo:
+        lines.append("time: not known before the first cell is done")
+    if short:
+        return "\n".join(lines)
+    width = max(len(cell.name) for cell in states)
+    rows = [f"  {'cell':<{width}}  {'state':<12}  reduces  exposed  folder"]
+    for cell, state in states.items():
+        schedule = cell.config.model.schedule
+        rows.append(
+            f"  {cell.name:<{width}}  {state:<12}  {schedule.num_reductions:>7}  {len(schedule.exposed):>7} "
+            f" {cell.folder.name}"
+        )
+    return "\n".join([*rows, "", *lines])
+
+
+def _state(cell: Cell) -> str:
+    if finished(cell):
+        return "done"
+    step = progress(cell).step
+    return f"step {step}" if step else "new"
+
+
+def others(grid: Grid) -> int:
+    """Folders that belong to no cell of the grid as it is now."""
+    folder, ours = grid.folder / CELLS, {cell.folder.name for cell in grid.cells}
+    return sum(path.name not in ours for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else 0
+
+
+def _minutes(grid: Grid, done: Sequence[Cell]) -> tuple[float | None, str]:
+    """Minutes per cell and where the figure is from."""
+    seconds = [
+        sum(sum(line["time"].values()) for line in read_lines(cell.folder / METRICS) if "time" in line) for cell in done
+    ]
+    if seconds:
+        return statistics.median(seconds) / 60, "median of those that are finished"
+    return grid.minutes, "on the hardware that the recipe names"

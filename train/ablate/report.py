@@ -1,0 +1,189 @@
+"""The report of a grid: report.md with a table and what it means, results.jsonl, and pictures, in the grid's folder."""
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import laneformer as lf
+from laneformer.errors import InputError
+from train.ablate import plots
+from train.ablate.grid import Grid
+from train.ablate.listing import others
+from train.ablate.results import CONTEXT, DEVICES, PER_NODE, RESULTS, Result, Summary, collect, read_measured, summarize
+
+REPORT = "report.md"
+
+
+def write_report(grid: Grid, measured: Path | None = None) -> str:
+    """Writes everything from the cells that are finished, and returns the table. Raises InputError where none is, or
+    one is damaged.
+    """
+    results = collect(grid)
+    found = summarize(grid, results, read_measured(measured, grid))
+    try:
+        pictures = plots.draw(grid, found, grid.folder)
+        shown = [f"![{title}]({file.name})" for file, title in pictures.items()]
+    except InputError as error:  # a report without pictures is better than none
+        shown = [f"No pictures: {error}."]
+    lines = [
+        f"# Ablation {grid.name}",
+        "",
+        *_conditions(grid, results),
+        "",
+        *table(grid, found),
+        "",
+        *_legend(grid),
+        "",
+        *_diagnostics(found),
+        "",
+        "\n\n".join(shown),
+        "",
+    ]
+    part = grid.folder / (REPORT + ".part")
+    part.write_text("\n".join(lines), encoding="utf-8")
+    os.replace(part, grid.folder / REPORT)
+    return "\n".join([*table(grid, found), "", f"{grid.folder / REPORT}, {RESULTS} beside it, {len(shown)} pictures"])
+
+
+def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
+    base, phases = grid.base, grid.base.phases
+    tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)
+    missing = len(grid.cells) - len(results)
+    return [
+        f"{len(results)} of {len(grid.cells)} cells are finished"
+        + (f"; **{missing} are missing**" if missing else "")
+        + f". Every cell: {tokens:,} tokens in {base.total_steps:,} steps, the same rows of"
+        f" {', '.join(map(str, base.data.path))} in the same order; the seed decides the first weights alone. Model:"
+        f" {lf.parameter_count(base.model):,} parameters, {base.model.num_hidden_layers} layers, hidden size"
+        f" {base.model.hidden_size}, {base.model.num_lanes} lanes where nothing else is said; {base.optimizer.kind},"
+        f" learning rate {base.optimizer.learning_rate:g}. Written {time.strftime('%Y-%m-%d')} with jax"
+        f" {jax.__version__}, Python {platform.python_version()}.",
+        *([f"{count} folders in it belong to other settings and are not counted."] if (count := others(grid)) else []),
+    ]
+
+
+def table(grid: Grid, found: Sequence[Summary]) -> list[str]:
+    """One row per variant, as Markdown."""
+    measured = any(s.measured is not None for s in found)
+    heads = [
+        "layout",
+        "lanes",
+        "delay",
+        "validation loss",
+        f"minus {grid.reference}",
+        "seeds",
+        "reduces per pass",
+        "exposed",
+    ]
+    heads += [f"tok/s {PER_NODE}x {name}, projected" for name in DEVICES.values()] + ["tok/s measured"] * measured
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for s in found:
+        alone = f" ({s.devices} devices)" if s.devices != PER_NODE else ""
+        cells = [
+            s.name,
+            str(s.lanes),
+            "never" if s.delay is None else str(s.delay),
+            number(s.mean, s.spread),
+            _difference(grid, s),
+            str(len(s.losses)),
+            str(s.schedule.num_reductions),
+            str(len(s.schedule.exposed)),
+            *(f"{s.speed[name]:,.0f}{alone}" for name in DEVICES),
+            *([f"{s.measured:,.0f}" if s.measured else ""] * measured),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def number(mean: float, spread: float | None, sign: str = "") -> str:
+    """4.1234 ± 0.0056."""
+    return f"{mean:{sign}.4f}" + ("" if spread is None else f" ± {spread:.4f}")
+
+
+def _difference(grid: Grid, s: Summary) -> str:
+    if s.name == grid.reference or s.difference is None:
+        return ""
+    said = number(s.difference, s.difference_spread, "+")
+    return f"**{said}**" if s.clear else said
+
+
+def _legend(grid: Grid) -> list[str]:
+    model = grid.projected
+    return [
+        (
+            "- **validation loss**: nats per token on the held-out text after the last step, mean ± standard deviation"
+            " over seeds. Lower is better."
+        ),
+        (
+            f"- **minus {grid.reference}**: mean ± standard deviation over seeds of the difference to {grid.reference}"
+            " with the same seed. Bold where its 95 % interval, by Student's t over at least three seeds, leaves out"
+            " 0; of twenty equal variants one is bold by chance."
+        ),
+        (
+            "- **delay**: modules (half layers) from a module to the moment when the other lanes have its output; the"
+            " longest there is."
+        ),
+        (
+            "- **reduces per pass**, **exposed**: all-reduces of one forward pass of the trained model, and how many of"
+            " them every lane waits for, because no module runs in between. A replicate or lane head adds one of both."
+        ),
+        (
+            f"- **projected**: not measured. The roofline ({CONTEXT:,} positions of context, bfloat16; see"
+            f" docs/roofline.md) for a model of {lf.parameter_count(model):,} parameters and {model.num_hidden_layers}"
+            " layers with the variant's layout, a lane per device. Its losses are not those of this table."
+        ),
+    ]
+
+
+def _diagnostics(found: Sequence[Summary]) -> list[str]:
+    """Lanes by depth, and the probes."""
+    lines = []
+    rows = [(s, [x for x in s.mean_by_time("similarity") if x is not None]) for s in found if s.lanes > 1]
+    rows = [(s, similarity) for s, similarity in rows if similarity]
+    if rows:
+        lines += [
+            "## What the lanes do",
+            "",
+            (
+                "Mean cosine between the streams of two lanes, as module 1, the middle one and the head's norm read"
+                " them (1: the lanes are copies of each other), and what lands over what a lane adds of its own, root"
+                " mean squares, in the middle half of the modules."
+            ),
+            "",
+            "| layout | cosine at module 1 | middle | end | landed / own |",
+            "|---|---|---|---|---|",
+        ]
+        for s, similarity in rows:
+            ratio = s.mean_by_time("landed_over_own")
+            middle = [x for x in ratio[len(ratio) // 4 : 3 * len(ratio) // 4] if x is not None]
+            landed = f"{sum(middle) / len(middle):.2f}" if middle else ""
+            lines.append(
+                f"| {s.name} | {similarity[1]:.3f} | {similarity[len(similarity) // 2]:.3f} | {similarity[-1]:.3f} |"
+                f" {landed} |"
+            )
+    probes = [(s, result.probe) for s in found for result in s.results if result.probe]
+    if probes:
+        layers = len(next(iter(probes[0][1]["by_layer"].values())))
+        lines += [
+            "",
+            "## Which delay hurts where",
+            "",
+            (
+                "The trained model of the first seed, with the exchanges of one layer alone landing after another delay"
+                " than it was trained with: how much its loss rises, in 0.001 nats. Same weights, same held-out tokens."
+                " This is how much a finished model leans on that exchange being where it is, not what training with it"
+                " would reach."
+            ),
+            "",
+            f"| trained as | delay of one layer | {' | '.join(f'layer {n}' for n in range(layers))} |",
+            "|---" * (layers + 2) + "|",
+        ]
+        for s, probe in probes:
+            for delay, losses in probe["by_layer"].items():
+                cells = [f"{1000 * (loss - probe['loss']):+.1f}" for loss in losses]
+                lines.append(f"| {s.name} | {delay} | {' | '.join(cells)} |")
+    return lines

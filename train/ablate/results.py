@@ -1,0 +1,250 @@
+"""What the finished cells of a grid found, one record each, and what they say together about every variant."""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from infer.roofline.devices import make_node
+from infer.roofline.model import Work, token
+from laneformer.errors import InputError
+from laneformer.layout import Schedule, parse_layout
+from train.ablate.grid import Cell, Grid, Variant
+from train.ablate.probe import PROBE
+from train.ablate.run import finished
+from train.metrics.records import read_lines
+from train.metrics.run_log import METRICS
+
+RESULTS = "results.jsonl"
+DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # whose speed is projected
+PER_NODE = 8
+STUDENT = {
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+}  # 97.5 % quantile of t by number of seeds
+CONTEXT = 1536  # positions before the token whose time is projected, as in `infer roofline`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One finished cell. Losses in nats per token, `similarity` and `landed_over_own` by time in the schedule as in
+    metrics.jsonl.
+    """
+
+    variant: str
+    seed: int
+    layout: str
+    lanes: int
+    model: dict
+    """What the variant changes in the base's model."""
+    steps: int
+    tokens: int
+    loss: float
+    """Of the last validation, on the first set."""
+    bits_per_byte: float | None
+    validation: dict
+    """The last validation on every set."""
+    curve: list[list[float]]
+    """[tokens, loss] of every validation on the first set."""
+    similarity: list[float | None]
+    landed_over_own: list[float | None]
+    probe: dict | None
+    """What train/ablate/probe.py found."""
+    seconds: float
+    """Of the cell's processes, compiling and measuring included."""
+    folder: str
+
+
+def read_result(cell: Cell) -> Result | None:
+    """What a cell found; None if it is not finished. Raises InputError for a damaged record."""
+    if not finished(cell):
+        return None
+    lines = read_lines(cell.folder / METRICS)
+    tokens = {line["step"]: line["tokens"] for line in lines if "loss" in line}
+    checks = [(line["step"], line["validation"]) for line in lines if "validation" in line]
+    if not checks:
+        raise InputError(
+            f"{cell.folder} has no validation: an ablation needs held-out text and data.validation_batches of at"
+            " least 1"
+        )
+    first = next(iter(checks[-1][1]))
+    lanes = [line["lanes"] for line in lines if "lanes" in line]
+    probe = cell.folder / PROBE
+    last = checks[-1][1][first]
+    return Result(
+        variant=cell.variant.name,
+        seed=cell.seed,
+        layout=cell.config.model.layout,
+        lanes=cell.config.model.num_lanes,
+        model=cell.variant.model,
+        steps=cell.config.total_steps,
+        tokens=tokens[cell.config.total_steps],
+        loss=last["loss"],
+        bits_per_byte=last.get("bits_per_byte"),
+        validation=checks[-1][1],
+        curve=[[tokens[step], found[first]["loss"]] for step, found in checks if first in found],
+        similarity=lanes[-1]["similarity"] if lanes else [],
+        landed_over_own=lanes[-1]["landed_over_own"] if lanes else [],
+        probe=json.loads(probe.read_text(encoding="utf-8")) if probe.exists() else None,
+        seconds=sum(sum(line["time"].values()) for line in lines if "time" in line),
+        folder=cell.folder.name,
+    )
+
+
+def collect(grid: Grid) -> list[Result]:
+    """The finished cells' results, which are also written to results.jsonl. Raises InputError if there is none."""
+    found = [result for cell in grid.cells if (result := read_result(cell)) is not None]
+    if not found:
+        raise InputError(
+            f"no cell of grid {grid.name} is finished in {grid.folder}: train first (leave out --report-only)"
+        )
+    part = grid.folder / (RESULTS + ".part")
+    part.write_text("".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in found), encoding="utf-8")
+    os.replace(part, grid.folder / RESULTS)
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One variant over its seeds, beside the reference. Spreads are sample standard deviations, None with fewer than
+    two seeds.
+    """
+
+    variant: Variant
+    family: str
+    """Name of its layout, without arguments."""
+    lanes: int
+    schedule: Schedule
+    delay: int | None
+    """See `delay_of`."""
+    losses: dict[int, float]
+    """By seed."""
+    reference: dict[int, float]
+    """Losses of the reference, by seed."""
+    speed: dict[str, float]
+    """Tokens per second by device of DEVICES, projected."""
+    devices: int
+    """Over which the lanes are spread there."""
+    measured: float | None
+    results: tuple[Result, ...]
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    @cached_property
+    def mean(self) -> float:
+        return statistics.mean(self.losses.values())
+
+    @cached_property
+    def spread(self) -> float | None:
+        return _spread(self.losses.values())
+
+    @cached_property
+    def differences(self) -> list[float]:
+        """Loss minus the reference's of the same seed."""
+        return [loss - self.reference[seed] for seed, loss in self.losses.items() if seed in self.reference]
+
+    @cached_property
+    def difference(self) -> float | None:
+        return statistics.mean(self.differences) if self.differences else None
+
+    @cached_property
+    def difference_spread(self) -> float | None:
+        return _spread(self.differences)
+
+    @cached_property
+    def clear(self) -> bool:
+        """Whether the 95 % interval of the mean difference, by Student's t over at least three seeds, leaves out 0."""
+        n = len(self.differences)
+        return n >= 3 and abs(self.difference) > STUDENT.get(n, 2.2) * self.difference_spread / math.sqrt(n)
+
+    def mean_by_time(self, key: str) -> list[float | None]:
+        """Mean over seeds of `similarity` or `landed_over_own`, by time in the schedule."""
+        columns = zip(*(getattr(result, key) for result in self.results), strict=True)
+        return [None if any(x is None for x in column) else statistics.mean(column) for column in columns]
+
+
+def _spread(values) -> float | None:
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] | None = None) -> list[Summary]:
+    """The variants that have results, in the grid's order. measured: tokens per second by variant."""
+    found = []
+    for v in grid.variants:
+        mine = tuple(result for result in results if result.variant == v.name)
+        if not mine:
+            continue
+        model, projected = grid.model(v), grid.projected_model(v)
+        devices = max(n for n in range(1, PER_NODE + 1) if projected.num_lanes % n == 0)
+        work = Work(context=min(CONTEXT, projected.max_position_embeddings))
+        found.append(
+            Summary(
+                v,
+                parse_layout(model.layout)[0],
+                model.num_lanes,
+                model.schedule,
+                delay_of(model.schedule),
+                {result.seed: result.loss for result in mine},
+                {result.seed: result.loss for result in results if result.variant == grid.reference},
+                {name: token(projected, make_node(name, devices), work).rate for name in DEVICES},
+                devices,
+                (measured or {}).get(v.name),
+                mine,
+            )
+        )
+    return found
+
+
+def delay_of(schedule: Schedule) -> int | None:
+    """The longest that a module's output takes to the other lanes, in modules; None where nothing ever arrives.
+
+    Outputs and channels that are never sent do not count.
+    """
+    if not schedule.landings:
+        return None
+    longest, synced = 0, -1
+    for landing in schedule.landings:
+        first = min(m for m, _ in landing.payload.parts)
+        if landing.payload.stream_mean_at is not None:  # brings everything since the last one
+            first, synced = synced + 1, landing.at
+        longest = max(longest, landing.at - first)
+    return longest
+
+
+def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
+    """{variant: tokens per second} of a JSON file, or of the records that `infer bench --layouts` writes, by their
+    layouts.
+
+    Raises InputError for anything else.
+    """
+    if file is None:
+        return {}
+    try:
+        speeds = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(speeds, list):
+            pairs = [
+                (r["conditions"]["model"]["layout"], r["metrics"]["decode_tps"]["sustained_median"]) for r in speeds
+            ]
+            if len(speeds := dict(pairs)) < len(pairs):
+                raise ValueError("several records of one layout: measure one backend at one context")
+        found = {str(name): float(speed) for name, speed in speeds.items()}
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        expected = "{variant: tokens per second} or records of infer bench --layouts"
+        raise InputError(f"--measured {file}: {error}; it holds {expected}") from None
+    unknown = sorted(found.keys() - {v.name for v in grid.variants})
+    if unknown:
+        raise InputError(f"--measured {file}: {', '.join(unknown)} is no variant of grid {grid.name}")
+    return found

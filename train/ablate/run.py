@@ -1,0 +1,307 @@
+"""Trains the cells of a grid: a few processes at a time, any of which may fail or be killed, watched on the
+terminal.
+"""
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from laneformer.errors import InputError
+from train.ablate.grid import Cell
+from train.ablate.probe import PROBE
+from train.metrics.run_log import METRICS
+from train.run_folder import TokenStore
+
+LOG = "log.txt"  # of a cell's folder: what its process printed
+POLL = 0.5  # seconds between two looks at the processes
+SAY_EVERY = 60  # seconds between lines about progress where there is no terminal
+TAIL = 8192  # bytes that hold the last records of a run
+GRACE = 120  # seconds that a stopped cell has to save
+
+
+@dataclass
+class Progress:
+    """How far a cell is, from the end of its metrics."""
+
+    step: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    step_seconds: float | None = None
+
+
+def progress(cell: Cell) -> Progress:
+    """Reads the last records of the cell's run."""
+    file = cell.folder / METRICS
+    if not file.exists():
+        return Progress()
+    with open(file, "rb") as opened:
+        opened.seek(max(0, file.stat().st_size - TAIL))
+        lines = opened.read().split(b"\n")[1 if file.stat().st_size > TAIL else 0 : -1]
+    found, seconds = Progress(), []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # damaged: whoever opens the run says so
+        found.step = max(found.step, record.get("step", 0))
+        found.loss = record.get("loss", found.loss)
+        if "validation" in record:
+            found.validation = next(iter(record["validation"].values()))["loss"]
+        if "step_seconds" in record:
+            seconds.append(record["step_seconds"])
+    found.step_seconds = statistics.median(seconds) if seconds else None
+    return found
+
+
+def finished(cell: Cell) -> bool:
+    """Whether the cell has nothing left to do: trained on these tokens to the last step, measured, saved, and probed if
+    asked for.
+    """
+    total = cell.config.total_steps
+    if not (cell.folder / "checkpoints" / str(total)).is_dir() or progress(cell).step < total:
+        return False
+    return _same_tokens(cell) and (not cell.probe or (cell.folder / PROBE).exists())
+
+
+def _same_tokens(cell: Cell) -> bool:
+    """False where the tokens are there and are others, for the trainer to refuse. Tokens that are gone do not unmake a
+    result.
+    """
+    try:
+        recorded = json.loads((cell.folder / "run.json").read_text(encoding="utf-8"))["train_tokens_sha256"]
+        now = {
+            phase.name: [TokenStore.open(path).digest("train") for path in phase.data.path]
+            for phase in cell.config.phases
+        }
+    except (OSError, ValueError, KeyError, InputError):
+        return True
+    return recorded == now
+
+
+@dataclass
+class Job:
+    """A cell that a process trains."""
+
+    cell: Cell
+    slot: int
+    process: subprocess.Popen
+    started: float
+
+
+class Runner:
+    """Trains cells in processes of their own, one per slot.
+
+    slots: environment variables of each process that runs at the same time, which give it its devices. command: a
+    cell's program.
+    """
+
+    def __init__(self, cells: Sequence[Cell], slots: Sequence[dict[str, str]], command: Callable[[Cell], list[str]]):
+        self.cells, self.slots, self.command = list(cells), list(slots), command
+        self.done = [cell for cell in self.cells if finished(cell)]
+        self.waiting = [cell for cell in self.cells if cell not in self.done]
+        self.jobs: list[Job] = []
+        self.failed: dict[Cell, str] = {}
+        self.spent: list[float] = []  # seconds of the cells that were trained from their beginning
+        self.board = Board(self)
+
+    def run(self) -> int | None:
+        """Trains what is not finished. Returns the number of the signal that stopped it, or None."""
+        with _stop_signals() as received, self.board:
+            try:
+                while (self.waiting or self.jobs) and not received:
+                    self._start()
+                    time.sleep(POLL)
+                    self._collect()
+                    self.board.update()
+            finally:
+                if self.jobs:
+                    self._stop(received)
+        return received[0] if received else None
+
+    def _start(self) -> None:
+        free = sorted(set(range(len(self.slots))) - {job.slot for job in self.jobs})
+        for slot in free[: len(self.waiting)]:
+            cell = self.waiting.pop(0)
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            before = progress(cell).step
+            with open(cell.folder / LOG, "ab") as log:
+                process = subprocess.Popen(
+                    self.command(cell),
+                    env={**os.environ, **self.slots[slot]},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+                )
+            self.jobs.append(Job(cell, slot, process, time.monotonic()))
+            self.board.say(f"{cell.name}: {f'goes on after step {before}' if before else 'starts'}")
+
+    def _collect(self) -> None:
+        for job in [job for job in self.jobs if job.process.poll() is not None]:
+            self.jobs.remove(job)
+            seconds = time.monotonic() - job.started
+            if job.process.returncode == 0:
+                self.done.append(job.cell)
+                self.spent.append(seconds)
+                loss = progress(job.cell).validation
+                said = "" if loss is None else f", validation loss {loss:.4f}"
+                self.board.say(f"{job.cell.name}: done in {seconds:.0f} s{said}; {len(self.done)} of {len(self.cells)}")
+            else:
+                self.failed[job.cell] = reason = _reason(job)
+                self.board.say(f"{job.cell.name}: FAILED, {reason} (see {job.cell.folder / LOG})")
+
+    def _stop(self, received: list[int]) -> None:
+        """Asks the processes to save and end; a second signal, or a process that takes too long, ends them at once."""
+        asked = len(received)
+        self.board.say(f"stopping: {len(self.jobs)} cells save first")
+        for job in self.jobs:
+            job.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while any(job.process.poll() is None for job in self.jobs):
+            if len(received) > max(asked, 1) or time.monotonic() > deadline:
+                for job in self.jobs:
+                    job.process.kill()
+                    job.process.wait()
+            time.sleep(0.05)
+
+
+def _reason(job: Job) -> str:
+    """One line on why a process failed: what the command said, or its last words."""
+    try:
+        lines = (job.cell.folder / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        lines = []
+    said = [line.strip() for line in lines if line.strip()]
+    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    if job.process.returncode == 2 and errors:
+        return errors[-1][:300]
+    status = job.process.returncode
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"{how}: {said[-1][:200]}" if said else how
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM append to."""
+    received: list[int] = []
+    before = {
+        n: signal.signal(n, lambda number, _frame: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Board:
+    """What the terminal shows: a table that is drawn over itself, or, where there is none, lines as things happen."""
+
+    def __init__(self, runner: Runner):
+        self.runner, self.live = runner, sys.stdout.isatty()
+        self.drawn, self.said_at = 0, time.monotonic()
+
+    def __enter__(self) -> "Board":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._erase()
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self._erase()
+        print(line, flush=True)
+
+    def update(self) -> None:
+        """Draws the table again, or says from time to time how far the cells are."""
+        if self.live:
+            self._erase()
+            lines = self.table(shutil.get_terminal_size())
+            print("\n".join(lines), flush=True)
+            self.drawn = len(lines)
+        elif time.monotonic() - self.said_at > SAY_EVERY and self.runner.jobs:
+            self.said_at = time.monotonic()
+            running = [(job.cell, progress(job.cell)) for job in self.runner.jobs]
+            parts = [
+                f"{c.name} {p.step}/{c.config.total_steps}" + (f" loss {p.loss:.3f}" if p.loss else "")
+                for c, p in running
+            ]
+            print(f"{self.summary()}: {'; '.join(parts)}", flush=True)
+
+    def summary(self) -> str:
+        """Counts of cells, and the time that is left."""
+        r = self.runner
+        counts = {"done": len(r.done), "running": len(r.jobs), "failed": len(r.failed), "waiting": len(r.waiting)}
+        left = self.seconds_left()
+        said = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "done")
+        return f"{said} of {len(r.cells)} cells" + ("" if left is None else f", {duration(left)} left")
+
+    def seconds_left(self) -> float | None:
+        """From the cells that are done, and before any is from the steps of those that run."""
+        r = self.runner
+        own = [left for job in r.jobs if (left := _cell_seconds_left(job)) is not None]
+        known = r.spent or [
+            job.cell.config.total_steps * p for job in r.jobs if (p := progress(job.cell).step_seconds) is not None
+        ]
+        if not known:
+            return None
+        return (sum(own) + len(r.waiting) * statistics.mean(known)) / max(1, len(r.slots))
+
+    def table(self, size: os.terminal_size) -> list[str]:
+        """Running and failed cells, then as many of the others as the terminal has lines for."""
+        r = self.runner
+        rows = [("cell", "state", "step", "loss", "left")]
+        for job in r.jobs:
+            p, left = progress(job.cell), _cell_seconds_left(job)
+            step = f"{p.step}/{job.cell.config.total_steps}"
+            rows.append(
+                (
+                    job.cell.name,
+                    "running",
+                    step,
+                    f"{p.loss:.4f}" if p.loss else "",
+                    "" if left is None else duration(left),
+                )
+            )
+        rows += [(cell.name, "failed", reason, "", "") for cell, reason in r.failed.items()]
+        room = max(0, size.lines - len(rows) - 3)
+        recent = r.done[-(room // 2) :] if room > 1 else []
+        others = [
+            (c.name, "done", str(c.config.total_steps), f"{progress(c).validation or 0:.4f} held out", "")
+            for c in recent
+        ]
+        others += [(c.name, "waiting", "", "", "") for c in r.waiting]
+        rows += others[:room]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        widths[2] = min(widths[2], 40)
+        lines = [
+            "  ".join(cell[:w].ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()[: size.columns - 1]
+            for row in rows
+        ]
+        return [*lines, self.summary()[: size.columns - 1]]
+
+    def _erase(self) -> None:
+        if self.drawn:
+            print(f"\x1b[{self.drawn}F\x1b[J", end="", flush=True)
+            self.drawn = 0
+
+
+def _cell_seconds_left(job: Job) -> float | None:
+    p = progress(job.cell)
+    return None if p.step_seconds is None else max(0, job.cell.config.total_steps - p.step) * p.step_seconds
+
+
+def duration(seconds: float) -> str:
+    """Seconds to read: 45 s, 12 min, 3.5 h, 2.1 days."""
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,151 @@
+"""What a run says while it trains: records, dashboards, the terminal, and the alarm when it goes astray."""
+
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from laneformer.errors import LaneformerError
+from train.config import Phase, TrainConfig, recorded
+from train.flops import model_flops_utilization
+from train.metrics.clock import Clock
+from train.metrics.divergence import Divergence
+from train.metrics.records import MetricsLog, Sink, last_step, read_lines
+from train.metrics.sinks import TensorBoard, WeightsAndBiases
+from train.planning.cluster import peak_flops
+from train.samples import texts
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # of a run folder
+
+
+class RunLog:
+    """Takes the records of a run. Every process has one, for all must stop at the same divergence; the first alone
+    writes and speaks.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, first: int):
+        """first: the step that the run goes on after. Raises InputError where a dashboard that is asked for is not
+        installed.
+        """
+        self.config, self.devices, self.writes = config, mesh.devices.flat, jax.process_index() == 0
+        run = config.run_folder
+        before = [line for line in read_lines(run / METRICS) if line["step"] <= first]
+        self.clock = Clock(before)
+        self.divergence = Divergence(run, max_skipped=config.watch.max_skipped, max_rise=config.watch.max_rise)
+        for record in before:
+            self.divergence.see(record)
+        before = self.clock.total()
+        self._peak, self._spent, self._speeds = (
+            peak_flops(self.devices[0].device_kind),
+            before["step"] + before["data"],
+            [],
+        )
+        self._last = 0  # step done by this process
+        self._stack = ExitStack()
+        self.bar = tqdm(
+            total=config.total_steps,
+            initial=first,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (self.writes and sys.stderr.isatty()),
+        )
+        self._stack.callback(self.bar.close)
+        if self.writes:
+            sinks = self._sinks(run, first)
+            self.metrics = self._stack.enter_context(MetricsLog(run / METRICS, first, sinks))
+            self.samples = (
+                self._stack.enter_context(MetricsLog(run / SAMPLES, first)) if config.watch.samples_every else None
+            )
+
+    def step(self, phase: Phase, step: int, values: dict, epochs: dict[str, float], wait: float) -> None:
+        """A step that is done. values: loss, grad_norm, ...; wait: seconds in which it had no data. Raises
+        DivergedError.
+        """
+        self._last, spent = step, self.clock.total()
+        seconds, self._spent = spent["step"] + spent["data"] - self._spent, spent["step"] + spent["data"]
+        if not values["skipped"]:
+            del values["skipped"]
+        speed = phase.tokens_per_step / seconds
+        record = {
+            "phase": phase.name,
+            **values,
+            "tokens": phase.tokens_at(step),
+            "epoch": epochs,
+            "tokens_per_second": speed,
+        }
+        if self._peak:
+            record["mfu"] = model_flops_utilization(
+                phase.model, phase.data.sequence_length, speed, len(self.devices), self._peak
+            )
+        self._write(step, record | {"step_seconds": seconds, "data_wait_seconds": wait})
+        self._speeds.append(speed)
+        recent = sorted(self._speeds[-50:])
+        speed = recent[len(recent) // 2]
+        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed:,.0f} tok/s", refresh=False)
+        self.bar.update(1)
+        if step % self.config.log_every == 0:
+            self._write(step, {"time": self.clock.interval()})
+            left = (phase.last_step - step) * phase.tokens_per_step / speed
+            self._say(
+                f"step {step}/{self.config.total_steps}  loss {values['loss']:.4f}  {speed:,.0f} tok/s  {left:.0f} s"
+                " left"
+            )
+        self.divergence.see({"step": step, **record})
+
+    def record(self, step: int, record: dict, said: str = "") -> None:
+        """What was measured after a step, and a line about it for the terminal."""
+        if record:
+            self._write(step, record)
+        if said and self.writes:
+            self.bar.write(f"step {step}: {said}")
+
+    def sync(self) -> None:
+        """Returns when all records are on disk."""
+        if self.writes:
+            self.metrics.sync()
+
+    def sample(self, step: int, records: list[dict]) -> None:
+        """Texts that the model wrote after a step."""
+        for record in records if self.writes else ():
+            self.samples.write(step, **record)
+        for sink in self.metrics.sinks if self.writes else ():
+            sink.text(step, texts(records))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        with self._stack, suppress(LaneformerError, OSError):  # a full disk has been told by then
+            if self._last:
+                self._write(self._last, {"time": self.clock.interval()})
+
+    def _write(self, step: int, record: dict) -> None:
+        if self.writes:
+            self.metrics.write(step, **record)
+
+    def _say(self, line: str) -> None:
+        if self.writes and self.bar.disable:
+            print(line, flush=True)
+
+    def _sinks(self, run: Path, first: int) -> list[Sink]:
+        sinks: list[Sink] = []
+        if self.config.watch.tensorboard:
+            sinks.append(TensorBoard(run / "tensorboard", first))
+        if self.config.watch.wandb:
+            sinks.append(
+                WeightsAndBiases(
+                    run,
+                    project=self.config.watch.wandb,
+                    name=self.config.name,
+                    config=recorded(self.config),
+                    last_step=last_step(run / METRICS),
+                )
+            )
+        for sink in sinks:
+            self._stack.callback(sink.close)
+            self._say(f"also logged to {sink.where}")
+        return sinks

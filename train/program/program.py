@@ -1,0 +1,157 @@
+"""What a compiled step does: exchanges, matrix products and memory of one device; kept beside each run as
+PHASE.{hlo.txt.gz, json, md}.
+"""
+
+import dataclasses
+import gzip
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from train.program.hlo import Collective, Kernel, Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device while the program runs, as XLA's buffer assignment has them."""
+
+    arguments: int
+    """What the program is given: the state and the batch."""
+    outputs: int
+    aliased: int
+    """Part of the outputs that takes the place of donated arguments."""
+    temporary: int
+    """Gradients, activations and scratch at their peak."""
+
+    @property
+    def total(self) -> int:
+        """All that exists at once. What libraries and drivers take for themselves comes on top."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A summary of one compiled program, per device and call."""
+
+    mesh: dict[str, int]
+    memory: Memory
+    kernels: tuple[Kernel, ...]
+    collectives: tuple[Collective, ...]
+    """What was compiled. XLA merges small exchanges, and delayed ones of the lane axis, into fewer and larger ones."""
+    issued: dict[str, int]
+    """Exchanges that the program asks for before the compiler adds those of the data axis and merges them; in a loop
+    each counts once.
+    """
+    libraries: dict[str, int]
+    """Launches of kernels that are not XLA's own."""
+    unknown_loops: tuple[str, ...]
+    """Loops whose number of turns XLA does not know: their contents are counted once."""
+
+    @property
+    def matmul_flops(self) -> int:
+        """FLOPs of the matrix products in the compiled text; those inside a library's attention do not show there."""
+        return sum(kernel.flops * kernel.times for kernel in self.kernels)
+
+    @property
+    def memory_traffic(self) -> int:
+        """Bytes that kernels read and write in the device's memory, if nothing stays in a cache between two kernels."""
+        return int(sum(kernel.bytes * kernel.times for kernel in self.kernels))
+
+    def sent(self, axis: str) -> int:
+        """Bytes that a device sends along a mesh axis."""
+        return sum(c.sent for c in self.collectives if c.axis == axis)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that something is exchanged along, the most bytes first."""
+        return tuple(sorted({c.axis for c in self.collectives}, key=lambda axis: -self.sent(axis)))
+
+
+def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh) -> Program:
+    """Summarises a program lowered and compiled for `mesh`."""
+    module, memory = Module(compiled.as_text()), compiled.memory_analysis()
+    issued = Counter(
+        re.findall(
+            r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)\b", lowered.as_text()
+        )
+    )
+    return Program(
+        mesh=dict(mesh.shape),
+        memory=Memory(
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+        ),
+        kernels=tuple(module.kernels),
+        collectives=tuple(module.collectives(mesh)),
+        issued=dict(issued),
+        libraries=module.libraries,
+        unknown_loops=module.unknown_loops,
+    )
+
+
+def save_program(
+    lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: Path, name: str, mesh: Mesh
+) -> Program:
+    """Writes folder/NAME.hlo.txt.gz (what was compiled), NAME.json (its summary) and NAME.md (the same to read);
+    returns the summary.
+    """
+    program = read_program(lowered, compiled, mesh)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(compiled.as_text().encode(), mtime=0))
+    summary = dataclasses.asdict(dataclasses.replace(program, kernels=()))
+    summary |= {"kernels": sum(kernel.times for kernel in program.kernels), "matmul_flops": program.matmul_flops}
+    summary |= {"memory_traffic": program.memory_traffic, "memory_total": program.memory.total}
+    (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(
+        f"# {name}: the compiled step, per device\n\n{describe(program)}\n", encoding="utf-8"
+    )
+    return program
+
+
+def describe(program: Program) -> str:
+    """The summary as Markdown."""
+    m = program.memory
+    lines = [
+        (
+            f"Mesh {' x '.join(f'{axis} {size}' for axis, size in program.mesh.items())}; matrix products"
+            f" {program.matmul_flops / 1e12:.3g} TFLOP, memory read and written {gigabytes(program.memory_traffic)},"
+            f" {sum(kernel.times for kernel in program.kernels):,} kernels."
+        ),
+        "",
+        (
+            f"Memory {gigabytes(m.total)}: arguments {gigabytes(m.arguments)}, outputs that take no argument's place "
+            f"{gigabytes(m.outputs - m.aliased)}, temporary {gigabytes(m.temporary)}."
+        ),
+        "",
+        "| exchange | axis | devices | count | arrays | sent by a device |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {c.kind} | {c.axis} | {c.group} | {c.count} | {gigabytes(c.bytes)} | {gigabytes(c.sent)} |"
+            for c in program.collectives
+        ),
+        "",
+        (
+            "Asked for before compilation, once per loop:"
+            f" {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}."
+        ),
+    ]
+    if program.libraries:
+        lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]
+    if program.unknown_loops:
+        lines += ["", f"Loops of unknown length, whose contents are counted once: {', '.join(program.unknown_loops)}."]
+    return "\n".join(lines)
+
+
+def gigabytes(count: float) -> str:
+    """Bytes to read: 1.23 GB, decimal."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count:.0f} B"
