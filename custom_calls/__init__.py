@@ -2,10 +2,11 @@
 them.
 """
 
+from custom_calls.cpu.session import Session
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
 from custom_calls.library import NativeError, default_threads, instruction_sets, read_bandwidth, unavailable
-from custom_calls.schedule import encode_schedule
-from custom_calls.session import Drawn, Session, Shapes
+from custom_calls.plan import encode_schedule
+from custom_calls.session import Drawn, Shapes
 
 __all__ = [
     "ENDS",

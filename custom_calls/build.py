@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = (HERE / "cpu", HERE / "gpu_host")
-SHARED = HERE / "gpu" / "params.h"  # with the GPU kernel, which gpu_build.py compiles for each model
+SOURCES = (HERE / "common", HERE / "cpu", HERE / "gpu" / "host")
+SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
 INSTALLED = HERE / "lib"
 FLAGS = (
     "-std=c++17",
@@ -76,7 +76,7 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 def key() -> str:
     """Of the sources, the flags and the FFI version of the installed jaxlib: 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in (*sorted(path for folder in SOURCES for path in folder.iterdir()), SHARED):
+    for path in (*sorted(path for folder in SOURCES for path in folder.glob("*.[ch]*")), SHARED):
         digest.update(path.name.encode() + path.read_bytes())
     version = (headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     lines = [

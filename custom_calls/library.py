@@ -61,7 +61,7 @@ class Model(ctypes.Structure):
 
 
 class GpuModel(ctypes.Structure):
-    """`LaneformerGpuModel` of gpu_host/session.h, field by field."""
+    """`LaneformerGpuModel` of gpu/host/session.h, field by field."""
 
     _fields_ = (
         [

@@ -45,8 +45,8 @@ TESTS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 TEST_FILES = (
-    "tests/custom_calls/test_gpu.py",
-    "tests/custom_calls/test_gpu_steps.py",
+    "tests/custom_calls/gpu/test_session.py",
+    "tests/custom_calls/gpu/test_steps.py",
     "tests/infer/engine/test_gpu.py",
 )
 # Tests are named as they end: a stage may run out of time. pytest-benchmark warns of xdist, which ends it.
@@ -92,7 +92,7 @@ def stages() -> list[Stage]:
             "--diag-suppress=186",
             *options,
             f"-I{BENCH}",
-            f"-I{BENCH.parent}",
+            f"-I{BENCH.parent / 'kernel'}",
             str(BENCH / "micro.cu"),
             "-o",
             f"{{out}}/{name}",

@@ -2,7 +2,7 @@
 layout and delay.
 
 The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare
-CTAs play the others (custom_calls/gpu/peers.h). What this shows is from which delay on a layout waits for its
+CTAs play the others (custom_calls/gpu/kernel/peers.h). What this shows is from which delay on a layout waits for its
 exchanges. It is no measurement of several GPUs.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 import custom_calls
-from custom_calls.gpu_session import GpuSession
+from custom_calls.gpu.session import GpuSession
 from infer.engine.backend import device_name
 from infer.engine.native import kernel_shapes
 from infer.engine.sources import RandomSource, recipe_config

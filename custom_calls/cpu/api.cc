@@ -7,8 +7,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "../common/sessions.h"
 #include "decoder.h"
-#include "sessions.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;

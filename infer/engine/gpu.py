@@ -9,9 +9,9 @@ import numpy as np
 
 import custom_calls
 from custom_calls.build import BuildError
-from custom_calls.gpu_build import compiler
-from custom_calls.gpu_layout import Machine
-from custom_calls.gpu_session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from custom_calls.gpu.compile import compiler
+from custom_calls.gpu.layout import Machine
+from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import NativeBackend, kernel_shapes, pack
 from laneformer.cache import Cache
@@ -81,7 +81,7 @@ class GpuBackend(NativeBackend):
         driver: Path | None = None,
     ):
         """absorb: whether XLA reads long prompts; without, the kernel does, and the weights are there once. The others
-        are for tests and measurements; see custom_calls.gpu_session. Raises ConfigError if the library or the device
+        are for tests and measurements; see custom_calls.gpu.session. Raises ConfigError if the library or the device
         cannot be used.
         """
         self.source, config = source, source.config

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from laneformer import ConfigError, Laneformer, Precision, make_mesh, use_host_d
 from laneformer import mesh as mesh_module
 from laneformer.mesh import JOB, fit_spec, join_hosts, lane_spec
 from tests.support import several, tiny
+from tests.support.paths import ROOT
 
 
 @given(lanes=st.integers(1, 12), data=st.integers(1, 8))
@@ -205,7 +205,6 @@ print(ids.shape)
 """
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "(1, 4)" in done.stdout, done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from custom_calls.gpu_layout import Machine
+from custom_calls.gpu.layout import Machine
 from laneformer import ConfigError
 from scripts import gpu_rank
 from scripts.gpu_rank import Options, measure, table

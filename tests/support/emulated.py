@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build, gpu_build
-from custom_calls.gpu_layout import Machine
-from custom_calls.gpu_session import GpuSession
+from custom_calls import build
+from custom_calls.gpu import compile as gpu_build
+from custom_calls.gpu.layout import Machine
+from custom_calls.gpu.session import GpuSession
 from infer.engine.native import kernel_shapes
 from laneformer import ModelConfig, Precision
 from laneformer.rotary import rotary_frequencies
@@ -69,7 +70,7 @@ def driver() -> Path:
 
 
 def compile_with(machine: Machine):
-    """For custom_calls.gpu_build.image: the image is the path of a library."""
+    """For custom_calls.gpu.compile.image: the image is the path of a library."""
 
     def compile_kernel(folder: Path, out: Path, architecture: str) -> None:
         digest = hashlib.sha256(repr(machine).encode())

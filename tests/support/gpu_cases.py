@@ -8,7 +8,7 @@ import pytest
 
 import custom_calls
 from custom_calls import ENDS
-from custom_calls.gpu_layout import Machine
+from custom_calls.gpu.layout import Machine
 from tests.support import small
 
 ROOM = 160

@@ -1,4 +1,4 @@
-// Stands in for the file that custom_calls/gpu_layout.py makes: what stream.h needs to know, chosen by the build of
+// Stands in for the file that custom_calls/gpu/layout.py makes: what stream.h needs to know, chosen by the build of
 // micro.cu.
 #pragma once
 

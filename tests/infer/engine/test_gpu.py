@@ -12,7 +12,7 @@ import pytest
 
 import infer
 from custom_calls import NativeError
-from custom_calls.gpu_session import machine_of
+from custom_calls.gpu.session import machine_of
 from custom_calls.trace import spans_needed, write_perfetto
 from infer import Sampling
 from infer.engine.backend import ModelSource

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from configs.laneformer_2b import laneformer_2b
-from custom_calls import ENDS, NativeError, gpu_build, gpu_layout, gpu_session
-from custom_calls.gpu_layout import H200, Machine
+from custom_calls import ENDS, NativeError
+from custom_calls.gpu import compile as gpu_build
+from custom_calls.gpu import layout as gpu_layout
+from custom_calls.gpu import session as gpu_session
+from custom_calls.gpu.layout import H200, Machine
 from infer.sampling import sample
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS

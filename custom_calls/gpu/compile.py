@@ -14,7 +14,7 @@ from pathlib import Path
 
 from custom_calls.build import HERE, BuildError, cache
 
-SOURCES = HERE / "gpu"
+SOURCES = HERE / "gpu" / "kernel"
 PERSISTENT, STEPS = "decode.cu", "steps.cu"
 KERNEL = "kernel.cu"  # either of them, for the compilers
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")

@@ -1,7 +1,7 @@
 // Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp
 // in groups, one row for each group. Every thread keeps its columns of the vector in registers, for all rows.
 //
-// A shape (custom_calls/gpu_layout.py makes them, and packs the weights to match):
+// A shape (custom_calls/gpu/layout.py makes them, and packs the weights to match):
 //   kRows      of a CTA                    kColumns   of the matrix
 //   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
 //   stretches of columns.

@@ -40,7 +40,7 @@ def run(
         "-Wall",
         "-Wextra",
         "-Werror",
-        f"-I{build.SOURCES[0]}",
+        f"-I{build.HERE}/cpu",
         str(HERE / f"{program}.cc"),
         *link,
         "-pthread",

@@ -1,6 +1,6 @@
 // What a CTA does for a token, op by op. decode.cu does it all in one launch, steps.cu an op in each.
 //
-// Specialised for one model: model.h is made by custom_calls/gpu_layout.py.
+// Specialised for one model: model.h is made by custom_calls/gpu/layout.py.
 #pragma once
 
 #include "attention.h"

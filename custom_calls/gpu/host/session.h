@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "../gpu/params.h"
+#include "../kernel/params.h"
 #include "driver.h"
 
 namespace laneformer {
 namespace gpu {
 
 extern "C" {
-// What custom_calls/gpu_layout.py has counted (custom_calls/gpu_session.py mirrors this struct).
+// What custom_calls/gpu/layout.py has counted (custom_calls/gpu/session.py mirrors this struct).
 struct LaneformerGpuModel {
   int32_t layers, lanes, lanes_here, ctas, threads, shared_bytes, vocab, context, kv_heads, head_dim, cache_dtype,
       weight_dtype;

@@ -1,6 +1,6 @@
-// The C interface of the GPU sessions (custom_calls/gpu_session.py), and the handler that XLA calls
+// The C interface of the GPU sessions (custom_calls/gpu/session.py), and the handler that XLA calls
 // (custom_calls/decode.py).
-#include "../cpu/sessions.h"
+#include "../../common/sessions.h"
 #include "session.h"
 #include "xla/ffi/api/ffi.h"
 

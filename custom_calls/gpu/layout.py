@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from custom_calls.library import ring_slots
-from custom_calls.schedule import Table
+from custom_calls.plan import Table
 from custom_calls.session import HEADS, Shapes
 
 # Of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
@@ -48,7 +48,7 @@ MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copi
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix, of one lane, for one CTA. The names are those of custom_calls/gpu/product.h."""
+    """One matrix, of one lane, for one CTA. The names are those of custom_calls/gpu/kernel/product.h."""
 
     name: str
     all_rows: int
@@ -391,7 +391,7 @@ class Layout:
             "AnyMean": any(total.stream_mean for total in self.table.sums),
         }
         lines = [
-            "// Made by custom_calls/gpu_layout.py.",
+            "// Made by custom_calls/gpu/layout.py.",
             "#pragma once",
             '#include "numbers.h"',
             "namespace laneformer {",

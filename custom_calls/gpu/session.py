@@ -15,11 +15,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.gpu_build import PERSISTENT, STEPS, image
-from custom_calls.gpu_layout import H200, MI300X, Layout, Machine
+from custom_calls.gpu.compile import PERSISTENT, STEPS, image
+from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
 from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
+from custom_calls.plan import Table
 from custom_calls.processes import Group, machine_name
-from custom_calls.schedule import Table
 from custom_calls.session import BIASES, DTYPES, Running, Shapes
 
 PARTS = {  # of a packed matrix: its weights, in the order of its rows
@@ -29,7 +29,7 @@ PARTS = {  # of a packed matrix: its weights, in the order of its rows
     "down": ("feed_forward.w2",),
 }
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
-HANDLE_BYTES = 64  # gpu_host/driver.h
+HANDLE_BYTES = 64  # gpu/host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
 CAPABILITIES = {

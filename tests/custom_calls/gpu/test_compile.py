@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 
 from configs.laneformer_2b import laneformer_2b
-from custom_calls import gpu_build
-from custom_calls.gpu_layout import H200, MI300X, Layout
-from custom_calls.schedule import Table
+from custom_calls.gpu import compile as gpu_build
+from custom_calls.gpu.layout import H200, MI300X, Layout
+from custom_calls.plan import Table
 from infer.engine.native import kernel_shapes
 from laneformer import Precision
 
