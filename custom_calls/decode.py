@@ -34,7 +34,7 @@ class State(NamedTuple):
     seen: jax.Array
     """uint8 [vocab]: 1 for tokens of the text so far, those of the prompt included; drawn ones are added."""
     keys: list[jax.Array]
-    """Of each layer [lanes, 1, positions, kv heads, head size], the cache of laneformer/cache.py."""
+    """Of each layer [lanes, 1, positions, kv heads, head size], the cache of laneformer/state.py."""
     values: list[jax.Array]
 
 

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laneformer.cache import Cache as Cache
     from laneformer.checkpoint import load as load
     from laneformer.config import ModelConfig as ModelConfig
     from laneformer.config import RopeScaling as RopeScaling
@@ -14,22 +13,23 @@ if TYPE_CHECKING:
     from laneformer.errors import ConfigError as ConfigError
     from laneformer.errors import InputError as InputError
     from laneformer.errors import LaneformerError as LaneformerError
-    from laneformer.hf import save_hf as save_hf
+    from laneformer.hf.folder import save_hf as save_hf
     from laneformer.layout import LAYOUTS as LAYOUTS
     from laneformer.layout import Schedule as Schedule
     from laneformer.mesh import make_mesh as make_mesh
     from laneformer.mesh import use_host_devices as use_host_devices
     from laneformer.model import Laneformer as Laneformer
-    from laneformer.parameters import kv_bytes_per_token as kv_bytes_per_token
-    from laneformer.parameters import parameter_count as parameter_count
-    from laneformer.parameters import parameters_per_token as parameters_per_token
-    from laneformer.parameters import weight_bytes_per_token as weight_bytes_per_token
     from laneformer.precision import Precision as Precision
+    from laneformer.state import Cache as Cache
+    from laneformer.weights import kv_bytes_per_token as kv_bytes_per_token
+    from laneformer.weights import parameter_count as parameter_count
+    from laneformer.weights import parameters_per_token as parameters_per_token
+    from laneformer.weights import weight_bytes_per_token as weight_bytes_per_token
 
 # Name -> module, imported when the name is first asked for: errors and configs are used where JAX need not be.
 _HOMES = {
     "LAYOUTS": "layout",
-    "Cache": "cache",
+    "Cache": "state",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "InputError": "errors",
@@ -39,14 +39,14 @@ _HOMES = {
     "Precision": "precision",
     "RopeScaling": "config",
     "Schedule": "layout",
-    "kv_bytes_per_token": "parameters",
+    "kv_bytes_per_token": "weights",
     "load": "checkpoint",
     "make_mesh": "mesh",
-    "parameter_count": "parameters",
-    "parameters_per_token": "parameters",
-    "save_hf": "hf",
+    "parameter_count": "weights",
+    "parameters_per_token": "weights",
+    "save_hf": "hf.folder",
     "use_host_devices": "mesh",
-    "weight_bytes_per_token": "parameters",
+    "weight_bytes_per_token": "weights",
 }
 __all__ = list(_HOMES)
 

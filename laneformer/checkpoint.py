@@ -12,12 +12,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
-from laneformer.hf import HfFolder
-from laneformer.hf_config import config_from_hf, read_hf_config
+from laneformer.hf.config import config_from_hf, read_hf_config
+from laneformer.hf.folder import HfFolder
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
-from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 
 STEPS = "checkpoints"  # of a run folder: one folder per saved step, each with these Orbax items
 PARAMS, META = "params", "meta"

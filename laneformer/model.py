@@ -20,16 +20,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.attention import attend
-from laneformer.cache import Cache, make_cache
+from laneformer.blocks.rotary import rotary_tables, rotate
+from laneformer.blocks.tiled_attention import attend
 from laneformer.config import ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
 from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, sharding
-from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
-from laneformer.rotary import rotary_tables, rotate
+from laneformer.state import Cache, make_cache
+from laneformer.weights import initial_weights, parameter_table
 
 Remat = Literal["none", "block", "dots"]
 # What the backward pass finds instead of computing it again: nothing but a module's input, or the results of its matrix

@@ -26,7 +26,7 @@ from infer.bench.machine import hardware, software, utc_now
 from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 from scripts.command import run_command
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.ours import full_attention

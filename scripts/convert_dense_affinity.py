@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from laneformer.blocks.rotary import rotary_tables
 from laneformer.layout import Schedule
 from laneformer.model import Attention, Laneformer, Layer
-from laneformer.rotary import rotary_tables
 
 RESTARTS = 2  # random first assignments, of which the best end is taken
 LEAST = 0.01  # a sweep over all modules that lowers what is missed by less than this share is the last

@@ -23,8 +23,8 @@ from laneformer.errors import CheckpointError, ConfigError
 from laneformer.layout import parse_layout
 from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
-from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 from train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]

@@ -5,7 +5,7 @@
 import math
 
 from laneformer.config import ModelConfig
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 
 
 def matmul_parameters(config: ModelConfig) -> int:

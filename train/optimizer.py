@@ -7,7 +7,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from laneformer.config import ModelConfig
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 from train.config import OptimizerConfig
 
 

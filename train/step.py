@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
-from laneformer.parameters import initial_weights, parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import initial_weights, parameter_table
 from train.config import Phase, TrainConfig
 from train.distill import TEACHER, distilled_sums, final_delay
 from train.optimizer import learning_rate, make_optimizer

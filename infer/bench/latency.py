@@ -18,7 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.generation import Result
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
-from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 WINDOW = 256  # tokens over which the fastest stretch is looked for
 MANY = 10_000  # samples from which p99.9 is told

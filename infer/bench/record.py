@@ -13,7 +13,7 @@ from infer.bench.latency import Measured
 from infer.bench.machine import hardware, on_host, software, utc_now
 from infer.bench.schema import RANDOM, SCHEMA, check
 from laneformer.errors import InputError
-from laneformer.parameters import parameter_count, parameters_per_token
+from laneformer.weights import parameter_count, parameters_per_token
 
 SUSTAINED = 1000  # output tokens from which a rate is a sustained one
 HOST, KERNEL = "engine_host", "kernel"  # where the clock stands

@@ -18,8 +18,8 @@ from infer.engine.job import show_log, speaks, take_devices
 from infer.engine.options import Compute, Distributed, Dtype
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
-from laneformer.parameters import kv_bytes_per_token
 from laneformer.precision import Precision
+from laneformer.weights import kv_bytes_per_token
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 

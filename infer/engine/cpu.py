@@ -8,8 +8,8 @@ import custom_calls
 from custom_calls import Session
 from infer.engine.backend import Source, device_name
 from infer.engine.native import NativeBackend, kernel_shapes, pack
+from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.errors import ConfigError
-from laneformer.rotary import rotary_frequencies
 
 
 class CpuBackend(NativeBackend):

@@ -26,8 +26,8 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
-from laneformer.parameters import parameter_count
 from laneformer.precision import Precision
+from laneformer.weights import parameter_count
 
 log = logging.getLogger("infer")
 

@@ -14,9 +14,9 @@ from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import NativeBackend, kernel_shapes, pack
-from laneformer.cache import Cache
+from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.errors import ConfigError
-from laneformer.rotary import rotary_frequencies
+from laneformer.state import Cache
 
 BLOCK, SMALLEST_BLOCK = (
     512,

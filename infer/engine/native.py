@@ -19,10 +19,10 @@ import custom_calls
 from custom_calls import Inputs, Shapes, State
 from custom_calls.session import Running
 from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
-from laneformer.cache import make_cache
+from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.mesh import LANE
-from laneformer.parameters import parameter_count, parameter_table
-from laneformer.rotary import rotary_frequencies
+from laneformer.state import make_cache
+from laneformer.weights import parameter_count, parameter_table
 
 log = logging.getLogger("infer")
 

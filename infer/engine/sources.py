@@ -19,8 +19,8 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.mesh import make_mesh, sharding
 from laneformer.model import Laneformer
-from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 
 RECIPES = "train.recipes"  # of a floor above: found by its name, like the recipes themselves
 BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
 from infer.sampling import sample, top_logprobs
-from laneformer.cache import Cache
 from laneformer.model import Laneformer
+from laneformer.state import Cache
 
 log = logging.getLogger("infer")
 

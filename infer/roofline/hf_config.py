@@ -15,7 +15,7 @@ from typing import Any
 
 from infer.roofline.published import MoeModel, Part
 from laneformer.errors import ConfigError, InputError
-from laneformer.hf_config import DENSE_TYPES, LANE_TYPES
+from laneformer.hf.config import DENSE_TYPES, LANE_TYPES
 
 LINEAR = ("fp8", "finegrained_fp8", "fbgemm_fp8")  # quantization methods whose precision is their name's
 DTYPES = ("bfloat16", "float16", "float32")

@@ -17,7 +17,7 @@ from infer.roofline.precisions import PRECISIONS
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule
-from laneformer.parameters import kv_bytes_per_token, parameter_count, parameter_table
+from laneformer.weights import kv_bytes_per_token, parameter_count, parameter_table
 
 ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k v, attention, wo; w1 w3, w2
 EDGES = "dependent operations"

@@ -20,7 +20,7 @@ from infer.roofline.references import references
 from infer.roofline.table import PROJECTED, Table
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.hf_config import config_from_hf
+from laneformer.hf.config import config_from_hf
 
 USUAL_CONTEXT = 1536  # the mean of `infer bench`: a prompt of 512 and 2,048 tokens after it
 USUAL_DEVICES = 8

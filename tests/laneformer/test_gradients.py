@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from laneformer import Laneformer, Precision, make_mesh
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 from tests.support import reference, tiny
 
 IDS = tiny.token_ids(40, (2, 9))

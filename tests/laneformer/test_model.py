@@ -5,8 +5,8 @@ import pytest
 
 import laneformer
 from laneformer import InputError, Laneformer, Precision, load, make_mesh
-from laneformer.hf_config import config_from_hf
-from laneformer.parameters import parameter_table
+from laneformer.hf.config import config_from_hf
+from laneformer.weights import parameter_table
 from tests.support import reference, tiny
 
 TOLERANCE = 1e-4

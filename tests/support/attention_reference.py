@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from laneformer.attention import attend
+from laneformer.blocks.tiled_attention import attend
 from laneformer.mesh import LANE
 
 

@@ -20,7 +20,7 @@ from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
 from infer.engine.native import kernel_shapes
 from laneformer import ModelConfig, Precision
-from laneformer.rotary import rotary_frequencies
+from laneformer.blocks.rotary import rotary_frequencies
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)

@@ -14,10 +14,10 @@ import custom_calls
 from custom_calls import Inputs, Session, State
 from infer.engine.native import kernel_shapes
 from laneformer import Laneformer, ModelConfig, Precision
-from laneformer.cache import make_cache
+from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.layout import parse_layout
-from laneformer.parameters import parameter_table
-from laneformer.rotary import rotary_frequencies
+from laneformer.state import make_cache
+from laneformer.weights import parameter_table
 from tests.support import reference
 
 needs_library = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))

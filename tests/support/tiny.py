@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from laneformer import Laneformer, make_mesh
-from laneformer.hf_config import config_from_hf
+from laneformer.hf.config import config_from_hf
 from laneformer.mesh import sharding
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 from tests.support import reference
 from tests.support.paths import TESTS
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from laneformer.parameters import initial_weights, parameter_table
+from laneformer.weights import initial_weights, parameter_table
 from tests.support.tiny_recipe import changed, tiny
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate, make_optimizer

@@ -11,8 +11,8 @@ from infer.engine.engine import Engine
 from infer.sampling import Sampling
 from laneformer.errors import InputError
 from laneformer.mesh import sharding
-from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 from train.samples import SAMPLING, LiveEngine, Samples, texts
 
 CONFIG = laneformer.ModelConfig(

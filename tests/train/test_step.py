@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from laneformer import Laneformer, make_mesh
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig
 from train.program.program import read_program

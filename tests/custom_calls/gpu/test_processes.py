@@ -17,7 +17,7 @@ from custom_calls import ENDS, NativeError
 from custom_calls.processes import Group
 from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend
-from laneformer.hf import save_hf
+from laneformer.hf.folder import save_hf
 from tests.support import decode_process, emulated, several, small
 from tests.support.several import ROOT
 

@@ -15,7 +15,7 @@ from infer.bench.latency import Case, Run
 from infer.engine.engine import Engine
 from infer.engine.sources import RandomSource, is_recipe, recipe_config
 from laneformer import ConfigError, ModelConfig, make_mesh
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -22,7 +22,7 @@ from infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.layout import LAYOUTS, _schedule, make_schedule
-from laneformer.parameters import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 # The published 2B, whose sums stand in docs/roofline.md.
 LARGE = ModelConfig(

@@ -58,7 +58,7 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
         w2 = f"{layer}.feed_forward.w2"
         table[w2] = Parameter(f"model.{w2}.weight", (lanes, d, f), P("lane", "data", None), "output")
     norm("norm", per_lane_final)
-    if config.lm_head_type == "lane":  # in files [v, l d]: see laneformer/hf.py
+    if config.lm_head_type == "lane":  # in files [v, l d]: see laneformer/hf/folder.py
         table["lm_head"] = Parameter("lm_head.linear.weight", (lanes, v, d), P("lane", None, "data"), "normal")
     elif config.lm_head_type == "vocab_parallel":
         table["lm_head"] = Parameter("lm_head.weight", (lanes, v // lanes, d), P("lane", None, "data"), "normal")

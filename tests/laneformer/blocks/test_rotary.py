@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laneformer.rotary import rotary_frequencies, rotary_tables, rotate
+from laneformer.blocks.rotary import rotary_frequencies, rotary_tables, rotate
 from tests.support import reference, tiny
 
 factors = st.floats(1.0, 40.0)

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer import Laneformer, attention, make_mesh
+from laneformer import Laneformer, make_mesh
+from laneformer.blocks import tiled_attention as attention
 from laneformer.mesh import DATA, LANE
 from tests.support.attention_reference import assert_close, expected, on_lanes, random_inputs
 from tests.support.paths import ROOT

@@ -17,7 +17,7 @@ from laneformer import (
     parameters_per_token,
     weight_bytes_per_token,
 )
-from laneformer.parameters import parameter_table
+from laneformer.weights import parameter_table
 from tests.support import tiny
 
 TWO_BILLION = ModelConfig(

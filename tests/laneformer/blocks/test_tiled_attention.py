@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer import attention, make_mesh
-from laneformer.attention import attend
+from laneformer import make_mesh
+from laneformer.blocks import tiled_attention as attention
+from laneformer.blocks.tiled_attention import attend
 from laneformer.mesh import DATA, LANE
 from tests.support.attention_reference import assert_close, expected, random_inputs, with_gradients
 

@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError
-from laneformer.hf_config import DENSE_TYPES, config_to_hf, read_hf_config
+from laneformer.hf.config import DENSE_TYPES, config_to_hf, read_hf_config
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
-from laneformer.parameters import parameter_table
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
 _FILE_BYTES = 5_000_000_000

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer import CheckpointError, ConfigError, LaneformerError, ModelConfig, RopeScaling
-from laneformer.hf_config import config_from_hf, config_to_hf, read_hf_config
+from laneformer.hf.config import config_from_hf, config_to_hf, read_hf_config
 from tests.support import tiny
 
 scalings = st.one_of(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import laneformer.hf
+import laneformer.hf.folder
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint
-from laneformer.hf_config import read_hf_config
+from laneformer.hf.config import read_hf_config
 from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
@@ -146,7 +146,7 @@ def test_published_models_round_trip_in_both_spellings(case, spelling, tmp_path)
 
 def test_several_files_with_an_index(tmp_path, monkeypatch):
     model = tiny.random_model(tiny.values(lm_head_type="lane"))
-    monkeypatch.setattr(laneformer.hf, "_FILE_BYTES", 12_000)
+    monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 12_000)
     save_hf(model, tmp_path)
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
@@ -241,7 +241,10 @@ def large_folder(tmp_path_factory):
     (folder / "dense").mkdir()
     (folder / "dense" / "config.json").write_text(json.dumps(dense))
     config = read_hf_config(folder / "dense", 4)
-    ones = {source.name: np.ones(source.shape, np.float32) for source in laneformer.hf._dense_sources(config).values()}
+    ones = {
+        source.name: np.ones(source.shape, np.float32)
+        for source in laneformer.hf.folder._dense_sources(config).values()
+    }
     save_file(ones, folder / "dense" / "model.safetensors")
     save_hf(load(folder / "dense", num_lanes=4), folder / "laneformer")
     return folder
@@ -288,7 +291,7 @@ def folder(tmp_path):
 @pytest.fixture
 def folder_of_parts(tmp_path, monkeypatch):
     """A whole folder in several files with an index, to be damaged."""
-    monkeypatch.setattr(laneformer.hf, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 20_000)
     return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
 
 
