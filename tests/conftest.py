@@ -19,6 +19,9 @@ laneformer.use_host_devices(8)
 if "LANEFORMER_TEST_GPU" not in os.environ:  # there it is the programs that count
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # On a machine with a GPU too, where JAX would take it, or warn on standard error that it cannot.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler

@@ -118,7 +118,8 @@ def environment() -> dict[str, str]:
     """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests'
     own process.
     """
-    compiling = (
+    kept = (
+        "JAX_PLATFORMS",
         "JAX_DISABLE_MOST_OPTIMIZATIONS",
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
@@ -126,7 +127,7 @@ def environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name in compiling or not name.startswith(("XLA_", "PJRT_", "JAX_"))
+        if name in kept or not name.startswith(("XLA_", "PJRT_", "JAX_"))
     }
 
 

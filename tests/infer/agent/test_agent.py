@@ -67,15 +67,21 @@ def agent(*args):
     return ["agent", "--sandbox", BOX, *map(str, args)]
 
 
-def start(*args):
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(*args):
+    """The command in a process, which a test that fails does not leave behind."""
+    with subprocess.Popen(
         [sys.executable, "-m", "infer", *agent(*args)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-    )
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def files_of(folder):
@@ -219,15 +225,18 @@ def test_an_error_in_the_middle_keeps_the_record(task, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interruption_keeps_the_record(task, tmp_path, number):
-    with Scripted(WRONG, "slow " * 1000, pause=0.2) as server:
-        running = start(task, "--base-url", server.url, "--workspace", tmp_path / "work")
-        assert "loading" not in running.stderr.readline() and running.stderr.readline().startswith("turn 1/6")
+    with (
+        Scripted(WRONG, "slow " * 1000, pause=0.2) as server,
+        started(task, "--base-url", server.url, "--workspace", tmp_path / "work") as running,
+    ):
         while len(server.requests) < 2:
+            assert running.poll() is None, running.communicate()
             time.sleep(0.01)
         time.sleep(0.3)
         running.send_signal(number)
         out, err = running.communicate(timeout=20)
         assert running.returncode == 130 and "interrupted after 1 turns" in out and "Traceback" not in err
+        assert "\nturn 1/6: failed" in err and "loading" not in err
         ends = time.monotonic() + 5
         while "gone" not in server.requests:
             assert time.monotonic() < ends, "the server is told that nobody listens"
