@@ -45,6 +45,14 @@ class Group:
         self._round, self._failed = 0, False
 
     @property
+    def machine(self) -> str:
+        """The same in all processes of a machine that has not been started again."""
+        try:
+            return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        except OSError:
+            return platform.node()
+
+    @property
     def several(self) -> bool:
         return len(self.processes) > 1
 
@@ -121,11 +129,3 @@ class Group:
         except jax.errors.JaxRuntimeError:
             return False
         return True
-
-
-def machine_name() -> str:
-    """The same in all processes of a machine that has not been started again."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return platform.node()

@@ -22,6 +22,7 @@ import tyro
 
 import custom_calls
 from custom_calls.gpu.session import GpuSession
+from custom_calls.processes import Group
 from infer.engine.backend import device_name
 from infer.engine.native import kernel_shapes
 from infer.engine.sources import RandomSource, recipe_config
@@ -114,6 +115,7 @@ def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuS
         config.schedule,
         rope_frequencies=rotary_frequencies(config)[0],
         windows=config.layer_windows,
+        group=Group(None, 0, "open a decode session"),
         peer_ctas=PEER_CTAS,
         peer_delay_us=delay,
         **options,

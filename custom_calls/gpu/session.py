@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
 from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
 from custom_calls.plan import Table
-from custom_calls.processes import Group, machine_name
 from custom_calls.session import BIASES, DTYPES, Running, Shapes
 
 PARTS = {  # of a packed matrix: its weights, in the order of its rows
@@ -49,6 +49,28 @@ def machine_of(platform: str, device: jax.Device) -> Machine:
     return replace(machine, ctas=min(machine.ctas, getattr(device, "core_count", machine.ctas)))
 
 
+class Group(Protocol):
+    """The processes whose devices a session uses, as laneformer.processes.Group is; this module does not make one."""
+
+    index: int
+    """This process's number in the job."""
+    machine: str
+    """The same in all processes on one machine."""
+    several: bool
+    """Whether there are other processes."""
+
+    def share(self, own: dict) -> dict[int, dict]:
+        """What each process passes here, by its number."""
+
+    def meet(self) -> bool:
+        """Whether all processes arrive here soon."""
+
+    def __enter__(self) -> "Group": ...
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Reports an exception to the other processes."""
+
+
 class GpuSession(Running):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
     call at a time: the next one may be put on the devices' streams once this one has ended.
@@ -69,6 +91,7 @@ class GpuSession(Running):
         *,
         rope_frequencies: np.ndarray,
         windows: tuple[int | None, ...],
+        group: Group,
         mesh: Mesh | None = None,
         platform: str = "cuda",
         machine: Machine | None = None,
@@ -77,12 +100,11 @@ class GpuSession(Running):
         peer_ctas: int = 0,
         peer_delay_us: int = 0,
         launch: str = "persistent",
-        join_seconds: float = 300,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
         """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first
-        local device.
+        local device. group: the processes of the mesh.
 
         platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it.
         chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: for another lane
@@ -90,14 +112,14 @@ class GpuSession(Running):
         peer_ctas: one lane alone, the others played by so many CTAs that answer after peer_delay_us (gpu/peers.h); its
         weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
         itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are
-        there to show what the persistent kernel saves. join_seconds: how long other processes may take to come here.
-        Raises NativeError, and BuildError if the kernel cannot be compiled.
+        there to show what the persistent kernel saves. Raises NativeError, BuildError if the kernel cannot be compiled,
+        and what the group raises when a process is missing.
         """
         if launch not in LAUNCHES:
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
-        self._group = Group(mesh, join_seconds, "open its part of the decode session")
+        self._group = group
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
         if shapes.lanes % len(devices):
@@ -198,7 +220,7 @@ class GpuSession(Running):
         handles = {
             str(place): own.raw[i * HANDLE_BYTES : (i + 1) * HANDLE_BYTES].hex() for i, place in enumerate(self._places)
         }
-        said = self._group.share({"machine": machine_name(), "model": digest, "handles": handles})
+        said = self._group.share({"machine": self._group.machine, "model": digest, "handles": handles})
         for process, other in said.items():
             if other["machine"] != said[self._group.index]["machine"]:
                 raise NativeError(

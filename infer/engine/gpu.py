@@ -12,6 +12,7 @@ from custom_calls.build import BuildError
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from custom_calls.processes import Group
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import NativeBackend, kernel_shapes, pack
 from laneformer.blocks.rotary import rotary_frequencies
@@ -22,6 +23,8 @@ BLOCK, SMALLEST_BLOCK = (
     512,
     64,
 )  # tokens of a prompt that go through XLA together; shorter rests go through the kernel, one by one
+
+JOIN_SECONDS = 300  # for the other processes of the job to open their sessions
 
 
 class GpuBackend(NativeBackend):
@@ -92,6 +95,7 @@ class GpuBackend(NativeBackend):
                 config.schedule,
                 rope_frequencies=rotary_frequencies(config)[0],
                 windows=config.layer_windows,
+                group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
                 launch=self.launch,

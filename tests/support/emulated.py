@@ -18,6 +18,7 @@ from custom_calls import build
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
+from custom_calls.processes import Group
 from infer.engine.native import kernel_shapes
 from laneformer import ModelConfig, Precision
 from laneformer.blocks.rotary import rotary_frequencies
@@ -120,6 +121,7 @@ def make_session(
         config.schedule,
         rope_frequencies=rotary_frequencies(config)[0],
         windows=config.layer_windows,
+        group=Group(mesh, 300, "open its part of the decode session"),
         mesh=mesh,
         **options,
     )
