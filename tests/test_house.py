@@ -1,0 +1,250 @@
+"""Who may import whom: floors, rooms within infer/ and train/, no circles; read from the sources, wherever in a file an
+import is, and also where a module is imported by its name.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FLOORS = {"laneformer": 0, "custom_calls": 1, "infer": 2, "train": 3, "configs": 4, "scripts": 4}
+DATA_FILES = ("config", "layout", "ops", "formats", "errors")  # of laneformer, without JAX; for custom_calls too
+ROOMS = {  # lowest first; the longest name that fits a file is its room
+    "infer": (
+        "sampling noise text sandbox roofline",
+        "engine",
+        "bench evaluate serve __init__",
+        "agent",
+        "commands",
+        "__main__",
+    ),
+    "train": (
+        "__init__ config data tokenizing recipes program metrics samples dense flops job planning.cluster",
+        "optimizer distill",
+        "step",
+        "checkpoint run_folder evaluation planning bench",
+        "loop",
+        "ablate",
+        "__main__",
+    ),
+}
+MOST_FILES = 20  # in a folder; aim at 15
+
+# (importer, imported): exceptions to the rules.
+ALLOWED = {
+    ("infer.__main__", "infer.commands"),  # the list of commands
+    ("train.recipes", "configs"),  # recipes are named on the command line
+    ("train.ablate.__main__", "configs.ablations"),  # so are grids
+}
+# (importer, imported): violations that are being fixed. Remove an entry with its violation.
+PENDING = {("infer.engine.sources", "train.recipes"), ("infer.roofline.run", "infer.engine.sources")}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the packages, by its dotted name; a package's is that of its `__init__.py`."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in FLOORS
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def imported(nodes: list[ast.AST], module: str, is_package: bool, known) -> set[str]:
+    """The modules among `known` that the source of `module` imports, also in functions and by name."""
+    package = module if is_package else module.rpartition(".")[0]
+    found, by_name = set(), False
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            by_name |= bool({alias.name for alias in node.names} & _IMPORTERS)
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else base for name in names}
+        elif isinstance(node, ast.Name | ast.Attribute):
+            by_name |= (node.id if isinstance(node, ast.Name) else node.attr) in _IMPORTERS
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    found |= {text for text in texts if "." in text}  # for a function that imports by name
+    if by_name:
+        found |= texts | {f"{package}.{text}" for text in texts}
+    return {name for name in found if name in known} - {module}
+
+
+_IMPORTERS = {"import_module", "__import__", "run_module"}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    known = sources()
+    return {module: imported(parsed(path), module, path.name == "__init__.py", known) for module, path in known.items()}
+
+
+def pairs() -> list[tuple[str, str]]:
+    return [(importer, name) for importer, names in imports().items() for name in sorted(names)]
+
+
+def within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def room(module: str) -> int:
+    """The level of a module of infer/ or train/ within its package."""
+    package, _, name = module.partition(".")
+    levels = {each: level for level, names in enumerate(ROOMS[package]) for each in names.split()}
+    fitting = [each for each in levels if within(name or "__init__", each)]
+    assert fitting, f"{module} is in no room: give it a level in ROOMS of tests/test_house.py"
+    return levels[max(fitting, key=len)]
+
+
+# ---- the rules: each yields the pairs that violate it
+
+
+def up_a_floor():
+    for importer, name in pairs():
+        floor, other = (FLOORS[module.partition(".")[0]] for module in (importer, name))
+        if other > floor and not (within(name, "configs.models") and within(importer, "infer")):
+            yield importer, name
+
+
+def up_a_room():
+    for importer, name in pairs():
+        package = importer.partition(".")[0]
+        if package in ROOMS and within(name, package) and room(name) > room(importer):
+            yield importer, name
+
+
+def kernels_import_more_than_data():
+    allowed = {f"laneformer.{name}" for name in DATA_FILES}
+    for importer, name in pairs():
+        if within(importer, "custom_calls") and within(name, "laneformer") and name not in allowed:
+            yield importer, name
+
+
+def named_models_import_more_than_the_model():
+    for importer, name in pairs():
+        if within(importer, "configs.models") and not within(name, "laneformer"):
+            yield importer, name
+
+
+def commands_are_imported():
+    for importer, name in pairs():
+        for leaf in ("infer.commands", "scripts"):
+            if within(name, leaf) and not within(importer, leaf):
+                yield importer, name
+
+
+RULES = (
+    up_a_floor,
+    up_a_room,
+    kernels_import_more_than_data,
+    named_models_import_more_than_the_model,
+    commands_are_imported,
+)
+
+
+def allowed(importer: str, name: str) -> bool:
+    return any(importer == above and within(name, below) for above, below in ALLOWED)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_import_goes(rule):
+    violations = {pair for pair in rule() if not allowed(*pair)}
+    assert not violations - PENDING
+
+
+def test_every_exception_is_needed():
+    violations = {pair for rule in RULES for pair in rule()}
+    assert not PENDING - violations, "fixed: remove these from PENDING"
+    for above, below in ALLOWED:
+        assert any(importer == above and within(name, below) for importer, name in violations), (above, below)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    sorter = graphlib.TopologicalSorter(imports())
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_nothing_imports_a_test_file():
+    files = [*sources().values(), *sorted((ROOT / "tests").rglob("*.py"))]
+    for path in files:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        modules = {node.module for node in parsed(path) if isinstance(node, ast.ImportFrom) and node.module}
+        modules |= {alias.name for node in parsed(path) if isinstance(node, ast.Import) for alias in node.names}
+        if "tests" in modules:
+            modules |= {f"tests.{name}" for name in names_from_tests(path)}
+        ours = {name for name in modules - {"tests"} if within(name, "tests")}
+        shared = {name for name in ours if within(name, "tests.support") and within(module, "tests")}
+        assert ours == shared, f"{module} imports {ours - shared}: move what is shared to tests/support"
+
+
+def names_from_tests(path: Path) -> set[str]:
+    """X of each `from tests import X`."""
+    lines = [node for node in parsed(path) if isinstance(node, ast.ImportFrom) and node.module == "tests"]
+    return {alias.name for node in lines for alias in node.names}
+
+
+def test_data_files_do_not_import_jax():
+    """Also not through what they import: the kernels' build and the commands' --help read them."""
+    modules = [f"laneformer.{name}" for name in DATA_FILES if f"laneformer.{name}" in sources()]
+    assert {"laneformer.config", "laneformer.layout", "laneformer.errors"} <= {*modules}
+    code = f"import sys, {', '.join(modules)}\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def folders() -> dict[Path, list[Path]]:
+    """The folders of the packages and of the tests, with their files."""
+    found: dict[Path, list[Path]] = {}
+    for package in (*FLOORS, "tests"):
+        for path in (ROOT / package).rglob("*"):
+            parts = path.relative_to(ROOT).parts
+            if path.is_file() and "__pycache__" not in parts and parts[:2] != ("custom_calls", "lib"):
+                found.setdefault(path.parent, []).append(path)
+    return found
+
+
+def test_folders_are_small():
+    too_large = {str(folder.relative_to(ROOT)): len(files) for folder, files in folders().items()}
+    assert not {name: count for name, count in too_large.items() if count > MOST_FILES}
+
+
+def test_every_package_folder_is_a_package():
+    for folder, files in folders().items():
+        of_python = any(path.suffix == ".py" for path in files) and folder.relative_to(ROOT).parts[0] in FLOORS
+        assert not of_python or folder / "__init__.py" in files, f"{folder.relative_to(ROOT)} has no __init__.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import train.loop", {"train.loop"}),
+        ("def run():\n    from train import loop, Error", {"train.loop", "train"}),
+        ("from ..engine import job", {"infer.engine.job"}),
+        ("from . import pages", {"infer.serve.pages"}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from train.loop import train", {"train.loop"}),
+        ("import importlib\nimportlib.import_module('train.loop')", {"train.loop"}),
+        ("from importlib import import_module as load\nHOUSE = 'train'\nload(HOUSE)", {"train"}),
+        ("import importlib\nHOMES = {'Page': 'pages'}\nimportlib.import_module(HOMES['Page'])", {"infer.serve.pages"}),
+        ("import runpy\nrunpy.run_module('train')", {"train"}),
+        ("run(HOUSE := 'train.loop')", {"train.loop"}),
+        ("print('train', 'pages')\nimport json", set()),
+    ],
+)
+def test_imports_are_found_in_every_form(text, expected):
+    known = {"train", "train.loop", "infer.engine.job", "infer.serve.pages", "infer.serve.worker"}
+    assert imported([*ast.walk(ast.parse(text))], "infer.serve.worker", False, known) == expected
