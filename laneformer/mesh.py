@@ -1,29 +1,17 @@
 """The device mesh (data, lane), and where arrays lie on it."""
 
 import ctypes
-import logging
 import math
 import os
-import queue
 import re
-import socket
-import threading
-from urllib.parse import urlsplit
 
 import jax
-from jax._src.clusters import ClusterEnv  # who else knows all launchers
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from laneformer.errors import ConfigError
 
 LANE, DATA = "lane", "data"
-JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-PATIENCE, QUIET = (
-    300,
-    5,
-)  # seconds that a process waits for the others of its job, and those of them in which it says nothing
-log = logging.getLogger("laneformer")
 
 
 def use_host_devices(count: int) -> None:
@@ -39,88 +27,6 @@ def use_host_devices(count: int) -> None:
                 f"cannot make {count} CPU devices: JAX already runs with {jax.local_device_count('cpu')}; ask before"
                 " the first operation"
             ) from None
-
-
-def join_hosts() -> None:
-    """Connects this process with the others of its job through `jax.distributed`, unless it is. Call before the first
-    JAX operation.
-
-    SLURM, Open MPI and Kubernetes are recognised by JAX; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process
-    0), JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found, or do not
-    come.
-    """
-    if jax.distributed.is_initialized():
-        return
-    named = [os.environ.get(name) for name in JOB]
-    try:
-        count, index = (number and int(number) for number in named[1:])
-        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            named[0], count, index, None, None, PATIENCE
-        )
-        _initialize(address, count, index)
-    except (ValueError, RuntimeError, TimeoutError) as error:
-        found = ", ".join(f"{name} ({value or 'missing'})" for name, value in zip(JOB, named, strict=True))
-        raise ConfigError(
-            f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or"
-            f" Kubernetes, or set {found}"
-        ) from None
-
-
-def _initialize(address: str | None, count: int | None, index: int | None) -> None:
-    """`jax.distributed.initialize`, of which one can tell that it waits, and which ends. Raises TimeoutError, or what
-    it raises.
-
-    It runs in a thread of its own: it does not hear of Ctrl-C, and where its own patience ends XLA ends the process.
-    """
-    ended: queue.Queue[Exception | None] = queue.Queue()
-
-    def initialize():
-        try:
-            jax.distributed.initialize(
-                address, count, index, initialization_timeout=10 * PATIENCE, heartbeat_timeout_seconds=60
-            )
-            ended.put(None)
-        except Exception as error:
-            ended.put(error)
-
-    threading.Thread(target=initialize, name="join_hosts", daemon=True).start()
-    try:
-        error = ended.get(timeout=QUIET)
-    except queue.Empty:
-        log.warning("process %s joins %s processes at %s, waiting up to %d s", index, count, address, PATIENCE)
-        try:
-            error = ended.get(timeout=PATIENCE - QUIET)
-        except queue.Empty:
-            came = (
-                f"not all {count} have come to {address}"
-                if _answers(address)
-                else f"process 0 does not answer at {address}"
-            )
-            raise TimeoutError(f"{came}, after {PATIENCE} s") from None
-    if error is not None:
-        raise error
-
-
-def _answers(address: str) -> bool:
-    """Whether somebody listens at host:port."""
-    place = urlsplit(f"//{address}")
-    try:
-        with socket.create_connection((place.hostname, place.port), 2):
-            return True
-    except (OSError, ValueError):
-        return False
-
-
-def job_index() -> int:
-    """The number that this process will have in its job, as `join_hosts` finds it; 0 where nothing says. Starts
-    nothing.
-    """
-    if named := os.environ.get(JOB[2]):
-        return int(named) if named.isdecimal() else 0  # which join_hosts refuses
-    launcher = next(
-        (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()), None
-    )
-    return launcher.get_process_id() if launcher else 0
 
 
 def _make_room_for_queues(count: int) -> None:

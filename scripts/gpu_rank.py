@@ -22,7 +22,6 @@ import tyro
 
 import custom_calls
 from custom_calls.gpu.session import GpuSession
-from custom_calls.processes import Group
 from infer.engine.backend import device_name
 from infer.engine.native import kernel_shapes
 from infer.engine.sources import RandomSource, recipe_config
@@ -30,6 +29,7 @@ from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.precision import Precision
+from laneformer.processes import Group
 from scripts.command import run_command
 
 PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, the lane takes 128

@@ -25,7 +25,7 @@ ROOMS = {  # lowest first; the longest name that fits a file is its room
         "__main__",
     ),
     "train": (
-        "__init__ config data tokenizing recipes program metrics samples dense flops job planning.cluster",
+        "__init__ config data tokenizing recipes program metrics samples dense flops planning.cluster",
         "optimizer distill",
         "step",
         "checkpoint run_folder evaluation planning bench",

@@ -20,8 +20,8 @@ from orbax.checkpoint import checkpoint_managers as keeping
 from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
 from laneformer.errors import CheckpointError, one_line
 from laneformer.hf.config import config_to_hf
+from laneformer.processes import all_agree
 from train.config import TrainConfig, recorded
-from train.job import all_processes
 from train.step import State
 
 OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and meta that inference reads
@@ -93,7 +93,7 @@ class Checkpoints:
                 state = self._read(step, wanted(step))
             except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
                 damaged[step] = one_line(error)
-            if not all_processes(state is not None):
+            if not all_agree(state is not None):
                 damaged.setdefault(step, "another process could not read its part")
                 continue
             for number, reason in damaged.items():
@@ -140,7 +140,7 @@ class Checkpoints:
             aside = next(self.run / name for name in names if not (self.run / name).exists())
             print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
             os.rename(self.run / STEPS / str(step), aside)
-        all_processes(True)
+        all_agree(True)
         self.manager.reload()
 
     @contextmanager

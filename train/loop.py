@@ -18,13 +18,13 @@ from jax.sharding import Mesh
 
 import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError
-from laneformer.mesh import DATA, LANE, join_hosts, keep_freed_memory
+from laneformer.mesh import DATA, LANE, keep_freed_memory
+from laneformer.processes import fail_together, join_job
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
 from train.data.batches import Batches, HeldOut, Prefetch, validation_sets
 from train.distill import Distillation, annealed
 from train.evaluation import Evaluation
-from train.job import together
 from train.metrics.profiler import Profile
 from train.metrics.run_log import RunLog
 from train.program.program import save_program
@@ -51,10 +51,10 @@ def train(config: TrainConfig) -> None:
         lf.use_host_devices(config.mesh.host_devices)
         keep_freed_memory()
     if config.mesh.distributed:
-        join_hosts()
+        join_job()
     run, speaks = config.run_folder, jax.process_index() == 0
     with ExitStack() as stack:
-        with together():
+        with fail_together():
             stores = open_stores(config)
             data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
             mesh = _mesh(config)
@@ -70,12 +70,12 @@ def train(config: TrainConfig) -> None:
             if speaks:
                 print(f"{run}: all {config.total_steps} steps are done; nothing to do")
             return
-        with together():
+        with fail_together():
             distillation.record(run, new=first == 0)
         if speaks:
             print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(_stop_signals())
-        with together():
+        with fail_together():
             log = stack.enter_context(RunLog(config, mesh, first))
         loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop)
         for phase in config.phases:

@@ -62,8 +62,8 @@ class Group(Protocol):
     def share(self, own: dict) -> dict[int, dict]:
         """What each process passes here, by its number."""
 
-    def meet(self) -> bool:
-        """Whether all processes arrive here soon."""
+    def barrier(self) -> bool:
+        """Waits for all processes; whether they arrived in time."""
 
     def __enter__(self) -> "Group": ...
 
@@ -387,7 +387,7 @@ class GpuSession(Running):
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
     """Frees what nobody writes to any more; where another process does not say so, it stays until this one ends."""
     call("gpu_leave", session)
-    if group.meet():
+    if group.barrier():
         lib.laneformer_gpu_close(session)
 
 

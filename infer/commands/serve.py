@@ -142,7 +142,7 @@ def run(options: Options) -> int:
 
 def _is_first() -> bool:
     """Whether this process of the job is the one that clients talk to."""
-    from laneformer.mesh import job_index  # has JAX, which the web process does without
+    from laneformer.processes import job_index  # has JAX, which the web process does without
 
     return job_index() == 0
 

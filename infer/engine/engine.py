@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls.processes import GroupError
 from custom_calls.session import Running
 from infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
 from infer.engine.cpu import CpuBackend
@@ -27,6 +26,7 @@ from laneformer.errors import ConfigError, InputError
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
 from laneformer.precision import Precision
+from laneformer.processes import GroupError
 from laneformer.weights import parameter_count
 
 log = logging.getLogger("infer")
@@ -242,7 +242,7 @@ class Engine:
             else:
                 engine.follow()
 
-        What still runs at its end is cancelled. In it `generate` also raises custom_calls.processes.GroupError, when a
+        What still runs at its end is cancelled. In it `generate` also raises laneformer.processes.GroupError, when a
         process is lost. In a job of one process there is nobody to lead.
         """
         self._leader = Leader(self._backend)

@@ -9,9 +9,9 @@ import math
 import numpy as np
 
 from custom_calls import NativeError
-from custom_calls.processes import PATIENCE, Group
 from infer.engine.backend import Backend, Request
 from infer.sampling import Sampling
+from laneformer.processes import END_SECONDS, Group
 
 log = logging.getLogger("infer")
 
@@ -33,7 +33,7 @@ class Leader:
 
     def end(self) -> None:
         """The others need not follow any more."""
-        self._group.share({}, PATIENCE)
+        self._group.share({}, END_SECONDS)
 
 
 def follow(backend: Backend) -> None:

@@ -12,11 +12,11 @@ from custom_calls.build import BuildError
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
-from custom_calls.processes import Group
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import NativeBackend, kernel_shapes, pack
 from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.errors import ConfigError
+from laneformer.processes import Group
 from laneformer.state import Cache
 
 BLOCK, SMALLEST_BLOCK = (

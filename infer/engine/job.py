@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import jax
 
-from custom_calls.processes import GroupError
 from infer.engine.engine import Engine
 from laneformer.errors import ConfigError
-from laneformer.mesh import join_hosts, use_host_devices
+from laneformer.mesh import use_host_devices
+from laneformer.processes import GroupError, join_job
 
 
 def show_log() -> None:
@@ -34,7 +34,7 @@ def take_devices(count: int, distributed: bool = False) -> None:
         raise ConfigError(f"--devices {count}: give at least 1")
     if distributed:
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and nobody here asks it
-        join_hosts()
+        join_job()
         if count < jax.process_count():
             raise ConfigError(
                 f"--devices {count}: each of the job's {jax.process_count()} processes needs one, so give the number of"

@@ -217,7 +217,7 @@ class _Worker:
         self._cancelled = -1  # the last number that was; orders come one at a time
 
     def run(self) -> None:
-        from custom_calls.processes import GroupError
+        from laneformer.processes import GroupError
 
         for work in (self._receive, self._check_all):
             threading.Thread(target=work, daemon=True).start()

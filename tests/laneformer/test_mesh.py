@@ -1,10 +1,8 @@
 """Meshes: which are made, which are refused, and that a model and a mesh must fit."""
 
 import os
-import socket
 import subprocess
 import sys
-import threading
 
 import jax
 import numpy as np
@@ -15,9 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ConfigError, Laneformer, Precision, make_mesh, use_host_devices
-from laneformer import mesh as mesh_module
-from laneformer.mesh import JOB, fit_spec, join_hosts, lane_spec
-from tests.support import several, tiny
+from laneformer.mesh import fit_spec, lane_spec
+from tests.support import tiny
 from tests.support.paths import ROOT
 
 
@@ -52,70 +49,6 @@ def test_chosen_devices():
 def test_meshes_that_cannot_be_made(lanes, options, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(lanes, **options)
-
-
-@pytest.fixture
-def joining(monkeypatch):
-    """Names this process as the second of a job; joining(initialize): what stands for jax.distributed.initialize."""
-    for name, value in zip(JOB, (f"localhost:{several.free_port()}", "2", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh_module, "PATIENCE", 0.3)
-    monkeypatch.setattr(mesh_module, "QUIET", 0.1)
-    return lambda initialize: monkeypatch.setattr(jax.distributed, "initialize", initialize)
-
-
-def test_a_process_that_waits_for_its_job_says_so_and_ends(joining, caplog):
-    """XLA would say nothing for five minutes, and then end the process."""
-    come = threading.Event()
-    joining(lambda *_, **__: come.wait(60))
-    address = os.environ[JOB[0]]
-    with pytest.raises(
-        ConfigError, match=rf"cannot join the other processes \(process 0 does not answer at {address}, after 0.3 s\)"
-    ):
-        join_hosts()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"process 1 joins 2 processes at {address}, waiting up to 0 s"
-    ]
-    with (
-        socket.create_server(("localhost", int(address.rpartition(":")[2]))),
-        pytest.raises(ConfigError, match="not all 2 have come to"),
-    ):
-        join_hosts()
-    come.set()
-
-
-def test_a_process_whose_job_is_there_is_quiet(joining, caplog):
-    asked = []
-    joining(lambda *args, **_: asked.append(args))
-    join_hosts()
-    assert asked == [(os.environ[JOB[0]], 2, 1)] and not caplog.records
-
-
-def test_what_is_wrong_with_a_job_is_told(joining, monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("already\nrunning")
-
-    joining(refuse)
-    with pytest.raises(
-        ConfigError, match=r"cannot join the other processes \(already running\): .* JAX_NUM_PROCESSES \(2\)"
-    ):
-        join_hosts()
-    monkeypatch.setenv("JAX_PROCESS_ID", "first")
-    with pytest.raises(ConfigError, match=r"JAX_PROCESS_ID \(first\)"):
-        join_hosts()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_real_process_alone_ends_with_an_error_of_ours(index):
-    code = (
-        "import laneformer.mesh as m, sys; m.PATIENCE, m.QUIET = 2, 1\ntry: m.join_hosts()\nexcept m.ConfigError as e:"
-        " sys.exit(str(e))"
-    )
-    process = several.start(several.environments(2)[index], "-c", code)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and f"process {index} joins 2 processes at localhost:" in said, said
-    assert "cannot join the other processes (" in said and "after 2 s" in said and "Check failure" not in said, said
 
 
 def test_host_devices_after_jax_has_begun():

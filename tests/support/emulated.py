@@ -18,10 +18,10 @@ from custom_calls import build
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
-from custom_calls.processes import Group
 from infer.engine.native import kernel_shapes
 from laneformer import ModelConfig, Precision
 from laneformer.blocks.rotary import rotary_frequencies
+from laneformer.processes import Group
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)

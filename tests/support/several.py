@@ -10,7 +10,7 @@ import types
 import jax
 import numpy as np
 
-from custom_calls import processes
+from laneformer import processes
 from tests.support.paths import ROOT
 
 

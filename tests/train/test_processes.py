@@ -112,10 +112,7 @@ def test_two_processes_go_on_where_one_stopped(tmp_path, store, finished_copy, f
 def test_what_one_process_refuses_ends_both_in_a_line_each(tmp_path, store, finished_copy):
     with Job(finished_copy, store, "--optimizer.learning-rate", "1") as job:
         first, second = job.end()
-    for (status, _, err), said in (
-        (first, "holds a run with other settings"),
-        (second, "refused by process 0 of the job"),
-    ):
+    for (status, _, err), said in ((first, "holds a run with other settings"), (second, "process 0 of the job failed")):
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert status == 2 and len(errors) == 1 and said in errors[0] and "Traceback" not in err, err
 

@@ -14,10 +14,10 @@ import pytest
 import infer
 import laneformer
 from custom_calls import ENDS, NativeError
-from custom_calls.processes import Group
 from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend
 from laneformer.hf.folder import save_hf
+from laneformer.processes import Group
 from tests.support import decode_process, emulated, several, small
 from tests.support.several import ROOT
 
@@ -138,8 +138,8 @@ def test_a_process_that_is_killed_is_an_error_in_the_others(job):
 def test_processes_that_cannot_decode_together(changed, message, monkeypatch):
     """The second one of the job answers what the first has said, but for one thing."""
     monkeypatch.setattr(Group, "several", True)
-    monkeypatch.setattr(Group, "_tell", lambda self, what: None)
-    monkeypatch.setattr(Group, "meet", lambda self: True)
+    monkeypatch.setattr(Group, "_publish", lambda self, what: None)
+    monkeypatch.setattr(Group, "barrier", lambda self: True)
     monkeypatch.setattr(Group, "share", lambda self, own: {0: own, 1: own | changed})
     config, weights = decode_process.tiny()
     before = emulated.allocations()
