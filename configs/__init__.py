@@ -1,13 +1,10 @@
 """Recipes: functions that return a complete TrainConfig. `python -m train NAME` looks them up here."""
 
-from collections.abc import Callable
-
-from configs.laneformer_2b import laneformer_2b
-from configs.small import laneformer_120m, laneformer_350m
-from configs.stdlib import stdlib
-from configs.tiny import tiny
-from train.config import TrainConfig
-
-RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    f.__name__: f for f in (stdlib, tiny, laneformer_120m, laneformer_350m, laneformer_2b)
+# Name -> MODULE:FUNCTION, imported when asked for, so that infer can read configs.models without importing train.
+RECIPES = {
+    "stdlib": "configs.stdlib:stdlib",
+    "tiny": "configs.tiny:tiny",
+    "laneformer_120m": "configs.small:laneformer_120m",
+    "laneformer_350m": "configs.small:laneformer_350m",
+    "laneformer_2b": "configs.laneformer_2b:laneformer_2b",
 }

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from laneformer.config import ModelConfig
+from configs.models import LANEFORMER_2B
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 4096
@@ -17,22 +17,7 @@ def laneformer_2b() -> TrainConfig:
     """
     return TrainConfig(
         name="laneformer_2b",
-        model=ModelConfig(
-            vocab_size=32_000,
-            hidden_size=3072,
-            intermediate_size=12_288,
-            num_hidden_layers=15,
-            num_attention_heads=32,
-            num_key_value_heads=16,
-            max_position_embeddings=CONTEXT,
-            num_lanes=8,
-            layout="laneformer",
-            broadcast_delay=2,
-            sliding_window_n_layers=10,
-            bos_token_id=1,
-            eos_token_id=(2,),
-            sliding_window=512,  # ours: 512 or 2,048 fit what is known; the smaller reads fewer keys per token
-        ),
+        model=LANEFORMER_2B,
         # Ours: the mixture of the Nemotron pretraining sets, more code than web text for an agent's model
         data=DataConfig(
             path=(Path("data/nemotron_cc"), Path("data/nemotron_code"), Path("data/nemotron_math")),

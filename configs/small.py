@@ -4,31 +4,19 @@
 
 from pathlib import Path
 
-from laneformer.config import ModelConfig, RopeScaling
+from configs.models import LANEFORMER_120M, LANEFORMER_350M, LANEFORMER_350M_LONG
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT, LONG = 4096, 131_072
-DATA = Path(
-    "data/fineweb_edu"
-)  # --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with a tokenizer of at most 32,000
+# --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with a tokenizer of at most 32,000 tokens
+DATA = Path("data/fineweb_edu")
 
 
 def laneformer_120m() -> TrainConfig:
     """12 layers, 8 lanes, 2.5B tokens: hours on one GPU."""
     return TrainConfig(
         name="laneformer_120m",
-        model=ModelConfig(
-            vocab_size=32_000,
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            max_position_embeddings=CONTEXT,
-            num_lanes=8,
-            layout="laneformer",
-            broadcast_delay=2,
-        ),
+        model=LANEFORMER_120M,
         data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=128),
         steps=2_500_000_000 // (128 * CONTEXT),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=400),
@@ -43,20 +31,7 @@ def laneformer_350m() -> TrainConfig:
     """24 layers, 8 lanes, 7B tokens at a context of 4,096, then 0.5B tokens at 131,072: a node of 8 GPUs."""
     return TrainConfig(
         name="laneformer_350m",
-        model=ModelConfig(
-            vocab_size=32_000,
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            max_position_embeddings=CONTEXT,
-            num_lanes=8,
-            layout="laneformer",
-            broadcast_delay=2,
-            sliding_window=512,
-            sliding_window_n_layers=16,
-        ),
+        model=LANEFORMER_350M,
         data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=256),
         steps=7_000_000_000 // (256 * CONTEXT),
         optimizer=OptimizerConfig(learning_rate=1.5e-3, warmup_steps=500, decay_fraction=0.1, final_fraction=0.1),
@@ -73,7 +48,7 @@ def laneformer_350m() -> TrainConfig:
                 ),
                 optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=20, decay_fraction=0.5),
                 accumulate=8,
-                rope_scaling=RopeScaling(type="yarn", factor=LONG / CONTEXT, original_max_position_embeddings=CONTEXT),
+                rope_scaling=LANEFORMER_350M_LONG.rope_scaling,
             )
         },
         mesh=MeshConfig(data=1, lane=8),

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from configs.models import TINY, TINY_LONG
 from configs.stdlib import stdlib
-from laneformer.config import RopeScaling
 from train.config import DataConfig, LaterPhase, OptimizerConfig, TrainConfig
 
 
@@ -19,7 +19,7 @@ def tiny() -> TrainConfig:
         config,
         name="tiny",
         steps=300,
-        model=config.model.replace(sliding_window=64, sliding_window_n_layers=4),
+        model=TINY,
         optimizer=OptimizerConfig(
             kind="muon", learning_rate=4e-3, warmup_steps=30, decay_fraction=0.2, final_fraction=0.25
         ),
@@ -34,8 +34,8 @@ def tiny() -> TrainConfig:
                     attend_across_documents=False,
                 ),
                 optimizer=OptimizerConfig(kind="muon", learning_rate=1e-3, warmup_steps=5, schedule="cosine"),
-                sliding_window=256,
-                rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=256),
+                sliding_window=TINY_LONG.sliding_window,
+                rope_scaling=TINY_LONG.rope_scaling,
             ),
             "instruct": LaterPhase(
                 steps=100,

@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib
-import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -12,14 +10,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from laneformer.config import RopeScaling
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, call_recipe
 from train.config import TrainConfig
 
 HOUSE = "configs"  # the package whose RECIPES table names our own
@@ -27,49 +24,29 @@ T = TypeVar("T")
 
 
 def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T:
-    """What a recipe returns: NAME of the package `house`, MODULE:FUNCTION, or FILE.py:FUNCTION of your own. ConfigError
-    unless a `kind`.
+    """Config of a recipe: a name in the package `house`, or MODULE:FUNCTION or FILE.py:FUNCTION of the user.
+
+    Raises ConfigError for an unknown recipe and for one that does not return a `kind`.
     """
-    if ":" in name:
-        place, function = name.rsplit(":", 1)
-        try:
-            module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-            recipe = getattr(module, function)
-        except (ImportError, AttributeError, OSError) as error:
-            raise ConfigError(f"recipe {name!r}: {error}; write it as MODULE:FUNCTION or FILE.py:FUNCTION") from None
-        try:
-            if callable(recipe):
-                inspect.signature(recipe).bind()
-        except (TypeError, ValueError) as error:  # ValueError: of a built-in function nobody knows what it takes
-            raise ConfigError(f"recipe {name!r}: {error}; a recipe is a function without arguments") from None
-        config = recipe() if callable(recipe) else recipe
-        if not isinstance(config, kind):
-            raise ConfigError(
-                f"recipe {name!r} gives a {type(config).__name__}: a recipe is a function that returns a"
-                f" {kind.__name__}"
-            )
-        return config
     recipes = importlib.import_module(house).RECIPES
-    if name not in recipes:
+    if ":" not in name and name not in recipes:
+        raise ConfigError(f"unknown recipe {name!r}; choose {', '.join(recipes)}, or your own as FILE.py:FUNCTION")
+    config = call_recipe(recipes.get(name, name))
+    if not isinstance(config, kind):
         raise ConfigError(
-            f"recipe {name!r} is unknown; there are {', '.join(recipes)}, or give your own as FILE.py:FUNCTION"
+            f"recipe {name!r} returns a {type(config).__name__}; write a function that returns a {kind.__name__}"
         )
-    return recipes[name]()
-
-
-def _module_from_file(file: Path):
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or not file.exists():
-        raise ConfigError(f"recipe file {file} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return config
 
 
 def list_recipes(house: str = HOUSE) -> str:
     """One line per recipe: its name and what it is for."""
-    recipes = importlib.import_module(house).RECIPES
-    return "\n".join(f"  {name:<16}{(make.__doc__ or '').strip().splitlines()[0]}" for name, make in recipes.items())
+    lines = []
+    for name, place in importlib.import_module(house).RECIPES.items():
+        module, function = place.split(":")
+        summary = getattr(importlib.import_module(module), function).__doc__.splitlines()[0]
+        lines.append(f"  {name:<16}{summary}")
+    return "\n".join(lines)
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainConfig:

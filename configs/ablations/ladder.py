@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from configs.ablations.variants import layouts
-from configs.laneformer_2b import laneformer_2b
+from configs.models import LANEFORMER_2B
 from laneformer.config import ModelConfig
 from train.ablate.grid import Grid
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -55,7 +55,7 @@ def ladder_1p2b() -> Grid:
         ),
         variants=layouts("desync(4)"),
         seeds=(0,),
-        projected=laneformer_2b().model,
+        projected=LANEFORMER_2B,
         probe={"tp": (1, 2, 4, 8), "dtp(4)": (0,)},
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from configs.ablations.variants import knobs, layouts
-from configs.laneformer_2b import laneformer_2b
+from configs.models import LANEFORMER_2B
 from configs.small import laneformer_120m
 from laneformer.config import ModelConfig
 from train.ablate.grid import Grid, cross
@@ -49,7 +49,7 @@ def web_30m() -> Grid:
             keep=1,
         ),
         variants=(*layouts("desync(4)"), *knobs("dtp(4)"), *cross(("dtp(4)",), num_lanes=(2, 4))),
-        projected=laneformer_2b().model,
+        projected=LANEFORMER_2B,
         probe={"tp": (1, 2, 4, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
     )
 
@@ -66,6 +66,6 @@ def web_120m() -> Grid:
         base=dataclasses.replace(base, name="120m", model=base.model.replace(layout="tp"), keep=1),
         variants=layouts("desync(4)"),
         seeds=(0, 1),
-        projected=laneformer_2b().model,
+        projected=LANEFORMER_2B,
         probe={"tp": (1, 2, 4, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
     )

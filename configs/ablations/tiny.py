@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from configs.ablations.variants import layouts
-from configs.laneformer_2b import laneformer_2b
+from configs.models import LANEFORMER_2B
 from laneformer.config import ModelConfig
 from train.ablate.grid import Grid, cross
 from train.config import DataConfig, OptimizerConfig, TrainConfig
@@ -47,7 +47,7 @@ def tiny() -> Grid:
             ),  # tp too: Muon works on each lane's matrices, so lanes alone change something
         ),
         seeds=(0, 1, 2),
-        projected=laneformer_2b().model,
+        projected=LANEFORMER_2B,
         probe={"tp": (2, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
         minutes=1.2,
     )

@@ -1,7 +1,6 @@
 """What the benchmark runs: a checkpoint, or the model of a recipe with random weights."""
 
 import dataclasses
-import importlib
 import math
 import os
 import zlib
@@ -13,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from configs.models import MODELS
 from infer.engine.engine import Engine
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, call_recipe
 from laneformer.mesh import make_mesh, sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
 
-RECIPES = "train.recipes"  # of a floor above: found by its name, like the recipes themselves
 BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 
 
@@ -69,13 +68,22 @@ def is_recipe(name: str) -> bool:
 
 
 def recipe_config(name: str) -> ModelConfig:
-    """The model of a recipe as `python -m train` knows it, as its last phase leaves it. Raises ConfigError for an
-    unknown one.
+    """Model of a recipe after its last phase: a name in configs/models.py, or a user's MODULE:FUNCTION or
+    FILE.py:FUNCTION, which returns a TrainConfig or a ModelConfig. Raises ConfigError for anything else.
     """
-    try:
-        return importlib.import_module(RECIPES).find_recipe(name).phases[-1].model
-    except ConfigError as error:
-        raise ConfigError(f"--checkpoint {name}: not a folder, and as a recipe: {error}") from None
+    if ":" not in name:
+        if name not in MODELS:
+            raise ConfigError(
+                f"--checkpoint {name} is neither a folder nor a recipe; choose a folder, {', '.join(MODELS)}, or"
+                " FILE.py:FUNCTION"
+            )
+        return MODELS[name]
+    made = call_recipe(name)
+    if phases := getattr(made, "phases", None):  # of a TrainConfig, which is not imported here
+        made = phases[-1].model
+    if not isinstance(made, ModelConfig):
+        raise ConfigError(f"--checkpoint {name} returns a {type(made).__name__}; return a TrainConfig or a ModelConfig")
+    return made
 
 
 def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from configs.laneformer_2b import laneformer_2b
+from configs.models import LANEFORMER_2B
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import H200, MI300X, Layout
 from custom_calls.plan import Table
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def header(machine, lanes_here: int, dtype: str) -> str:
-    config = laneformer_2b().model
+    config = LANEFORMER_2B
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
     shapes = kernel_shapes(source)
     windows = tuple(window or 0 for window in config.layer_windows)

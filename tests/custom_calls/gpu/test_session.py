@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.laneformer_2b import laneformer_2b
+from configs.models import LANEFORMER_2B
 from custom_calls import ENDS, NativeError
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu import layout as gpu_layout
@@ -88,7 +88,7 @@ def test_caches_of_two_bytes(dtype):
 @pytest.mark.exhaustive
 def test_the_2b_on_the_machine_that_it_is_laid_out_for():
     """Three layers of it and a small vocabulary, on 128 CTAs of 256 threads: minutes, 6 GB."""
-    config = laneformer_2b().model.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
+    config = LANEFORMER_2B.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
     check(
         small.model_logits,
         config,

@@ -213,7 +213,12 @@ def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
         and not is_recipe("runs/stdlib")
         and not is_recipe(str(tmp_path))
     )
-    with pytest.raises(ConfigError, match=r"--checkpoint nothing: not a folder, and as a recipe: .*stdlib, tiny"):
+    own = tmp_path / "own.py"
+    own.write_text("from configs.models import STDLIB\nmodel = lambda: STDLIB.replace(layout='tp')\nnumber = 3\n")
+    assert recipe_config(f"{own}:model") == recipe_config("stdlib").replace(layout="tp")
+    with pytest.raises(ConfigError, match="returns a int"):
+        recipe_config(f"{own}:number")
+    with pytest.raises(ConfigError, match=r"--checkpoint nothing .*stdlib, tiny"):
         recipe_config("nothing")
 
 

@@ -229,7 +229,7 @@ def test_errors_are_one_line(recipe, capsys, args, message):
     "args, message",
     [
         ((), "give either --checkpoint"),
-        (("--checkpoint", "unheard_of"), "not a folder, and as a recipe: recipe 'unheard_of' is unknown"),
+        (("--checkpoint", "unheard_of"), "--checkpoint unheard_of"),
         (("--checkpoint", "no/such/run"), "no/such/run is not a folder"),
         (("--checkpoint", "no/file.py:mine"), "recipe file no/file.py does not exist"),
         (("--table", "no/such.json"), "No such file"),
