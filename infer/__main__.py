@@ -1,13 +1,12 @@
 """Command line: python -m infer COMMAND --checkpoint DIR ..."""
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import tyro
 
-from laneformer.errors import LaneformerError, say_errors_once
+from laneformer.errors import run_command
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
@@ -43,22 +42,13 @@ def main(args: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: unknown command {name!r}\n{usage()}", file=sys.stderr)
         return 2
-    say_errors_once()
-    try:
-        module = importlib.import_module(COMMANDS[name][0])
-        options = tyro.cli(
-            module.Options, args=rest, prog=f"python -m infer {name}", config=(tyro.conf.FlagCreatePairsOff,)
-        )
-        return module.run(options)
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+
+    def command() -> int:
+        module = importlib.import_module(COMMANDS[name][0])  # seconds, during which Ctrl-C must be answered too
+        markers = (tyro.conf.FlagCreatePairsOff,)
+        return run_command(module.run, module.Options, f"python -m infer {name}", rest, markers=markers)
+
+    return run_command(command)
 
 
 if __name__ == "__main__":

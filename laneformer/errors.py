@@ -9,9 +9,10 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,50 @@ def say_errors_once() -> None:
             before(unraisable)
 
     sys.unraisablehook = hook
+
+
+def run_command(
+    act: Callable[..., int | str | Path | None],
+    options: type | None = None,
+    program: str = "",
+    arguments: Sequence[str] | None = None,
+    description: str | None = None,
+    *,
+    markers: Sequence[Any] = (),
+    interrupted: str = "error: interrupted",
+) -> int:
+    """Runs a command and returns its exit status; prints the text or path that `act` returns.
+
+    options: dataclass that tyro reads from `arguments` (default: sys.argv) and hands to `act`; without one `act` takes
+    no argument. markers: of tyro.conf. interrupted: line printed after Ctrl-C.
+
+    Status: the number that `act` returns, else 0; 2 after a user's mistake, printed in one line; 130 after Ctrl-C; 141
+    when the reader of the output has gone, as with `| head`.
+    """
+    say_errors_once()
+    try:
+        if options is None:
+            result = act()
+        else:
+            import tyro  # here, because the core raises these errors without a command line
+
+            result = act(
+                tyro.cli(options, args=arguments, prog=program, description=description, config=tuple(markers))
+            )
+        if isinstance(result, int):
+            return result
+        if result is not None:
+            print(result, flush=True)
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (LaneformerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
 
 
 def call_recipe(name: str) -> Any:

@@ -25,9 +25,8 @@ import custom_calls
 from infer.bench.machine import hardware, software, utc_now
 from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, run_command
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
-from scripts.command import run_command
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.ours import full_attention
 from scripts.peers.process import EngineError, Process

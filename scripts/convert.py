@@ -13,8 +13,7 @@ import tyro
 from infer.text.chat_template import ChatTemplate
 from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files
-from laneformer.errors import CheckpointError
-from scripts.command import run_command
+from laneformer.errors import CheckpointError, run_command
 
 TOKENIZER_FILES = (
     "tokenizer.json",

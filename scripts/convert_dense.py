@@ -19,9 +19,8 @@ import tyro
 
 import laneformer as lf
 from laneformer.checkpoint import checkpoint_files, open_checkpoint
-from laneformer.errors import CheckpointError, ConfigError
+from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.precision import Precision
-from scripts.command import run_command
 from scripts.convert import TOKENIZER_FILES
 from scripts.convert_dense_affinity import (
     Assignment,

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import tyro
 
-from laneformer.errors import InputError
-from scripts.command import run_command
+from laneformer.errors import InputError, run_command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,9 @@ from infer.engine.native import kernel_shapes
 from infer.engine.sources import RandomSource, recipe_config
 from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.processes import Group
-from scripts.command import run_command
 
 PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, the lane takes 128
 LABEL = "emulated 1 of {lanes}"

@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from laneformer.errors import InputError
-from scripts.command import run_command
+from laneformer.errors import InputError, run_command
 from scripts.picture import pyplot, save
 from train.metrics.records import read_lines
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from laneformer.errors import InputError
-from scripts.command import run_command
+from laneformer.errors import InputError, run_command
 from scripts.picture import pyplot, save
 
 FIRST, DRAWS = "embed", "head"  # ops that begin a pass, and that only a pass which draws a token has

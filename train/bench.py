@@ -22,7 +22,7 @@ import optax
 import tyro
 
 import laneformer as lf
-from laneformer.errors import ConfigError, LaneformerError, writing
+from laneformer.errors import ConfigError, LaneformerError, run_command, writing
 from laneformer.mesh import keep_freed_memory
 from train.config import TrainConfig
 from train.dense import dense_step
@@ -283,23 +283,21 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def report(bench: Bench) -> str:
+    """Measures, writes --json, and returns the table."""
+    if bench.json is not None:  # fail before measuring if the file cannot be written
+        with writing(bench.json, "name another file with --json"), open(bench.json, "a"):
+            pass
+    result = run(bench)
+    if bench.json is not None:
+        record = {**result, "asked": asdict(bench)}
+        bench.json.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    return table(result)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
-    try:
-        bench = tyro.cli(Bench, args=arguments, prog="python -m train.bench")
-        if bench.json is not None:  # what could not be written is told before it is measured
-            with writing(bench.json, "name another file with --json"), open(bench.json, "a"):
-                pass
-        result = run(bench)
-    except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if bench.json is not None:
-        bench.json.write_text(
-            json.dumps({**result, "asked": asdict(bench)}, indent=1, default=str) + "\n", encoding="utf-8"
-        )
-    print(table(result))
-    return 0
+    return run_command(report, Bench, "python -m train.bench", arguments)
 
 
 if __name__ == "__main__":

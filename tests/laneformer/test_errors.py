@@ -1,12 +1,16 @@
-"""What errors of others are told as."""
+"""Errors as one line, and the exit status and output of a command line."""
 
 import errno
 import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from laneformer.errors import LaneformerError, one_line, writing
+from laneformer.errors import ConfigError, LaneformerError, one_line, run_command, writing
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,67 @@ def test_what_cannot_be_written_is_named_with_what_to_do(number, remedy):
     with pytest.raises(LaneformerError) as told, writing(Path("some/file"), "give another --out"):
         raise OSError(number, os.strerror(number))
     assert str(told.value) == f"cannot write some/file: {os.strerror(number)}; {remedy}"
+
+
+@dataclass
+class Options:
+    number: int = 3
+
+
+def test_run_command_prints_the_result_of_the_options(capsys):
+    assert run_command(lambda options: f"got {options.number}", Options, "program", ["--number", "5"]) == 0
+    assert capsys.readouterr() == ("got 5\n", "")
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "out"), [(None, 0, ""), (0, 0, ""), (7, 7, ""), ("text", 0, "text\n"), (Path("a"), 0, "a\n")]
+)
+def test_run_command_returns_a_number_and_prints_other_results(capsys, result, status, out):
+    assert run_command(lambda: result) == status
+    assert capsys.readouterr() == (out, "")
+
+
+def raises(error):
+    def act():
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "err"),
+    [
+        (ConfigError("steps must be at least 1"), 2, "error: steps must be at least 1\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+)
+def test_run_command_prints_an_error_in_one_line(capsys, error, status, err):
+    assert run_command(raises(error), interrupted="stopped") == status
+    assert capsys.readouterr() == ("", err)
+
+
+def test_run_command_passes_bugs_and_exits_on():
+    with pytest.raises(ZeroDivisionError):
+        run_command(raises(ZeroDivisionError()))
+    with pytest.raises(SystemExit) as stopped:
+        run_command(print, Options, "program", ["--number", "x"])
+    assert stopped.value.code == 2
+
+
+def test_run_command_without_a_reader_exits_with_141():
+    """The pipe is closed before the command prints."""
+    code = "import sys, laneformer.errors as e; sys.stdin.read(); sys.exit(e.run_command(lambda: 'text' * 99999))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    process.stdin.close()
+    with process.stderr as err:
+        assert err.read() == b""
+    assert process.wait(60) == 141
+
+
+def test_errors_are_light_to_import():
+    code = "import sys, laneformer.errors; assert not {'tyro', 'jax', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -19,7 +19,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from laneformer.errors import ConfigError, LaneformerError, say_errors_once
+from laneformer.errors import ConfigError, run_command
 from train.ablate.grid import Cell, Grid
 from train.ablate.listing import listing
 from train.ablate.probe import probe
@@ -172,18 +172,18 @@ def _die_with_parent() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a cell failed, 2 a user's mistake, 130 or 143 stopped by a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    say_errors_once()
-    try:
+
+    def command() -> int:
         options, grid = read(arguments)
         if options.cell:
             _die_with_parent()
-        return run(options, grid, arguments)
-    except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Interrupted as stopped:
-        print(f"{stopped}", file=sys.stderr)
-        return 128 + stopped.signal
+        try:
+            return run(options, grid, arguments)
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            return 128 + stopped.signal
+
+    return run_command(command)
 
 
 if __name__ == "__main__":
