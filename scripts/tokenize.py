@@ -12,39 +12,32 @@ stopped, a command goes on to the same result.
 
 import datetime
 import hashlib
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import tokenizers
 import tyro
-from tqdm import tqdm
 
-from infer.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
-from laneformer.errors import ConfigError, InputError, LaneformerError, writing
-from train.data.store import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
+from infer.text.chat_template import ChatTemplate
+from laneformer.errors import ConfigError, InputError, run_command, writing
+from train.data.store import TokenStore
 from train.tokenizing import fim
-from train.tokenizing.documents import Dataset, Files, Survey, digest, place
+from train.tokenizing.documents import Dataset, Files, Survey
 from train.tokenizing.encoder import (
     ALPHABET,
     END_OF_TEXT,
     SPECIAL_TOKENS,
     ChatEncoder,
     TextEncoder,
-    ahead,
-    grouped,
     load_tokenizer,
-    pieces,
     token_id,
     train_bpe,
 )
-
-SAMPLE_CHARS = 1 << 14  # what the sample for the BPE is made of
-CHECKPOINT_TOKENS, CHECKPOINT_SECONDS = 1 << 26, 30.0  # a run that is stopped repeats at most the smaller of these
+from train.tokenizing.writer import Job, is_finished, no_text, sample, write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +213,7 @@ def _flag(name: str) -> str:
 def settings(
     options: Options,
     source: Files | Dataset,
-    found: Survey | None,
+    survey: Survey | None,
     tokenizer_file: bytes,
     template: ChatTemplate | None,
 ) -> dict[str, Any]:
@@ -243,50 +236,16 @@ def settings(
             "date": options.chat_date,
         }
     return {
-        "text": found.fingerprint if found else source.identity(),
+        "text": survey.fingerprint if survey else source.identity(),
         **ids,
         "validation_fraction": options.validation_fraction,
         "shard_tokens": options.shard_tokens,
     }
 
 
-def changes(have: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The settings that differ, in words; "" where none does."""
-    changed = [name for name in dict.fromkeys([*wanted, *have]) if have.get(name) != wanted.get(name)]
-    return ", ".join(
-        "the text" if name == "text" else f"{name} (was {have.get(name)}, now {wanted.get(name)})" for name in changed
-    )
-
-
-def finished(options: Options, wanted: dict[str, Any]) -> bool:
-    """Whether --out already holds, undamaged, what these settings would write.
-
-    InputError when it holds something else, or unfinished work of other settings, which writing would throw away.
-    """
-    if options.overwrite:
-        return False
-    if (options.out / MANIFEST).exists():
-        if changed := changes(Manifest.read(options.out).source.get("settings", {}), wanted):
-            raise InputError(
-                f"{options.out} holds other tokens ({changed} differ): give another --out, or --overwrite to replace"
-                " them"
-            )
-        TokenStore.open(options.out).verify()
-        return True
-    progress = options.out / PARTIAL / PROGRESS
-    if progress.exists():
-        begun = json.loads(json.loads(progress.read_text(encoding="utf-8"))["identity"])[0]
-        if changed := changes(begun, wanted):
-            raise InputError(
-                f"{options.out} holds unfinished work of other settings ({changed} differ): give the former ones to go"
-                " on with it, or --overwrite to throw it away"
-            )
-    return False
-
-
 def tokenize(options: Options) -> str:
-    """Do what the options say; returns the line to print."""
-    began = time.perf_counter()
+    """Writes the folder that the options describe, and returns a line that sums it up. Raises LaneformerError."""
+    start = time.perf_counter()
     if options.out.exists() and not options.out.is_dir():
         raise InputError(f"--out {options.out} is a file: give a folder")
     source, tokenizer_file, tokenizer = options.source(), b"", None
@@ -299,124 +258,52 @@ def tokenize(options: Options) -> str:
             ) from None
         tokenizer = load_tokenizer(tokenizer_file, str(options.tokenizer))
     template = options.template(tokenizer)
-    found = None if options.streaming else Survey.of(source.documents())
-    if found and not found.documents:
-        raise _nothing(source, found.units)
-    wanted = settings(options, source, found, tokenizer_file, template)
-    if finished(options, wanted):
-        return (
-            f"{options.out}: already tokenized with these settings, nothing to do"
-            f" ({_counts(TokenStore.open(options.out))})"
-        )
+    survey = None if options.streaming else Survey.of(source.documents())
+    if survey and not survey.documents:
+        raise no_text(source, survey.units)
+    wanted = settings(options, source, survey, tokenizer_file, template)
+    if not options.overwrite and is_finished(options.out, wanted):
+        counts = _counts(TokenStore.open(options.out))
+        return f"{options.out}: already tokenized with these settings, nothing to do ({counts})"
 
-    share = found.held_out_share(options.validation_fraction) if found else options.validation_fraction
+    fraction = options.validation_fraction
+    held_out = survey.held_out_share(fraction) if survey else fraction
     if not tokenizer:
         print(f"training a BPE of {options.train_bpe} tokens", file=sys.stderr)
-        trained = train_bpe(_sample(source, found, share, options.bpe_sample_bytes), options.train_bpe)
+        trained = train_bpe(sample(source, survey, held_out, options.bpe_sample_bytes), options.train_bpe)
         tokenizer_file = trained.to_str(pretty=True).encode()
         tokenizer = load_tokenizer(tokenizer_file, "the trained BPE")
-    with writing(options.out, "give another --out"):  # errors of reading are InputErrors already
-        skipped = write(options, source, found, share, tokenizer, tokenizer_file, template, wanted)
+    eos_id, bos_id, middle = _marks(options, tokenizer)
+    job = Job(
+        out=options.out,
+        source=source,
+        survey=survey,
+        validation_fraction=fraction,
+        held_out=held_out,
+        encoder=ChatEncoder(template, eos_id, bos_id) if template else TextEncoder(tokenizer, middle, held_out),
+        tokenizer_file=tokenizer_file,
+        vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        eos_id=eos_id,
+        bos_id=bos_id,
+        template_files=template.files() if template else {},
+        shard_tokens=options.shard_tokens,
+        settings=wanted,
+    )
+    with writing(options.out, "choose another --out"):  # errors of reading are InputErrors already
+        skipped = write(job)
     noted = f", {skipped} skipped ({source.without})" if skipped else ""
-    return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - began:.1f} s"
+    return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - start:.1f} s"
 
 
-def write(
-    options: Options,
-    source: Files | Dataset,
-    found: Survey | None,
-    share: float,
-    tokenizer: tokenizers.Tokenizer,
-    tokenizer_file: bytes,
-    template: ChatTemplate | None,
-    wanted: dict[str, Any],
-) -> int:
-    """Encode the documents into --out, from where a run with the same settings was stopped; returns the number of units
-    without text.
-    """
+def _marks(options: Options, tokenizer: tokenizers.Tokenizer) -> tuple[int, int | None, fim.FillInTheMiddle | None]:
+    """Ids of the end and begin tokens, and the rearrangement for filling in the middle. Raises InputError."""
     name = str(options.tokenizer or "the trained BPE")
     eos_id = token_id(tokenizer, options.end_token, "--end-token", name)
     bos_id = token_id(tokenizer, options.begin_token, "--begin-token", name) if options.begin_token else None
-    middle = None
-    if options.fim_rate:
-        marks = [token_id(tokenizer, token, "--fim-tokens", name) for token in options.fim_tokens]
-        middle = fim.FillInTheMiddle(options.fim_rate, options.fim_spm_rate, *marks)
-    encoder = ChatEncoder(template, eos_id, bos_id) if template else TextEncoder(tokenizer, middle, share)
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    splits = ("train", "validation") if share else ("train",)
-    with StoreWriter(
-        options.out,
-        tokenizer=tokenizer_file,
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        bos_id=bos_id,
-        shard_tokens=options.shard_tokens,
-        settings=wanted,
-    ) as writer:
-        done, tokens, saved = writer.done, 0, time.monotonic()
-        if done:
-            print(f"going on after {done:,} {'rows' if options.dataset else 'files or documents'}", file=sys.stderr)
-        # Reading, encoding and writing at the same time, each a group behind the one before.
-        groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
-        results = ahead((len(group), encoder(list(filter(None, group)))) for group in groups)
-        before = found.bytes * done // found.units if found else 0
-        with tqdm(
-            total=found and found.bytes, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=None
-        ) as bar:
-            for units, encoded in results:
-                for document, ids, size, loss in encoded:
-                    writer.add("validation" if place(document.key) < share else "train", ids, size, loss)
-                    tokens += len(ids)
-                    bar.update(document.size)
-                done += units
-                if tokens >= CHECKPOINT_TOKENS or time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                    writer.checkpoint(done)
-                    tokens, saved = 0, time.monotonic()
-        skipped = done - sum(map(writer.documents, splits))
-        if skipped == done:
-            raise _nothing(source, skipped)
-        for split in splits:
-            if not writer.documents(split):
-                raise InputError(
-                    f"no document fell to split {split} at --validation-fraction {options.validation_fraction}: "
-                    f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents"
-                )
-        beside = template.files() if template else {}
-        for file in (TEMPLATE, CONFIG):  # before the manifest, without which the folder is not finished
-            (options.out / file).unlink(missing_ok=True)
-            if file in beside:
-                (options.out / file).write_bytes(beside[file])
-        writer.finish(
-            {
-                "settings": wanted,
-                "from": source.origin,
-                "skipped": skipped,
-                "tokenizers_version": tokenizers.__version__,
-            }
-        )
-    return skipped
-
-
-def _sample(source: Files | Dataset, found: Survey | None, share: float, size: int) -> Iterator[str]:
-    """Text to train the BPE on, nothing of it held out: about `size` bytes, chosen by hash where the total is known."""
-    rate = size / found.bytes if found else 1.0
-    taken = 0
-    for document in filter(None, source.documents()):
-        if place(document.key) < share:
-            continue
-        for piece in (
-            [document.content] if rate >= 1 and found else pieces(document.content, SAMPLE_CHARS)
-        ):  # one may exceed the sample
-            data = piece.encode()
-            if place(digest(data)[8:]) < rate:  # other bytes than the held-out share looks at
-                taken += len(data)
-                yield piece
-            if not found and taken >= size:
-                return
-
-
-def _nothing(source: Files | Dataset, skipped: int) -> InputError:
-    return InputError(f"no text in {source.name}, {skipped} skipped ({source.without}): give others")
+    if not options.fim_rate:
+        return eos_id, bos_id, None
+    marks = [token_id(tokenizer, token, "--fim-tokens", name) for token in options.fim_tokens]
+    return eos_id, bos_id, fim.FillInTheMiddle(options.fim_rate, options.fim_spm_rate, *marks)
 
 
 def _counts(store: TokenStore) -> str:
@@ -430,20 +317,22 @@ def _counts(store: TokenStore) -> str:
     )
 
 
+def run(options: Options) -> str:
+    """Checks the options, writes the folder and returns a line that sums it up."""
+    options.check()
+    return tokenize(options)
+
+
 def main(args: Sequence[str] | None = None) -> int:
-    try:
-        options = tyro.cli(
-            Options, args=args, prog="python -m scripts.tokenize", config=(tyro.conf.FlagCreatePairsOff,)
-        )
-        options.check()
-        print(tokenize(options))
-    except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+    """Exit status: 0, 2 for a user's mistake, or 130 after Ctrl-C."""
+    return run_command(
+        run,
+        Options,
+        "python -m scripts.tokenize",
+        args,
+        markers=(tyro.conf.FlagCreatePairsOff,),
+        interrupted="error: interrupted; run the same command again to resume",
+    )
 
 
 if __name__ == "__main__":

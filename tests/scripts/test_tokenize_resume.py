@@ -10,19 +10,18 @@ import sys
 
 import pytest
 
-from scripts import tokenize as command
 from tests.support.paths import ROOT
 from tests.support.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
-from train.tokenizing import encoder
+from train.tokenizing import encoder, writer
 
 pytestmark = pytest.mark.usefixtures("cache")
 GROUP, CHECKPOINT = 1500, 400
 # The command, stopped by a signal to itself when it writes the n-th document.
 STOPPED = f"""
 import os, sys, time
-import train.tokenizing.encoder as encoder, scripts.tokenize as command
-encoder.GROUP_BYTES, command.CHECKPOINT_TOKENS = {GROUP}, {CHECKPOINT}
-left, number, add = int(sys.argv[1]), int(sys.argv[2]), command.StoreWriter.add
+import train.tokenizing.encoder as encoder, train.tokenizing.writer as writer, scripts.tokenize as command
+encoder.GROUP_BYTES, writer.CHECKPOINT_TOKENS = {GROUP}, {CHECKPOINT}
+left, number, add = int(sys.argv[1]), int(sys.argv[2]), writer.StoreWriter.add
 def stop(self, *args):
     global left
     left -= 1
@@ -30,7 +29,7 @@ def stop(self, *args):
         os.kill(os.getpid(), number)
         time.sleep(0.01)
     add(self, *args)
-command.StoreWriter.add = stop
+writer.StoreWriter.add = stop
 sys.exit(command.main(sys.argv[3:]))
 """
 
@@ -38,7 +37,7 @@ sys.exit(command.main(sys.argv[3:]))
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(encoder, "GROUP_BYTES", GROUP)
-    monkeypatch.setattr(command, "CHECKPOINT_TOKENS", CHECKPOINT)
+    monkeypatch.setattr(writer, "CHECKPOINT_TOKENS", CHECKPOINT)
 
 
 def stopped(after, number, *args):
@@ -106,9 +105,9 @@ def test_killed_and_given_again(tmp_path, tokenizer, capsys, source, stops):
     for number in stops:
         code, err = stopped(100, number, "--out", out, *args)
         assert code == (-number if number == signal.SIGKILL else 130) and not (out / "manifest.json").exists()
-        assert number == signal.SIGKILL or ("interrupted; the same command goes on" in err and "Traceback" not in err)
+        assert number == signal.SIGKILL or ("run the same command again to resume" in err and "Traceback" not in err)
     code, _, err = run(capsys, "--out", out, *args)
-    done = int(err.split("going on after ")[1].split()[0])
+    done = int(err.split("resuming after ")[1].split()[0])
     assert code == 0 and 70 * len(stops) < done < 130 * len(stops), "little is done twice"
     assert content(out) == content(tmp_path / "whole")
 
@@ -129,9 +128,9 @@ def test_a_full_disk(tmp_path, tokenizer, capsys):
         check=False,
     )
     assert process.returncode == 2 and "error: cannot write" in process.stderr and "Traceback" not in process.stderr
-    assert "File too large; give another --out" in process.stderr, "room would not help"
+    assert "File too large; choose another --out" in process.stderr, "room would not help"
     code, _, err = run(capsys, "--out", tmp_path / "out", *args)
-    assert code == 0 and "going on after" in err
+    assert code == 0 and "resuming after" in err
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -149,13 +148,13 @@ def test_a_row_that_cannot_be_read_and_other_settings_lose_nothing(tmp_path, tok
     code, _, err = run(capsys, *args)
     assert code == 2 and "row 250: messages must be a list, not str" in err and "Traceback" not in err
     code, _, err = run(capsys, *args, "--shard-tokens", 1000)
-    assert code == 2 and "unfinished work of other settings (shard_tokens (was 134217728, now 1000) differ)" in err
+    assert code == 2 and "shard_tokens (was 134217728, now 1000)" in err
     jsonl(file, rows)
     os.utime(file, ns=(changed, changed))
     code, _, err = run(capsys, *args)
-    assert code == 0 and "going on after 2" in err
+    assert code == 0 and "resuming after 2" in err
     jsonl(file, broken)
     assert run(capsys, *args, "--overwrite")[0] == 2
     jsonl(file, rows)
     code, _, err = run(capsys, *args, "--shard-tokens", 1000, "--overwrite")
-    assert code == 0 and "going on after" not in err
+    assert code == 0 and "resuming after" not in err

@@ -262,10 +262,8 @@ def test_a_report_of_nothing_is_an_error(tmp_path, capsys):
     ],
 )
 def test_delay_of_a_layout(layout, delay):
-    assert (
-        delay_of(make_schedule(find_recipe("tiny", "configs.ablations", Grid).base.model.replace(layout=layout)))
-        == delay
-    )
+    model = find_recipe("tiny", "configs.ablations", Grid).base.model
+    assert delay_of(make_schedule(model.replace(layout=layout))) == delay
 
 
 # The probe.
