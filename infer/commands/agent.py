@@ -1,6 +1,7 @@
 """python -m infer agent: lets a model work on a task with tests until they pass, and tells where the time went."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -16,15 +17,14 @@ from infer.agent.client import Model, OwnServer
 from infer.agent.loop import Run, Turn, Workspace, check_start, solve
 from infer.agent.report import conditions, projection, record, split_table, turn_line
 from infer.agent.task import Task, load_task
-from infer.engine.options import Compute, Dtype
+from infer.engine.options import EngineOptions, Integer
 from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError
 
 KEY = "OPENAI_API_KEY"
 RUNS = Path("runs/agent")
-SERVING = ("backend", "devices", "threads", "lanes", "dtype", "compute")  # options that `infer serve` has too
+NO_ENGINE = EngineOptions(checkpoint="")
 
-Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -44,10 +44,8 @@ class Options:
     """Key for that server; the environment variable OPENAI_API_KEY does the same, and does not show in lists of
     processes.
     """
-    checkpoint: str = ""
-    """Or start our own server for this: HF folder, training run, or a recipe as `python -m train` takes it, which gets
-    random weights.
-    """
+    engine: tyro.conf.OmitArgPrefixes[EngineOptions] = NO_ENGINE
+    """Or start our own server, `infer serve`, with --checkpoint and these options."""
     mode: Literal["auto", "chat", "completion"] = "auto"
     """chat: the model is asked in messages. completion: it continues a text. auto: chat, unless our server says that
     the model cannot.
@@ -74,18 +72,6 @@ class Options:
     """
     json: File = None
     """Record of the run; by default record.json in the workspace."""
-    backend: str = "auto"
-    """With --checkpoint: cuda, hip, cpu or xla; auto takes the first of them that is available."""
-    devices: int = 1
-    """With --checkpoint: devices that the lanes are spread over; where there is no GPU the CPU is split into as many.
-    """
-    threads: Integer = None
-    """With --checkpoint: worker threads of backend cpu; by default one per core that this process may use."""
-    lanes: Integer = None
-    """With --checkpoint: cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Dtype = None
-    """With --checkpoint: convert the weights; without it they stay as stored."""
-    compute: Compute = None
 
 
 def run(options: Options) -> int:
@@ -102,20 +88,18 @@ def run(options: Options) -> int:
         judge = stack.enter_context(Judge(options.sandbox, workers=1))
         workspace = Workspace(task, folder / "files")
         check_start(workspace, judge, options.test_seconds)
-        if options.checkpoint:  # last: it takes long
+        if options.engine.checkpoint:  # last: it takes long
             model = own_model(options, folder, stack)
         return work(options, task, workspace, model, judge, folder)
 
 
 def check(options: Options) -> None:
     """Raises ConfigError for what cannot be meant."""
-    if bool(options.base_url) == bool(options.checkpoint):
+    if bool(options.base_url) == bool(options.engine.checkpoint):
         raise ConfigError("give either --base-url, a server's, or --checkpoint, which starts our own")
-    defaults = {name: Options.__dataclass_fields__[name].default for name in SERVING}
-    given = [name for name in SERVING if getattr(options, name) != defaults[name]]
-    if options.base_url and given:
-        raise ConfigError(f"--{given[0]} goes with --checkpoint: a server that runs has its own")
-    if options.checkpoint and (options.model or options.api_key):
+    if options.base_url and (given := changed(options.engine)):
+        raise ConfigError(f"--{next(iter(given))} goes with --checkpoint: a server that runs has its own")
+    if options.engine.checkpoint and (options.model or options.api_key):
         raise ConfigError(
             f"--{'model' if options.model else 'api-key'} goes with --base-url: our own server has one model and its"
             " own key"
@@ -126,6 +110,12 @@ def check(options: Options) -> None:
     for name in ("test_seconds", "timeout"):
         if not 0 < getattr(options, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give seconds, more than 0")
+
+
+def changed(options: EngineOptions) -> dict[str, Any]:
+    """The options that were given: name -> value."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(NO_ENGINE, name)}
 
 
 def find_workspace(options: Options, task: Task) -> Path:
@@ -146,11 +136,10 @@ def find_workspace(options: Options, task: Task) -> Path:
 
 def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Model:
     """The checkpoint on a server of our own, which lives as long as `stack`."""
-    given = [(name, getattr(options, name)) for name in SERVING]
-    args = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
-    args += ["--checkpoint", options.checkpoint, "--timeout", f"{options.timeout:g}"]
+    args = [word for name, value in changed(options.engine).items() for word in (f"--{name}", str(value))]
+    args += ["--timeout", f"{options.timeout:g}"]
     server = stack.enter_context(OwnServer(args, folder / "server.log"))
-    print(f"loading {options.checkpoint} (log in {folder / 'server.log'})", file=sys.stderr)
+    print(f"loading {options.engine.checkpoint} (log in {folder / 'server.log'})", file=sys.stderr)
     return Model(server.wait(), server.key, "", options.mode, options.timeout)
 
 

@@ -2,6 +2,7 @@
 trace.
 """
 
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -16,16 +17,15 @@ from infer.bench import record as bench_record
 from infer.bench import table as bench_table
 from infer.bench.latency import Case, Measured, measure
 from infer.engine.engine import Engine
-from infer.engine.job import show_log, speaks, take_devices
-from infer.engine.options import Compute, Distributed, Dtype
-from infer.engine.sources import is_recipe, model_config, open_engine
+from infer.engine.job import is_first_process, open_engine, show_log, take_devices
+from infer.engine.options import Integer, JobEngineOptions
+from infer.engine.sources import is_recipe, model_config
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
 
 USUAL_OUTPUT = 2048
 TRACED = 32  # tokens of the traced run
 
-Optional = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -35,14 +35,8 @@ class Options:
     output.
     """
 
-    checkpoint: str = ""
-    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random
-    weights.
-    """
-    backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available. cuda-graph and cuda-graph-overlap are
-    there to compare with: the kernels of cuda, one launch for each op.
-    """
+    engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
+    """What is measured."""
     compare: str = ""
     """Several backends instead, as in cpu,xla: a run of each in turn, in one process, with the same prompts."""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()
@@ -51,7 +45,7 @@ class Options:
     """
     context: str = "512"
     """Prompt lengths in tokens, as in 128,512,4096: a record for each."""
-    output_tokens: Optional = None
+    output_tokens: Integer = None
     """Tokens to generate in each run; by default 2048, or as many as the model's context has room for."""
     runs: int = 10
     """Measured runs."""
@@ -59,18 +53,8 @@ class Options:
     """Runs of full length before them, which do not count."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
     """How tokens are chosen; the seed is that of the prompts too."""
-    tokens_per_dispatch: Optional = None
+    tokens_per_dispatch: Integer = None
     """Tokens between two looks of the host, 1 for a host time of each; by default the engine's choice."""
-    dtype: Dtype = None
-    """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
-    compute: Compute = None
-    threads: Optional = None
-    """Workers of backend cpu; by default one per core that may be used."""
-    devices: int = 1
-    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
-    distributed: Distributed = False
-    lanes: Optional = None
-    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
     bandwidth_spec: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None
     """Memory bandwidth of one device as its maker specifies it, 10^9 bytes per second; for the share of it that is
     used.
@@ -85,21 +69,21 @@ class Options:
 
 def run(options: Options) -> int:
     show_log()
-    if bool(options.table) == bool(options.checkpoint):
+    if bool(options.table) == bool(options.engine.checkpoint):
         raise ConfigError("give either --checkpoint, to measure, or --table, to print records")
     if options.table:
         print(bench_table.markdown([record for path in options.table for record in bench_record.read(path)]))
         return 0
     check(options)
-    take_devices(options.devices, options.distributed)
-    wanted = cases(options, model_config(options.checkpoint, options.lanes).max_position_embeddings)
+    take_devices(options.engine)
+    wanted = cases(options, model_config(options.engine.checkpoint, options.engine.lanes).max_position_embeddings)
     engines = open_engines(options)
     records, measured = [], []
     for case in wanted:
         found = measure(engines, case, say)
         records += make_records(options, found)
         measured += found
-        if options.json and speaks():  # after each case: a later one may be interrupted
+        if options.json and is_first_process():  # after each case: a later one may be interrupted
             bench_record.write(options.json, records, measured)
     print(bench_table.terminal(records))
     if options.layouts:
@@ -117,22 +101,23 @@ def check(options: Options) -> None:
         raise ConfigError(
             f"--bandwidth-spec {options.bandwidth_spec}: give 10^9 bytes per second of one device, as in 4800"
         )
-    if options.compare and options.backend != "auto":
+    if options.compare and options.engine.backend != "auto":
         raise ConfigError("give --backend, or several with --compare, not both")
     names = backends(options)
     if len(set(names)) < len(names):
         raise ConfigError(f"--compare {options.compare}: name each backend once")
     if options.layouts:
-        if not is_recipe(options.checkpoint):
+        if not is_recipe(options.engine.checkpoint):
             raise ConfigError(
                 "--layouts is for recipes, whose weights are random: a trained model is right under its own layout only"
             )
         if len(set(options.layouts)) < len(options.layouts):
             raise ConfigError(f"--layouts {' '.join(options.layouts)}: name each layout once")
         for layout in options.layouts:
-            model_config(options.checkpoint).replace(layout=layout)
-    if options.threads is not None and options.compare and "cpu" not in names:
-        raise ConfigError(f"--threads {options.threads}: only backend cpu has threads to set")
+            model_config(options.engine.checkpoint).replace(layout=layout)
+    threads = options.engine.threads
+    if threads is not None and options.compare and "cpu" not in names:
+        raise ConfigError(f"--threads {threads}: only backend cpu has threads to set")
     if options.trace and set(names) == {"xla"}:
         raise ConfigError("--trace: backend xla writes no spans, the others do")
     if options.json and options.json.suffix != ".json":
@@ -145,7 +130,7 @@ def check(options: Options) -> None:
 
 def backends(options: Options) -> list[str]:
     """The backends to measure, by name."""
-    return options.compare.split(",") if options.compare else [options.backend]
+    return options.compare.split(",") if options.compare else [options.engine.backend]
 
 
 def cases(options: Options, context: int) -> list[Case]:
@@ -172,19 +157,8 @@ def open_engines(options: Options) -> list[Engine]:
     """
     made = []
     for layout, name in itertools.product(options.layouts or (None,), backends(options)):
-        threads = options.threads if not options.compare or name == "cpu" else None
-        made.append(
-            open_engine(
-                options.checkpoint,
-                name,
-                dtype=options.dtype,
-                compute=options.compute,
-                devices=options.devices,
-                lanes=options.lanes,
-                threads=threads,
-                layout=layout,
-            )
-        )
+        threads = options.engine.threads if not options.compare or name == "cpu" else None
+        made.append(open_engine(dataclasses.replace(options.engine, backend=name, threads=threads), layout))
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace: backend {made[0].backend} writes no spans, the others do")
     return made
@@ -209,7 +183,7 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
         records.append(
             bench_record.make_record(
                 one,
-                random_weights=is_recipe(options.checkpoint),
+                random_weights=is_recipe(options.engine.checkpoint),
                 bandwidth_spec=spec,
                 notes=notes,
                 beside=None if one is reference else reference,
@@ -225,7 +199,7 @@ def trace(path: Path, engine: Engine, case: Case) -> None:
     try:
         prompt = case.prompt(0, engine.config.vocab_size)
         list(engine.generate(prompt, max_new_tokens=tokens, sampling=case.sampling, stop_tokens=()))
-        count = write_perfetto(path, engine.session) if speaks() else 0
+        count = write_perfetto(path, engine.session) if is_first_process() else 0
     finally:
         engine.session.trace(0)
     say(f"{path}: {count:,} spans of a prompt of {case.prompt_tokens} and {tokens} tokens, for ui.perfetto.dev")
@@ -233,5 +207,5 @@ def trace(path: Path, engine: Engine, case: Case) -> None:
 
 def say(line: str) -> None:
     """Progress."""
-    if speaks():
+    if is_first_process():
         print(line, file=sys.stderr, flush=True)

@@ -14,11 +14,10 @@ import tyro
 from infer.bench.latency import weight_bytes
 from infer.engine.engine import Engine
 from infer.engine.generation import Generation, Result
-from infer.engine.job import show_log, speaks, take_devices
-from infer.engine.options import Compute, Distributed, Dtype
+from infer.engine.job import is_first_process, open_engine, show_log, take_devices
+from infer.engine.options import JobEngineOptions
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
-from laneformer.precision import Precision
 from laneformer.weights import kv_bytes_per_token
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -30,8 +29,8 @@ class Options:
     standard error.
     """
 
-    checkpoint: Path
-    """HF folder (config.json + safetensors), training run, or one step of a run."""
+    engine: tyro.conf.OmitArgPrefixes[JobEngineOptions]
+    """What generates."""
     prompt: str = ""
     """Text to continue; - reads it from standard input."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -46,20 +45,6 @@ class Options:
     """End the text before this string; may be repeated."""
     ignore_eos: bool = False
     """Go on after the model's end-of-text token."""
-    backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available. `bench --help` says what others are there
-    to compare with.
-    """
-    devices: int = 1
-    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
-    distributed: Distributed = False
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Worker threads of backend cpu; by default one per core that this process may use."""
-    lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Dtype = None
-    """Convert the weights; without it they stay as stored."""
-    compute: Compute = None
     top_logprobs: int = 0
     """With --json: tell so many of the most likely tokens at each position, up to 20, with their log-probabilities."""
     json: bool = False
@@ -71,16 +56,8 @@ def run(options: Options) -> int:
     if options.top_logprobs and not options.json:
         raise ConfigError("--top-logprobs goes with --json")
     prompt = read_prompt(options)
-    take_devices(options.devices, options.distributed)
-    engine = Engine.load(
-        options.checkpoint,
-        options.backend,
-        dtype=options.dtype,
-        devices=options.devices,
-        num_lanes=options.lanes,
-        precision=None if options.compute is None else Precision(compute=options.compute),
-        **({} if options.threads is None else {"threads": options.threads}),
-    )
+    take_devices(options.engine)
+    engine = open_engine(options.engine)
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(
         prompt,
@@ -101,7 +78,7 @@ def run(options: Options) -> int:
         print(json.dumps(report(engine, options, result, compiled), ensure_ascii=False))
     else:
         print(file=sys.stdout, flush=True)
-        if speaks():
+        if is_first_process():
             print(summary(engine, options, result), file=sys.stderr)
     return 130 if result.finish_reason == "cancelled" else 0
 

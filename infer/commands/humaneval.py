@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infer.engine.engine import Engine
-from infer.engine.job import follow, lead, show_log, speaks, take_devices
-from infer.engine.options import Compute, Distributed, Dtype
+from infer.engine.job import follow, is_first_process, lead, open_engine, show_log, take_devices
+from infer.engine.options import Integer, JobEngineOptions
 from infer.evaluate.humaneval import Report, data_report, generate, generation_settings, score
 from infer.evaluate.problems import ProblemSet, load_problems
 from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
@@ -21,7 +20,6 @@ from infer.sampling import Sampling
 from infer.text.chat_template import ChatTemplate
 from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
 from laneformer.errors import ConfigError, InputError
-from laneformer.precision import Precision
 
 OPTIONAL = {"metavar": "FILE"}
 
@@ -36,8 +34,8 @@ class Options:
     """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval,
     humaneval+, mbpp, mbpp-sanitized, mbpp+ to have `datasets` download them.
     """
-    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """HF folder (config.json + safetensors), training run, or one step of a run. Without it nothing is generated."""
+    engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
+    """What generates the samples; without --checkpoint nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Samples as JSON lines: task_id, and completion or solution. With --checkpoint they are written there; default:
     beside the report.
@@ -50,27 +48,17 @@ class Options:
     """Template for --mode chat instead of the checkpoint's."""
     samples_per_problem: int = 1
     """Samples of each problem; pass@k is given for k = 1, 10, 100 as far as there are so many."""
-    limit: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    limit: Integer = None
     """Only the first so many problems."""
     max_new_tokens: int = 768
     """Tokens of a sample at most; the context ends it too."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
     """How tokens are chosen (infer/sampling.py has the definition)."""
-    backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
-    devices: int = 1
-    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
-    distributed: Distributed = False
-    lanes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Dtype = None
-    """Convert the weights; without it they stay as stored."""
-    compute: Compute = None
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
     """How programs are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
     limits; only inside a virtual machine.
     """
-    workers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    workers: Integer = None
     """Programs that run at a time; default: one per core."""
     generate_only: bool = False
     """Write the samples and do not run them."""
@@ -79,10 +67,10 @@ class Options:
 def run(options: Options) -> int:
     show_log()
     check(options)
-    if options.checkpoint is not None:
-        take_devices(options.devices, options.distributed)
-        if not speaks():
-            return follow(open_engine(options))
+    if options.engine.checkpoint:
+        take_devices(options.engine)
+        if not is_first_process():
+            return follow(open_engine(options.engine))
     problems = load_problems(options.data)
     chosen = problems if options.limit is None else problems.first(options.limit)
     samples_path, report_path = paths(options, problems)
@@ -91,7 +79,7 @@ def run(options: Options) -> int:
         print(f"{samples_path}: {len(samples)} samples")
         return 0
     with Judge(options.sandbox, options.workers) as judge:
-        if options.checkpoint is None:
+        if not options.engine.checkpoint:
             samples, settings = read_samples(samples_path, problems), None
             if settings_path(samples_path).exists():
                 settings = json.loads(settings_path(samples_path).read_text(encoding="utf-8"))
@@ -112,15 +100,14 @@ def run(options: Options) -> int:
 
 def check(options: Options) -> None:
     """ConfigError for options that do not go together."""
-    if options.checkpoint is None and options.samples is None:
+    if not options.engine.checkpoint and options.samples is None:
         raise ConfigError("give --checkpoint to generate samples, --samples to score some, or both")
-    for name in ("generate_only", "distributed"):
-        if options.checkpoint is None and getattr(options, name):
-            raise ConfigError(f"--{name.replace('_', '-')} needs --checkpoint")
+    for name, given in (("generate-only", options.generate_only), ("distributed", options.engine.distributed)):
+        if given and not options.engine.checkpoint:
+            raise ConfigError(f"--{name} needs --checkpoint")
     if options.chat_template is not None and options.mode != "chat":
         raise ConfigError("--chat-template goes with --mode chat")
-    if options.devices < 1:
-        raise ConfigError(f"--devices {options.devices}: give at least 1")
+    options.engine.check()
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit}: give at least 1")
 
@@ -132,20 +119,9 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
         samples = (
             report.with_suffix(".samples.jsonl")
             if report
-            else Path(f"{options.checkpoint.absolute().name}-{problems.kind}.jsonl")
+            else Path(f"{Path(options.engine.checkpoint).absolute().name}-{problems.kind}.jsonl")
         )
     return samples, report or samples.with_suffix(".report.json")
-
-
-def open_engine(options: Options) -> Engine:
-    return Engine.load(
-        options.checkpoint,
-        options.backend,
-        dtype=options.dtype,
-        devices=options.devices,
-        num_lanes=options.lanes,
-        precision=None if options.compute is None else Precision(compute=options.compute),
-    )
 
 
 def written(
@@ -154,13 +130,11 @@ def written(
     """The samples in the file, after those were generated that it lacked of the chosen problems; and how they
     are made.
     """
-    weights = newest_step(options.checkpoint) if complete_steps(options.checkpoint) else options.checkpoint
-    engine = open_engine(options)
-    chat = (
-        ChatTemplate.load(checkpoint_files(options.checkpoint), options.chat_template)
-        if options.mode == "chat"
-        else None
-    )
+    checkpoint = Path(options.engine.checkpoint)
+    weights = newest_step(checkpoint) if complete_steps(checkpoint) else checkpoint
+    engine = open_engine(options.engine)
+    is_chat = options.mode == "chat"
+    chat = ChatTemplate.load(checkpoint_files(checkpoint), options.chat_template) if is_chat else None
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
     with lead(engine), SampleFile(path, settings, problems) as file:

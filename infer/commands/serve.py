@@ -14,10 +14,9 @@ from typing import Annotated
 
 import tyro
 
-from infer.engine.options import Compute, Distributed, Dtype
+from infer.engine.options import Integer, JobEngineOptions
 from laneformer.errors import ConfigError
 
-Optional = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 KEY = "LANEFORMER_API_KEY"
 
@@ -28,10 +27,8 @@ class Options:
     details.
     """
 
-    checkpoint: str
-    """HF folder, training run or one step of a run; or a recipe as `python -m train` takes it, which gets random
-    weights.
-    """
+    engine: tyro.conf.OmitArgPrefixes[JobEngineOptions]
+    """What answers."""
     host: str = "127.0.0.1"
     """Address to listen on. Others than this machine's own need a key."""
     port: int = 8000
@@ -52,19 +49,7 @@ class Options:
     """Seconds for a request, its time in the queue included."""
     stream_interval_ms: float = 0.0
     """Milliseconds between two events of a stream at least: fewer and larger ones."""
-    backend: str = "auto"
-    """cuda, hip, cpu or xla; auto takes the first of them that is available."""
-    devices: int = 1
-    """Devices that the lanes are spread over; where there is no GPU the CPU is split into as many."""
-    distributed: Distributed = False
-    threads: Optional = None
-    """Worker threads of backend cpu; by default one per core that this process may use."""
-    lanes: Optional = None
-    """Cut a dense checkpoint into so many lanes. A Laneformer has its own number."""
-    dtype: Dtype = None
-    """Convert the weights; without it they stay as stored, and those of a recipe are bfloat16."""
-    compute: Compute = None
-    tokens_per_dispatch: Optional = None
+    tokens_per_dispatch: Integer = None
     """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's
     choice.
     """
@@ -78,23 +63,12 @@ def run(options: Options) -> int:
         from infer.serve.engine import EngineProcess, Limits
         from infer.serve.guard import is_loopback
         from infer.serve.metrics import Metrics
-        from infer.serve.worker import EngineOptions, follow
+        from infer.serve.worker import ServedModel, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)
-    engine_options = EngineOptions(
-        options.checkpoint,
-        options.backend,
-        options.dtype,
-        options.compute,
-        options.devices,
-        options.distributed,
-        options.lanes,
-        options.threads,
-        None if options.chat_template is None else str(options.chat_template),
-    )
-    if options.distributed and not _is_first():
-        return follow(engine_options)
+    if options.engine.distributed and not _is_first():
+        return follow(options.engine)
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
         raise ConfigError(
@@ -105,8 +79,9 @@ def run(options: Options) -> int:
     logging.getLogger("infer").setLevel(logging.INFO)
     metrics = Metrics()
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
-    engine = EngineProcess(engine_options, limits, metrics, end=lambda: setattr(server, "should_exit", True))
-    name = options.model_name or Path(options.checkpoint.rsplit(":", 1)[-1]).absolute().name
+    model = ServedModel(options.engine, options.chat_template)
+    engine = EngineProcess(model, limits, metrics, end=lambda: setattr(server, "should_exit", True))
+    name = options.model_name or Path(options.engine.checkpoint.rsplit(":", 1)[-1]).absolute().name
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -151,7 +126,8 @@ def check(options: Options) -> None:
     """Raises ConfigError for what would fail only with the first request, or cannot be meant."""
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: give a number from 1 to 65535, or 0 for any free port")
-    for name, least in (("max_waiting", 0), ("devices", 1), ("stream_interval_ms", 0), ("tokens_per_dispatch", 1)):
+    options.engine.check()
+    for name, least in (("max_waiting", 0), ("stream_interval_ms", 0), ("tokens_per_dispatch", 1)):
         value = getattr(options, name)
         if value is not None and not value >= least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {least}")

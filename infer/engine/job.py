@@ -1,4 +1,4 @@
-"""What the commands do before they open an engine."""
+"""What the commands do around an engine: open it, and start, lead or follow the processes of a job."""
 
 import contextlib
 import logging
@@ -9,52 +9,78 @@ from collections.abc import Iterator
 import jax
 
 from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions, JobEngineOptions
+from infer.engine.sources import RandomSource, is_recipe, model_config
 from laneformer.errors import ConfigError
-from laneformer.mesh import use_host_devices
+from laneformer.mesh import make_mesh, use_host_devices
+from laneformer.precision import Precision
 from laneformer.processes import GroupError, join_job
 
 
 def show_log() -> None:
-    """What the engine says of its choices goes to standard error."""
+    """Sends the engine's log messages, such as the backend that auto chose, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("infer", "laneformer"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger().handlers = []  # one that an imported library made would print each line again
+    logging.getLogger().handlers = []  # a handler that an imported library installed would print each line twice
 
 
-def take_devices(count: int, distributed: bool = False) -> None:
-    """Splits the CPU into so many devices, for where there is no GPU; or joins the other processes of the job that the
-    devices belong to.
+def take_devices(options: JobEngineOptions) -> None:
+    """Splits the CPU into as many devices as asked for, for machines without a GPU; with `distributed` joins the other
+    processes of the job instead.
 
     Call before the first JAX operation. Raises ConfigError.
     """
-    if count < 1:
-        raise ConfigError(f"--devices {count}: give at least 1")
-    if distributed:
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and nobody here asks it
+    options.check()
+    if options.distributed:
+        jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and nothing here uses it
         join_job()
-        if count < jax.process_count():
+        if options.devices < jax.process_count():
             raise ConfigError(
-                f"--devices {count}: each of the job's {jax.process_count()} processes needs one, so give the number of"
-                " all their GPUs"
+                f"--devices must be at least {jax.process_count()}, one for each process of the job, got"
+                f" {options.devices}"
             )
-        if not speaks():
+        if not is_first_process():
             logging.disable(logging.INFO)
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for the rest of the process
-    elif count > 1:
-        use_host_devices(count)
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the process ends
+    elif options.devices > 1:
+        use_host_devices(options.devices)
 
 
-def speaks() -> bool:
-    """Whether this process tells the user what all processes of the job have done."""
+def is_first_process() -> bool:
+    """Whether this is the process of the job that takes the requests and prints the output."""
     return jax.process_index() == 0
+
+
+def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
+    """An engine for a checkpoint, or for the model of a recipe with random weights.
+
+    layout: for a recipe, instead of its own. Raises ConfigError or CheckpointError.
+    """
+    precision = None if options.compute is None else Precision(compute=options.compute)
+    threads = {} if options.threads is None else {"threads": options.threads}
+    if not is_recipe(options.checkpoint):
+        return Engine.load(
+            options.checkpoint,
+            options.backend,
+            dtype=options.dtype,
+            devices=options.devices,
+            num_lanes=options.lanes,
+            precision=precision,
+            **threads,
+        )
+    config = model_config(options.checkpoint, options.lanes)
+    config = config if layout is None else config.replace(layout=layout)
+    mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
+    source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision)
+    return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **threads)
 
 
 @contextlib.contextmanager
 def lead(engine: Engine) -> Iterator[None]:
-    """What the process does that speaks, with what it generates. Raises ConfigError if another one is lost."""
+    """The block in which the first process generates. Raises ConfigError if it loses another process."""
     try:
         with engine.leading():
             yield
@@ -63,7 +89,7 @@ def lead(engine: Engine) -> Iterator[None]:
 
 
 def follow(engine: Engine) -> int:
-    """What the others do: they generate with the first one until that has done. Raises ConfigError if it has gone."""
+    """Generates in step with the first process until it is done; the exit code. Raises ConfigError if it is lost."""
     try:
         engine.follow()
     except GroupError as error:

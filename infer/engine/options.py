@@ -1,24 +1,44 @@
-"""Options that several commands take, with their one help text."""
+"""The options of an engine, the same in every command. Imports no JAX: the server's web process uses them too."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-Distributed = Annotated[
-    bool,
-    tyro.conf.arg(
-        help=(
-            "Join the other processes of the job, one for each GPU: all run the same command, --devices counts the GPUs"
-            " of all, and the first process speaks for them."
-        )
-    ),
-]
-_DTYPES = {"metavar": "{float32,bfloat16,float16}"}
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(**_DTYPES)]
-Compute = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    tyro.conf.arg(
-        help="Dtype of what is multiplied, sums are float32; without it the weights' dtype, on a CPU float32.",
-        **_DTYPES,
-    ),
-]
+from laneformer.errors import ConfigError
+
+Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """A model and what runs it; opened by `infer.engine.job.open_engine`."""
+
+    checkpoint: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """HF folder, training run or one step of a run; or a recipe of `python -m train`, for random weights."""
+    backend: str = "auto"
+    """cuda, hip, cpu, xla, or auto for the first available; cuda-graph(-overlap): one launch per op, to compare."""
+    devices: int = 1
+    """Devices to spread the lanes over; without a GPU the CPU is split into as many."""
+    threads: Integer = None
+    """Worker threads of backend cpu; by default one per core that this process may use."""
+    lanes: Integer = None
+    """Cut a dense checkpoint into this many lanes; the number is fixed for a Laneformer."""
+    dtype: Dtype = None
+    """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
+    compute: Dtype = None
+    """Dtype that is multiplied, sums are float32; by default that of the weights, on a CPU float32."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that no engine accepts."""
+        if self.devices < 1:
+            raise ConfigError(f"--devices must be at least 1, got {self.devices}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEngineOptions(EngineOptions):
+    """The same for a command that several processes may run together."""
+
+    distributed: bool = False
+    """Join the job's other processes, one per GPU, with the same command; --devices counts the GPUs of all."""

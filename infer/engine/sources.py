@@ -13,11 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from configs.models import MODELS
-from infer.engine.engine import Engine
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, call_recipe
-from laneformer.mesh import make_mesh, sharding
+from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
@@ -93,32 +92,3 @@ def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
     if lanes is not None:
         raise ConfigError("--lanes is for dense checkpoints: a recipe has its own number")
     return recipe_config(checkpoint)
-
-
-def open_engine(
-    checkpoint: str,
-    backend: str,
-    *,
-    dtype: str | None = None,
-    compute: str | None = None,
-    devices: int = 1,
-    lanes: int | None = None,
-    threads: int | None = None,
-    layout: str | None = None,
-) -> Engine:
-    """An engine for a checkpoint or a recipe. threads: of backend cpu, which by default takes all cores. layout: for a
-    recipe's weights.
-
-    Raises ConfigError or CheckpointError.
-    """
-    precision = None if compute is None else Precision(compute=compute)
-    options = {} if threads is None else {"threads": threads}
-    if not is_recipe(checkpoint):
-        return Engine.load(
-            checkpoint, backend, dtype=dtype, devices=devices, num_lanes=lanes, precision=precision, **options
-        )
-    config = model_config(checkpoint, lanes)
-    config = config if layout is None else config.replace(layout=layout)
-    mesh = make_mesh(config.num_lanes, lane=devices) if devices != 1 else None
-    source = RandomSource(config, dtype or "bfloat16", mesh=mesh, precision=precision)
-    return Engine(source, backend, name=checkpoint.rsplit(":", 1)[-1], **options)

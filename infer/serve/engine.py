@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from infer.serve import worker
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import NESTED, ApiError, Call
-from infer.serve.worker import End, EngineOptions, Order, Question, Token
+from infer.serve.worker import End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
@@ -91,9 +91,9 @@ class EngineProcess:
     loop.
     """
 
-    def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics, end: Callable[[], None]):
+    def __init__(self, model: ServedModel, limits: Limits, metrics: Metrics, end: Callable[[], None]):
         """end: called when there is no way on; `failure` then says why."""
-        self.limits, self._options, self._metrics, self._end = limits, options, metrics, end
+        self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
         self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
         self.facts: dict[str, Any] = {}
         """What the engine says of itself: name, conditions, chat, fingerprint."""
@@ -110,7 +110,7 @@ class EngineProcess:
         )  # a fork would copy threads' locks and whatever the devices' libraries hold
         self._connection, child = context.Pipe()
         self._process = context.Process(
-            target=worker.main, args=(child, self._options), name="laneformer-engine", daemon=True
+            target=worker.main, args=(child, self._model), name="laneformer-engine", daemon=True
         )
         handler = signal.signal(
             signal.SIGINT, signal.SIG_IGN
@@ -329,7 +329,7 @@ class EngineProcess:
         if self.state != "ready":
             self._give_up(f"{message} while it loaded the model; what it wrote before says more")
             return
-        if self._options.distributed:
+        if self._model.distributed:
             self._give_up(f"{message}; the job's other processes cannot go on without it: start all of them again")
             return
         log.error("%s; starting it again", message)

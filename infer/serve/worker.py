@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from infer.engine.options import JobEngineOptions
 from infer.serve.protocol import NESTED
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
@@ -35,18 +36,12 @@ END_SECONDS = 10.0  # for processes of a job to end together
 LOWEST = -9999.0  # JSON has no minus infinity
 
 
-class EngineOptions(NamedTuple):
-    """What to load, and how; see infer/commands/serve.py."""
+class ServedModel(NamedTuple):
+    """What the process loads."""
 
-    checkpoint: str
-    backend: str
-    dtype: str | None
-    compute: str | None
-    devices: int
-    distributed: bool
-    lanes: int | None
-    threads: int | None
-    chat_template: str | None
+    engine: JobEngineOptions
+    chat_template: Path | None
+    """Instead of the checkpoint's."""
 
 
 class Question(NamedTuple):
@@ -106,45 +101,36 @@ class End(NamedTuple):
     total_time: float
 
 
-def main(connection: Connection, options: EngineOptions) -> None:
+def main(connection: Connection, model: ServedModel) -> None:
     """The process. It ends when the other end of the pipe is closed."""
     from infer.engine import job
 
     began = time.perf_counter()
     try:
-        engine = _open(options)
+        engine = _open(model.engine)
         with job.lead(engine):
-            _serve(connection, engine, options, began)
+            _serve(connection, engine, model, began)
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
 
 
-def follow(options: EngineOptions) -> int:
+def follow(options: JobEngineOptions) -> int:
     """What the other processes of a job do: the engine answers in all of them."""
     from infer.engine import job
 
     return job.follow(_open(options))
 
 
-def _open(options: EngineOptions) -> "Engine":
-    from infer.engine.job import show_log, take_devices
-    from infer.engine.sources import open_engine
+def _open(options: JobEngineOptions) -> "Engine":
+    from infer.engine.job import open_engine, show_log, take_devices
 
     show_log()
     say_errors_once()
-    take_devices(options.devices, options.distributed)
-    return open_engine(
-        options.checkpoint,
-        options.backend,
-        dtype=options.dtype,
-        compute=options.compute,
-        devices=options.devices,
-        lanes=options.lanes,
-        threads=options.threads,
-    )
+    take_devices(options)
+    return open_engine(options)
 
 
-def _serve(connection: Connection, engine: "Engine", options: EngineOptions, began: float) -> None:
+def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: float) -> None:
     """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and
     cannot be used.
     """
@@ -153,14 +139,15 @@ def _serve(connection: Connection, engine: "Engine", options: EngineOptions, beg
     from infer.text.chat_template import ChatTemplate
     from laneformer.checkpoint import checkpoint_files
 
-    folder = None if is_recipe(options.checkpoint) else checkpoint_files(options.checkpoint)
+    checkpoint = model.engine.checkpoint
+    folder = None if is_recipe(checkpoint) else checkpoint_files(checkpoint)
     chat, no_chat = None, None
     try:
         if engine.tokenizer is None:
             raise InputError(f"model {engine.name} has no tokenizer")
-        chat = ChatTemplate.load(folder, options.chat_template)
+        chat = ChatTemplate.load(folder, model.chat_template)
     except LaneformerError as error:  # without a template it can still continue texts
-        if options.chat_template is not None:
+        if model.chat_template is not None:
             raise
         no_chat = str(error)
     engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
@@ -176,7 +163,7 @@ def _serve(connection: Connection, engine: "Engine", options: EngineOptions, beg
     }
     connection.send(("ready", facts))
     special = {} if folder is None else special_tokens(folder / "tokenizer.json")
-    _Worker(connection, engine, chat, no_chat, special, alone=not options.distributed).run()
+    _Worker(connection, engine, chat, no_chat, special, alone=not model.engine.distributed).run()
 
 
 def special_tokens(file: Path) -> dict[int, bytes]:

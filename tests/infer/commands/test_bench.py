@@ -215,7 +215,7 @@ def test_one_token_per_dispatch_gives_each_token_a_host_time(recipe, capsys, tmp
         (("--layouts", "tp", "tp"), "name each layout once"),
         (("--layouts", "magic"), "magic"),
         (("--lanes", "2"), "--lanes is for dense checkpoints"),
-        (("--devices", "0"), "--devices 0: give at least 1"),
+        (("--devices", "0"), "--devices must be at least 1, got 0"),
         (("--table", "a.json"), "give either --checkpoint, to measure, or --table"),
     ],
 )
@@ -289,7 +289,7 @@ def test_help_shows_the_options(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and "bench" in shown
     for option in (
-        "--checkpoint STR",
+        "--checkpoint DIR",
         "--backend STR",
         "--compare STR",
         "--layouts LAYOUT",

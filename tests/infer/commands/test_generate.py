@@ -195,7 +195,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
         (("--prompt", "a", "--backend", "cuda"), "backend cuda is not available"),
         (("--prompt", "a", "--top-logprobs", "2"), "--top-logprobs goes with --json"),
         (("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs = 21: give a whole number from 0 to 20"),
-        (("--prompt", "a", "--devices", "0"), "--devices 0: give at least 1"),
+        (("--prompt", "a", "--devices", "0"), "--devices must be at least 1, got 0"),
         (("--prompt", "a", "--devices", "3"), "8 lanes spread over 1, 2, 4, 8"),
         (("--prompt", "a", "--distributed"), "cannot join the other processes"),
         (("--prompt-file", "/nonexistent"), "No such file"),
@@ -223,7 +223,7 @@ def test_help_shows_every_option_with_type_default_and_meaning(capsys, monkeypat
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     for option in (
-        "--checkpoint PATH",
+        "--checkpoint DIR",
         "--prompt STR",
         "--prompt-file FILE",
         "--prompt-ids STR",
