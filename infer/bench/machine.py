@@ -11,15 +11,10 @@ import jax
 import jaxlib
 import numpy as np
 
-from infer.engine.backend import device_name
+from infer.engine.backend import device_name, on_host
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-
-
-def on_host() -> bool:
-    """Whether JAX's devices are the host's processor, however many it was split into."""
-    return jax.default_backend() == "cpu"
 
 
 def hardware() -> dict:

@@ -10,8 +10,9 @@ import numpy as np
 
 from infer.bench import latency
 from infer.bench.latency import Measured
-from infer.bench.machine import hardware, on_host, software, utc_now
+from infer.bench.machine import hardware, software, utc_now
 from infer.bench.schema import RANDOM, SCHEMA, check
+from infer.engine.backend import on_host
 from laneformer.errors import InputError
 from laneformer.weights import parameter_count, parameters_per_token
 

@@ -1,14 +1,71 @@
 """python -m infer roofline: project the speed of a model on hardware that you do not have."""
 
-from infer.roofline.hf_config import read_config_file
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infer.roofline.hf_config import ConfigFile, read_config_file
 from infer.roofline.options import Options, check
+from infer.roofline.published import MoeModel, find_moe
+from laneformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from laneformer.config import ModelConfig
 
 __all__ = ["Options", "run"]
 
+SCHEMA = "laneformer.roofline/1"
+
 
 def run(options: Options) -> int:
-    described = read_config_file(options.config) if options.config else None
-    check(options, described)
-    from infer.roofline.run import run as report  # imports JAX, which --help and a mistake do not need
+    file = read_config_file(options.config) if options.config else None
+    check(options, file)
+    from infer.roofline import plot  # imports JAX, which --help and a wrong option do not need
+    from infer.roofline.report import make_report
 
-    return report(options, described)
+    report = make_report(options, find_model(options, file), options.checkpoint or (file.name if file else ""))
+    print("\n\n".join(table.text() for table in report.tables))
+    for note in report.notes:
+        print(f"Note: {note}")
+    if options.json:
+        record = {
+            "schema": SCHEMA,
+            "asked": dataclasses.asdict(options),
+            "tables": [table.record() for table in report.tables],
+            "notes": report.notes,
+        }
+        options.json.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    if options.png:
+        plot.draw(options.png, report.title, report.panels, report.assumptions)
+    return 0
+
+
+def find_model(options: Options, file: ConfigFile | None) -> "ModelConfig | list[MoeModel] | None":
+    """The model, or the mixture-of-experts models, that the options name. Raises ConfigError or CheckpointError."""
+    if file is not None and file.is_moe:
+        return [file.moe()]
+    if options.checkpoint or file is not None:
+        config = read_file(file, options.lanes) if file else read_checkpoint(options.checkpoint, options.lanes)
+        return config.replace(layout=options.layout) if options.layout else config
+    return find_moe(options.moe) if options.moe else None
+
+
+def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":
+    """The model of a config.json."""
+    from laneformer.hf.config import config_from_hf
+
+    try:
+        return config_from_hf(file.values, lanes)
+    except ConfigError as error:
+        raise ConfigError(f"{file.file}: {error}") from None
+
+
+def read_checkpoint(checkpoint: str, lanes: int | None) -> "ModelConfig":
+    """The model of --checkpoint, which may also be the config.json of an HF folder."""
+    from infer.engine.sources import model_config
+
+    path = Path(checkpoint)
+    if path.is_file() and path.name != "config.json":
+        raise ConfigError(f"--checkpoint {path} must be a folder or its config.json; give other files as CONFIG.json")
+    return model_config(str(path.parent) if path.is_file() else checkpoint, lanes)

@@ -49,13 +49,13 @@ class ModelSource:
         self.precision = dataclasses.replace(model.precision, param=self.stored_dtype)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((path, _on_host(weight)) for path, weight in self._model.weights().items())
+        return ((path, _host_array(weight)) for path, weight in self._model.weights().items())
 
     def model(self) -> Laneformer:
         return self._model
 
 
-def _on_host(weight: jax.Array) -> np.ndarray:
+def _host_array(weight: jax.Array) -> np.ndarray:
     """The whole weight, without what np.asarray would do: the array would keep its copy on the host for good."""
     if not (weight.is_fully_addressable or weight.is_fully_replicated):
         return multihost_utils.process_allgather(weight, tiled=True)
@@ -180,6 +180,11 @@ def device_name(device: jax.Device) -> str:
         except (OSError, StopIteration):
             pass
     return device.device_kind
+
+
+def on_host() -> bool:
+    """Whether JAX's devices are the host's processor, however many devices it was split into."""
+    return jax.default_backend() == "cpu"
 
 
 def power_of_two(least: int) -> int:

@@ -1,13 +1,35 @@
-"""The tables of one model on one node: bytes by part, time by summand, speeds."""
+"""The report of `infer roofline`: tables of the bytes by part, the time by summand and the speeds of each model."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from infer.roofline.devices import Node, make_node
-from infer.roofline.model import PUBLIC_SHARES, Term, Token, Work
+from infer.roofline import plot, sweeps
+from infer.roofline.agent import agent_table, usual_rates
+from infer.roofline.devices import DEVICES, Node, make_node
+from infer.roofline.model import (
+    PUBLIC_SHARES,
+    Term,
+    Token,
+    Work,
+    bytes_by_part,
+    token,
+    token_of_bytes,
+    weights_in_memory,
+)
+from infer.roofline.options import Options
 from infer.roofline.published import MODELS_READ, MoeModel
-from infer.roofline.references import MI300X_READ, share, share_of_spec
+from infer.roofline.references import MI300X_READ, references, share, share_of_spec
 from infer.roofline.table import PROJECTED, Column, Table
+from laneformer.config import ModelConfig
+
+USUAL_CONTEXT = 1536  # mean context of `infer bench`: a prompt of 512 tokens and 2,048 after it
+USUAL_DEVICES = 8
+PLAIN = (
+    "plain tensor parallelism: 2 exchanges per layer",
+    "operations per layer as in a dense model",
+    "nothing is read during waits",
+)
 
 _SHARES = "shares of the ceiling that Kog measured on 8 H200 and 8 MI300X with another model"
 
@@ -167,3 +189,138 @@ def nominal_table(models: Sequence[MoeModel], asked: Node) -> Table:
 def differences(models: Sequence[MoeModel]) -> list[str]:
     """Why nominal and bottom-up figures differ, a line each."""
     return [f"{model.name}: nominal from {model.nominal_rule}; {model.difference}." for model in models]
+
+
+@dataclass
+class Report:
+    """What is printed, written and drawn."""
+
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    speeds: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Name -> (tokens per second, status), for the agent's task."""
+    panels: list[plot.Panel] = field(default_factory=list)
+    title: str = "An agent's task"
+    assumptions: str = "speeds are examples"
+
+
+def make_report(options: Options, model: ModelConfig | Sequence[MoeModel] | None, name: str) -> Report:
+    """The report that the options ask for.
+
+    model: the model of --checkpoint or CONFIG.json, those of --moe, or None for --gigabytes and for no model. name: of
+    a ModelConfig.
+    """
+    report = Report()
+    if options.references:
+        report.tables.append(references())
+    if isinstance(model, ModelConfig):
+        _report_laneformer(options, report, model, name)
+    elif model is not None:
+        _report_moe(options, report, model)
+    elif options.gigabytes is not None:
+        _report_bytes(options, report)
+    if options.agent:
+        rates = usual_rates() | report.speeds
+        report.tables.append(agent_table(options.task, rates))
+        report.panels.append(plot.agent_panel(options.task, rates))
+    return report
+
+
+def _node_options(options: Options, devices: int) -> dict:
+    """Arguments of `make_node`. devices: without --devices."""
+
+    def scaled(value: float | None, scale: float) -> float | None:
+        return None if value is None else value * scale
+
+    return {
+        "device": options.device,
+        "devices": devices if options.devices is None else options.devices,
+        "bandwidth": scaled(options.bandwidth, 1e9),
+        "share": options.bandwidth_share,
+        "link": scaled(options.link, 1e9),
+        "exchange": scaled(options.exchange_us, 1e-6),
+        "sync": scaled(options.sync_us, 1e-6),
+        "launches": options.launches,
+        "launch": 1e-6 * options.launch_us,
+    }
+
+
+def _report_laneformer(options: Options, report: Report, config: ModelConfig, name: str) -> None:
+    """A model that this package runs."""
+    context = min(USUAL_CONTEXT, config.max_position_embeddings) if options.context is None else options.context
+    work = Work(options.precision, options.kv_precision, context)
+    limit = DEVICES[options.device].per_node if options.device in DEVICES else config.num_lanes
+    most = max(n for n in range(1, min(limit, config.num_lanes) + 1) if config.num_lanes % n == 0)
+    described = _node_options(options, most)
+    node = make_node(**described)
+    found = token(config, node, work)
+    assumed = laneformer_assumptions(work)
+    name = f"{name}, {config.num_lanes} lanes, layout {config.layout}"
+    report.tables += [
+        bytes_table(bytes_by_part(config, work), f"Bytes of one token of {name}", assumed[0]),
+        time_table(found, assumed),
+        speed_table(found, _known_rate(options), weights_in_memory(config, work)),
+    ]
+    tables_of = {
+        "layout": lambda: sweeps.by_layout(config, node, work),
+        "lanes": lambda: sweeps.by_lanes(config, node, work, described),
+        "delay": lambda: sweeps.by_delay(config, node, work),
+        "context": lambda: sweeps.by_context(config, node, work),
+        "precision": lambda: sweeps.by_precision(config, node, work),
+    }
+    report.tables += [tables_of[wanted]() for wanted in options.sweep]
+    _finish(options, report, name, found)
+    report.panels += plot.laneformer_panels(config, node, work, described)
+
+
+def _report_moe(options: Options, report: Report, models: Sequence[MoeModel]) -> None:
+    """Mixture-of-experts models."""
+    work = Work(options.precision, options.kv_precision, USUAL_CONTEXT if options.context is None else options.context)
+    node = make_node(**_node_options(options, USUAL_DEVICES))
+    for model in models:
+        parts = moe_parts(model, work)
+        if options.kv_megabytes is not None:
+            parts = dict([*parts.items()][:-1]) | {"cache and state, given": 1e6 * options.kv_megabytes}
+        found = token_of_bytes(sum(size for size in parts.values() if size is not None), node, model.layers)
+        assumed = moe_assumptions(model)
+        report.tables += [
+            bytes_table(parts, f"Bytes of one token of {model.name}", assumed),
+            time_table(found, PLAIN),
+            speed_table(found, _known_rate(options), model.checkpoint),
+        ]
+        if "precision" in options.sweep:
+            report.tables.append(sweeps.moe_by_precision(model, node))
+        if None in parts.values():
+            report.notes.append(
+                f"{model.name}: the bytes read from its cache are unknown and not counted; give them with"
+                " --kv-megabytes."
+            )
+        _finish(options, report, model.name, found)
+    if public := [model for model in models if model.nominal]:
+        report.tables.append(nominal_table(public, node))
+        report.notes += differences(public)
+    report.panels += plot.moe_panels(models, node, options.device)
+
+
+def _report_bytes(options: Options, report: Report) -> None:
+    """A token of a given number of bytes."""
+    node = make_node(**_node_options(options, USUAL_DEVICES))
+    found = token_of_bytes(1e9 * options.gigabytes, node, options.layers)
+    assumed = PLAIN if options.layers else ("waits are not counted; give --layers to count them",)
+    report.tables += [time_table(found, assumed), speed_table(found, _known_rate(options), None)]
+    _finish(options, report, f"{options.gigabytes:g} GB per token", found)
+
+
+def _known_rate(options: Options) -> tuple[float, str] | None:
+    """The tokens per second of --rate, and their status."""
+    return None if options.rate is None else (options.rate, options.rate_status)
+
+
+def _finish(options: Options, report: Report, name: str, found: Token) -> None:
+    """Adds the speeds for the agent's task and titles the picture."""
+    report.speeds[f"{name}, {found.node.name}"] = found.rate, PROJECTED
+    if options.rate is not None:
+        report.speeds[f"{name}, given"] = options.rate, options.rate_status
+    report.assumptions = "; ".join(found.node.assumptions)
+    title = "Mixture-of-experts models" if options.moe == "all" else name
+    report.title = f"{title} on {found.node.name}"

@@ -134,7 +134,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and
     cannot be used.
     """
-    from infer.bench.machine import on_host
+    from infer.engine.backend import on_host
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
     from laneformer.checkpoint import checkpoint_files

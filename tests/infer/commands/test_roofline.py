@@ -144,9 +144,7 @@ def test_moe_models(tmp_path, capsys):
     out = capsys.readouterr().out
     assert picture.stat().st_size > 10_000 and out.count("Bytes of one token of") == 4
     assert "whether the weights fit in memory is unknown" in out and "weights of 595.00 GB fit in 1,211 GB" in out
-    assert (
-        "Note: deepseek-v4-flash: what it reads of its cache is not known and not counted: give --kv-megabytes" in out
-    )
+    assert any(line.startswith("Note: deepseek-v4-flash: ") and "--kv-megabytes" in line for line in out.splitlines())
     tables = [
         t for t in json.loads((tmp_path / "moe.json").read_text())["tables"] if t["table"] == "precision of kimi-k2.6"
     ]
@@ -256,7 +254,7 @@ def test_bytes_references_and_agent_alone(tmp_path, capsys):
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
         (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),
-        (["--checkpoint", "{folder}/other.json"], "must be called config.json"),
+        (["--checkpoint", "{folder}/other.json"], "other.json must be a folder or its config.json"),
         (["{folder}/none.json"], "none.json does not exist"),
         (["{folder}/other.json"], "other.json: model_type = None: known mixtures of experts are"),
         (["{folder}/other.json", "--lanes", "2"], "--lanes is for --checkpoint"),
