@@ -15,6 +15,13 @@ log = logging.getLogger("laneformer")
 LANE_TYPES = ("laneformer_tp", "laneformer")
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
 
+# What transformers' configuration classes take for a field that is missing or null.
+_DENSE_DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048, "norm_eps": 1e-6},
+    "qwen2": {"max_position_embeddings": 32768, "norm_eps": 1e-6},
+    "qwen3": {"max_position_embeddings": 32768, "norm_eps": 1e-6, "head_dim": 128},
+}
+
 _ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
 _SAME_NAME = (  # fields that our own files carry under the dataclass's name
     "vocab_size",
@@ -105,21 +112,21 @@ def config_from_hf(values: Mapping, num_lanes: int | None = None) -> ModelConfig
     """ModelConfig for the parsed config.json `values`."""
     kind = values.get("model_type")
     if kind in LANE_TYPES:
-        if num_lanes not in (None, values.get("num_lanes")):
-            raise ConfigError(
-                f"num_lanes = {num_lanes}: this Laneformer was trained with {values.get('num_lanes')} lanes"
-            )
         fields = _lane_fields(values)
+        own = fields.get("num_lanes", 1)
+        if num_lanes not in (None, own):
+            raise ConfigError(f"num_lanes = {num_lanes}: this Laneformer was trained with {own} lanes")
     elif kind in DENSE_TYPES:
         fields = _dense_fields(values, kind) | {"num_lanes": 1 if num_lanes is None else num_lanes, "layout": "tp"}
     else:
         raise ConfigError(f"model_type = {kind!r}: known are {', '.join(LANE_TYPES + DENSE_TYPES)}")
-    fields["rope_theta"], fields["rope_scaling"] = _rope(values)
-    if values.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act = {values['hidden_act']!r}: only silu is computed")
-    eps = values.get("norm_eps", values.get("rms_norm_eps"))
-    if eps is not None:
-        fields["norm_eps"] = eps
+    fields.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+    fields["rope_theta"], fields["rope_scaling"] = _rope(values, fields.get("max_position_embeddings"))
+    if values.get("hidden_act") not in (None, "silu"):
+        raise ConfigError(f"hidden_act = {values['hidden_act']!r}: only silu is supported")
+    for name in ("rms_norm_eps", "norm_eps"):
+        if values.get(name) is not None:
+            fields["norm_eps"] = values[name]
     eos = values.get("eos_token_id")
     fields["eos_token_id"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     unknown = sorted(set(values) - set(_SAME_NAME) - _READ_APART - _NO_EFFECT)
@@ -132,13 +139,10 @@ def config_from_hf(values: Mapping, num_lanes: int | None = None) -> ModelConfig
 
 
 def _lane_fields(values: Mapping) -> dict:
-    fields = {name: values[name] for name in _SAME_NAME if name in values}
-    if "use_comm" in values:  # the older spelling of two switches
+    fields = {name: values[name] for name in _SAME_NAME if values.get(name) is not None}
+    if values.get("use_comm") is not None:  # the older spelling of two switches
         for name in ("use_attention_comm", "use_mlp_comm"):
             fields.setdefault(name, values["use_comm"])
-    for name in ("sliding_window_n_layers", "unclamped_layers"):
-        if fields.get(name, 0) is None:
-            del fields[name]
     if fields.get("swa_layers") is not None:  # newer files may carry the older field beside the list, which decides
         fields.pop("sliding_window_n_layers", None)
     return fields
@@ -149,11 +153,11 @@ def _dense_fields(values: Mapping, kind: str) -> dict:
         if values.get(name):
             raise ConfigError(f"{name} = true: of this family only checkpoints without it are computed")
     names = (*_SAME_NAME[:8], "tie_word_embeddings", "bos_token_id")
-    fields = {name: values[name] for name in names if values.get(name) is not None}
-    fields.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+    fields = _DENSE_DEFAULTS[kind] | {name: values[name] for name in names if values.get(name) is not None}
     fields |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
     if values.get("use_sliding_window") and values.get("sliding_window"):
-        layers, first = (_typed(values, name, int) or 0 for name in ("num_hidden_layers", "max_window_layers"))
+        layers, first = _typed(values, "num_hidden_layers", int) or 0, _typed(values, "max_window_layers", int)
+        first = 28 if first is None else first
         kinds = _typed(values, "layer_types", list) or [
             "sliding_attention" if n >= first else "" for n in range(layers)
         ]
@@ -171,15 +175,18 @@ def _typed(values: Mapping, name: str, kind: type):
     return value
 
 
-def _rope(values: Mapping) -> tuple[float, RopeScaling | None]:
+def _rope(values: Mapping, longest: int | None) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
-    llama3).
+    llama3). longest: the longest context in tokens.
     """
+    longest = ModelConfig.max_position_embeddings if longest is None else longest
     parameters, older, args = (
-        dict(_typed(values, f"rope_{n}", Mapping) or {}) for n in ("parameters", "scaling", "scaling_args")
+        {name: value for name, value in (_typed(values, f"rope_{n}", Mapping) or {}).items() if value is not None}
+        for n in ("parameters", "scaling", "scaling_args")
     )
     scaling = parameters or older
-    theta = scaling.pop("rope_theta", None) or values.get("rope_theta", 10000.0)
+    theta = scaling.pop("rope_theta", values.get("rope_theta"))
+    theta = 10000.0 if theta is None else theta
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or ("llama3" if args else "default")
     scaling.pop("type", None)
     scaling |= args
@@ -188,11 +195,12 @@ def _rope(values: Mapping) -> tuple[float, RopeScaling | None]:
     for name in ("old_context_len", "old_context_length"):
         if name in scaling:
             scaling["original_max_position_embeddings"] = scaling.pop(name)
-    if kind == "yarn":
-        scaling.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
-    known = {
-        name: value for name, value in scaling.items() if name in RopeScaling.__dataclass_fields__ and value is not None
-    }
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "yarn" and all(isinstance(size, int) and size > 0 for size in (original, longest)):
+        scaling.setdefault("factor", longest / original)
+    if kind in ("llama3", "yarn"):
+        scaling.setdefault("original_max_position_embeddings", longest)
+    known = {name: value for name, value in scaling.items() if name in RopeScaling.__dataclass_fields__}
     if set(scaling) - set(RopeScaling.__dataclass_fields__):
         log.warning(
             "config.json: ignored rope scaling fields %s",

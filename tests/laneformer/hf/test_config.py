@@ -146,6 +146,107 @@ def test_fields_of_older_files():
     )  # the list decides
 
 
+SCALING = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
+    "rope_theta": None,
+}
+OPTIONAL = {  # model_type -> each optional field with what a missing or null one stands for
+    "laneformer_tp": {
+        "head_dim": 4,
+        "max_position_embeddings": 4096,
+        "num_lanes": 1,
+        "layout": "laneformer",
+        "broadcast_delay": 2,
+        "use_comm": True,
+        "use_early_comm": True,
+        "early_lands_twice": True,
+        "lm_head_type": "replicate",
+        "pre_norm_lane_agg": False,
+        "replicated_rmsn_scale": True,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "sliding_window_n_layers": 0,
+        "unclamped_layers": [],
+        "swa_layers": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": {},
+        "rope_scaling_args": {},
+        "norm_eps": 1e-5,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "bos_token_id": None,
+        "eos_token_id": [],
+        "hidden_act": "silu",
+    },
+    "laneformer": {"use_attention_comm": True, "use_mlp_comm": True, "num_key_value_heads": 8},
+    "llama": {
+        "num_key_value_heads": 8,
+        "head_dim": 4,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "rope_scaling": {},
+        "rope_parameters": {"rope_type": "default"},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "max_window_layers": 28, "layer_types": None},
+    "qwen3": {"max_position_embeddings": 32768, "use_sliding_window": False, "num_key_value_heads": 8, "head_dim": 128},
+}
+DROPPED = "dropped"
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def with_missing(draw, fields: dict) -> dict:
+    """Some of the fields left out, some null, the others as they are."""
+    chosen = {name: draw(st.sampled_from([value, None, DROPPED])) for name, value in fields.items()}
+    return {name: value for name, value in chosen.items() if value is not DROPPED}
+
+
+def meaning(config: ModelConfig) -> ModelConfig:
+    """The config with head_dim written out."""
+    return config.replace(head_dim=config.head_size)
+
+
+@settings(max_examples=200)
+@given(data=st.data(), kind=st.sampled_from(sorted(OPTIONAL)))
+def test_null_and_missing_fields_mean_the_default(data, kind):
+    required = {"model_type": kind} | {name: tiny.BASE[name] for name in REQUIRED}
+    found = config_from_hf(required | with_missing(data.draw, OPTIONAL[kind]))
+    assert meaning(found) == meaning(config_from_hf(required | OPTIONAL[kind])) == meaning(config_from_hf(required))
+    assert found.num_key_value_heads == required["num_attention_heads"]
+
+
+@settings(max_examples=100)
+@given(data=st.data(), kind=st.sampled_from(["laneformer", "llama"]), name=st.sampled_from(["scaling", "parameters"]))
+def test_null_and_missing_fields_of_rope_scaling_mean_the_default(data, kind, name):
+    """A yarn factor is the longest context over the original one; the type alone cannot be left out."""
+    required = {"model_type": kind, "max_position_embeddings": 32} | {n: tiny.BASE[n] for n in REQUIRED}
+    optional = {n: value for n, value in SCALING.items() if n not in ("rope_type", "original_max_position_embeddings")}
+    kept = {n: SCALING[n] for n in ("rope_type", "original_max_position_embeddings")}
+    found = config_from_hf(required | {f"rope_{name}": kept | with_missing(data.draw, optional)})
+    assert found.rope_scaling == RopeScaling(type="yarn", factor=2.0, original_max_position_embeddings=16)
+    assert found.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_null_original_context_means_the_longest_one(kind):
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": None}
+    assert tiny.config(rope_scaling=scaling).rope_scaling.original_max_position_embeddings == 32
+
+
 def test_unknown_fields_are_told(caplog):
     with caplog.at_level(logging.WARNING, "laneformer"):
         tiny.config(torch_dtype="float32", use_cache=True)
@@ -186,7 +287,6 @@ WRONG = [
     ({"rope_theta": -1}, "rope_theta = -1"),
     ({"hidden_size": "32"}, "hidden_size = '32': write a whole number"),
     ({"num_lanes": 8}, "num_lanes = 8 does not divide num_key_value_heads = 4"),
-    ({"num_lanes": None}, "num_lanes = None"),
     ({"use_comm": "yes"}, "use_attention_comm = 'yes': write true or false"),
     ({"swa_layers": 3}, "swa_layers = 3: write a list"),
     ({"layout": ["tp"]}, r"layout = \['tp'\]"),
