@@ -42,8 +42,6 @@ ALLOWED = {
     ("train.recipes", "configs"),  # recipes are named on the command line
     ("train.ablate.__main__", "configs.ablations"),  # so are grids
 }
-# (importer, imported): violations that are being fixed. Remove an entry with its violation.
-PENDING = {("infer.engine.sources", "train.recipes"), ("infer.roofline.run", "infer.engine.sources")}
 
 
 @cache
@@ -162,12 +160,11 @@ def allowed(importer: str, name: str) -> bool:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_import_goes(rule):
     violations = {pair for pair in rule() if not allowed(*pair)}
-    assert not violations - PENDING
+    assert not violations
 
 
 def test_every_exception_is_needed():
     violations = {pair for rule in RULES for pair in rule()}
-    assert not PENDING - violations, "fixed: remove these from PENDING"
     for above, below in ALLOWED:
         assert any(importer == above and within(name, below) for importer, name in violations), (above, below)
 
