@@ -1,9 +1,25 @@
-"""The schedule table as the kernels read it."""
+"""A model's plan: its ops (laneformer/ops.py) and its schedule, as data for Python and as words for C++.
 
+Kernels know a model by its plan alone. custom_calls/words.py says how a plan becomes words, which
+custom_calls/common/plan.cc decodes.
+
+Vectors (norm gains, biases) lie in one float32 array, the small weights: lane l's share of a weight is at
+offset + l * stride. The biases of a product are neighbours, so that biases of all rows are one vector per lane.
+"""
+
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+
+from custom_calls.words import Reader, Writer
+from laneformer.ops import Attend, DecoderOps, Product, Weight
+
+ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
 
 Part = tuple[int, float]  # a module, and the weight of its output
 
@@ -120,3 +136,161 @@ def encode_schedule(schedule, hidden: int) -> tuple[np.ndarray, np.ndarray]:
     for total in table.sums:
         words += [total.width, total.complete_at, int(total.stream_mean), *parts(total.parts)]
     return np.array(words, np.int32), np.array(weights or [0.0], np.float32)
+
+
+class Dtype(IntEnum):
+    """Number formats of packed weights and caches."""
+
+    float32 = 0
+    bfloat16 = 1
+    float16 = 2
+
+
+class Place(NamedTuple):
+    """Where a vector lies in the array of small weights: that of lane l at offset + l * stride."""
+
+    offset: int
+    stride: int
+    """0 where all lanes read the same."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a decode kernel must know of a model."""
+
+    ops: DecoderOps
+    schedule: Table
+    weight_dtype: Dtype
+    """In which matrices are packed."""
+    cache_dtype: Dtype
+    rounded_activations: bool
+    """Whether products read their vectors rounded to the weights' dtype; otherwise in float32."""
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """By path, in the order of the words."""
+        return {weight.path: weight for weight in self._writer.weights}
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """The number by which C++ knows a weight, by path."""
+        return {path: index for index, path in enumerate(self.weights)}
+
+    def shape_of(self, path: str) -> tuple[int, ...]:
+        """The whole array's, as in the table of laneformer/weights.py."""
+        weight = self.weights[path]
+        return (self.ops.lanes, *weight.shape) if weight.lane_sharded else weight.shape
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Of every small weight, by path."""
+        return dict(_places(self.ops))
+
+    @cached_property
+    def small_size(self) -> int:
+        """Floats in the array of small weights."""
+        ends = (
+            place.offset + place.stride * (self.ops.lanes - 1) + self.weights[path].shape[0]
+            for path, place in self.places.items()
+        )
+        return max(ends, default=0)
+
+    def place(self, small: np.ndarray, path: str, weight: np.ndarray) -> None:
+        """Copies a small weight, of the shape `shape_of`, into the array of all of them: float32 [small_size]."""
+        rows = np.asarray(weight, np.float32).reshape(-1, self.weights[path].shape[0])
+        offset, stride = self.places[path]
+        for lane, row in enumerate(rows):
+            small[offset + lane * stride : offset + lane * stride + len(row)] = row
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Of all layers, in order."""
+        return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Product))
+
+    @cached_property
+    def attends(self) -> tuple[Attend, ...]:
+        """Of all layers, in order: one in each, whose keys and values are that layer's cache."""
+        return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """int32 [n]. Raises ValueError for a size that fits no word."""
+        places = [self.places.get(path, (-1, 0)) for path in self.weights]
+        return self._writer.finish(places, self.small_size)
+
+    @cached_property
+    def floats(self) -> np.ndarray:
+        """float32 [m]: the constants to which words refer."""
+        return np.array(self._writer.floats, np.float32)
+
+    @cached_property
+    def _writer(self) -> Writer:
+        writer = Writer()
+        writer.put(self, Plan)
+        return writer
+
+
+def make_plan(
+    ops: DecoderOps, schedule, *, weight_dtype: str = "float32", cache_dtype: str = "float32", rounded_activations=False
+) -> Plan:
+    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan."""
+    table = Table.of(schedule, ops.hidden_size)
+    return Plan(ops, table, Dtype[weight_dtype], Dtype[cache_dtype], rounded_activations)
+
+
+def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
+    """The layout of the small weights: biases product by product, then every other one, in the order of the ops."""
+    end = 0
+
+    def together(weights: list[Weight]) -> Iterator[tuple[str, Place]]:
+        nonlocal end
+        if len({weight.lane_sharded for weight in weights}) > 1:
+            raise ValueError(f"biases of one product, but not all are lane_sharded: {[w.path for w in weights]}")
+        at, width = end, sum(weight.shape[0] for weight in weights)
+        stride = width if weights[0].lane_sharded else 0
+        end += -(-max(width, stride * ops.lanes) // ALIGNED) * ALIGNED
+        for weight in weights:
+            yield weight.path, Place(at, stride)
+            at += weight.shape[0]
+
+    biases = [
+        [matrix.bias for matrix in op.matrices if matrix.bias is not None]
+        for layer in ops.layers
+        for op in layer.ops
+        if isinstance(op, Product)
+    ]
+    placed = {weight.path for group in biases for weight in group}
+    others = [[w] for w in dict.fromkeys(_weights(ops)) if not w.is_matrix and w.path not in placed]
+    for group in (*(group for group in biases if group), *others):
+        yield from together(group)
+
+
+def _weights(value) -> Iterator[Weight]:
+    """All weights in a tree of dataclasses and tuples, in the order of the words."""
+    if isinstance(value, Weight):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _weights(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _weights(getattr(value, field.name))
+
+
+class Decoded(NamedTuple):
+    """What the words of a plan say."""
+
+    plan: Plan
+    """The weights' paths are their numbers, as text."""
+    places: tuple[Place | None, ...]
+    """Of each weight; None for matrices."""
+    small_size: int
+
+
+def decode_plan(words: np.ndarray, floats: np.ndarray) -> Decoded:
+    """The inverse of Plan.words and Plan.floats, but for the weights' paths. Raises ValueError for other words."""
+    reader = Reader(words, floats)
+    plan = reader.get(Plan)
+    reader.finish()
+    places = tuple(None if offset < 0 else Place(offset, stride) for offset, stride in reader.places)
+    return Decoded(plan, places, reader.small_size)

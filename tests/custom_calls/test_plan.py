@@ -1,13 +1,19 @@
 """The schedule table as words: read back and run on toy modules, it does what the layout's row says."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from custom_calls import encode_schedule
+from custom_calls.plan import ALIGNED, Dtype, decode_plan, make_plan
 from laneformer import LAYOUTS
 from laneformer.layout import Landing, Own, Payload, Schedule
+from laneformer.ops import Weight, decoder_ops
+from tests.support import small
+from tests.support.decode_cases import CONFIGS, MODELS
 
 HIDDEN = 10
 
@@ -161,3 +167,84 @@ def test_one_layer_word_for_word(layout):
     else:
         landings = [1, 1, 0, 0, 1, 1, 1, 0, 0]
         assert words.tolist() == [*landings, 2, 10, 0, 0, 1, 0, 0, 10, 1, 0, 1, 1, 1] and weights.tolist() == [1, 1]
+
+
+CASES = CONFIGS | MODELS
+
+
+def plan_of(name, **options):
+    config = small.make_config(**CASES[name])
+    return make_plan(decoder_ops(config), config.schedule, **options)
+
+
+def renamed(plan, value):
+    """The tree as its words give it back: numbers for paths, floats rounded to float32."""
+    if isinstance(value, Weight):
+        return dataclasses.replace(value, path=str(plan.index_of[value.path]))
+    if isinstance(value, tuple):
+        return tuple(renamed(plan, item) for item in value)
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if dataclasses.is_dataclass(value):
+        changes = {field.name: renamed(plan, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decoded_words_are_the_plan(name):
+    plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)
+    decoded = decode_plan(plan.words, plan.floats)
+    assert decoded.plan == renamed(plan, plan)
+    assert (decoded.plan.weight_dtype, decoded.plan.cache_dtype) == (Dtype.bfloat16, Dtype.float16)
+    assert dict(zip(plan.weights, decoded.places, strict=True)) == {
+        path: plan.places.get(path) for path in plan.weights
+    }
+    assert decoded.small_size == plan.small_size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_weights_have_places_of_their_own(name):
+    plan = plan_of(name)
+    small_weights = {path: weight for path, weight in plan.weights.items() if not weight.is_matrix}
+    owners = np.full(plan.small_size, -1)
+    for index, (path, weight) in enumerate(small_weights.items()):
+        mine = np.full(plan.small_size, -1.0)
+        values = 1 + np.arange(np.prod(plan.shape_of(path))).reshape(plan.shape_of(path))
+        plan.place(mine, path, values)
+        assert (mine > 0).sum() == values.size and (owners[mine > 0] == -1).all()
+        owners[mine > 0] = index
+        offset, stride = plan.places[path]
+        for lane in range(plan.ops.lanes):
+            own = values[lane] if weight.lane_sharded else values
+            np.testing.assert_array_equal(mine[offset + lane * stride :][: len(own)], own)
+
+
+def test_biases_of_a_product_are_one_vector_per_lane():
+    plan = plan_of("biases")
+    offsets = [plan.places[f"layers.1.attention.{name}_bias"] for name in ("wq", "wk", "wv")]
+    rows = [plan.weights[f"layers.1.attention.{name}_bias"].shape[0] for name in ("wq", "wk", "wv")]
+    assert offsets[0].offset % ALIGNED == 0
+    assert [place.offset - offsets[0].offset for place in offsets] == [0, rows[0], rows[0] + rows[1]]
+    assert {place.stride for place in offsets} == {sum(rows)}
+
+
+def test_damaged_words_are_refused():
+    plan = plan_of("dense")
+    words, floats = plan.words, plan.floats
+    for damaged, message in [
+        (words[:-1], "must begin with"),
+        (np.r_[words, 0].astype(np.int32), "must begin with"),
+        (np.r_[words[:1], words[1] + 1, words[2:], 0].astype(np.int32), "1 words follow the end"),
+        (np.r_[words[:1], words[1] - 1, words[2:-1]].astype(np.int32), "truncated"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decode_plan(damaged, floats)
+    with pytest.raises(ValueError, match="must begin with"):
+        decode_plan(words, floats[:-1])
+
+
+def test_a_size_beyond_32_bits_is_refused():
+    config = small.make_config(max_position_embeddings=2**31)
+    with pytest.raises(ValueError, match=r"2147483648, which does not fit 32 bits"):
+        _ = make_plan(decoder_ops(config), config.schedule).words

@@ -1,0 +1,281 @@
+"""What one decode step of a model does, as data: the ops of each layer, in order, and the weights that they read.
+
+A kernel runs these ops; it does not know architectures. `decoder_ops` writes them for a ModelConfig,
+custom_calls/plan.py turns them into words for C++, tests/support/plan_interpreter.py runs them in a page of NumPy.
+
+Every lane runs the same ops on its own share of the weights. Between ops, a lane keeps a few values (`Value`): a module
+begins with the residual STREAM and ends with its OUTPUT, which the schedule of laneformer/layout.py adds and exchanges.
+
+Sizes are those of one lane. An op's fields travel in the order in which they are written here. A new field or kind of
+op is added here, in the decoder of the words (custom_calls/common/plan.cc), and where a kernel computes it.
+
+Nothing here imports JAX, unless `decoder_ops` is called.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from laneformer.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One array of the table in laneformer/weights.py. Vectors (norm gains, biases) are kept in float32."""
+
+    path: str
+    """Its path in that table."""
+    shape: tuple[int, ...]
+    """Shape of one lane's share."""
+    lane_sharded: bool = True
+    """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1
+
+
+class Value(IntEnum):
+    """What a lane holds between ops."""
+
+    STREAM = 0
+    """The residual stream [hidden_size]."""
+    PROJECTED = 1
+    """Queries, keys and values, one after the other."""
+    ATTENDED = 2
+    """The heads' results [heads, head_dim]."""
+    HIDDEN = 3
+    """Hidden channels of a feed-forward network."""
+    OUTPUT = 4
+    """The module's output [hidden_size], which the schedule adds to the stream."""
+
+
+class Activation(IntEnum):
+    """What a product does to its rows before it writes them."""
+
+    NONE = 0
+    SILU_GATED = 1
+    """Two matrices, gate and up, row by row: silu(gate) * up. Half as many channels are written as rows computed."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether rows of two matrices become one channel."""
+        return self is Activation.SILU_GATED
+
+
+class ProductName(IntEnum):
+    """What a product is called in traces and in the layout of a kernel's memory."""
+
+    QKV = 0
+    OUT = 1
+    GATE_UP = 2
+    DOWN = 3
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * gain, over the last axis."""
+
+    gain: Weight
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotation of the pairs (x[2i], x[2i+1]) by frequencies[i] * position radians; factor multiplies cos and sin."""
+
+    frequencies: tuple[float, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Some of a product's rows."""
+
+    weight: Weight
+    bias: Weight | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrices times one vector: `reads`, after `norm` where there is one; its rows go to `writes` one matrix after the
+    other, biases added, through `activation`.
+    """
+
+    name: ProductName
+    matrices: tuple[Matrix, ...]
+    reads: Value
+    writes: Value
+    norm: Norm | None = None
+    activation: Activation = Activation.NONE
+
+    @property
+    def rows(self) -> int:
+        return sum(matrix.rows for matrix in self.matrices)
+
+    @property
+    def columns(self) -> int:
+        return self.matrices[0].weight.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """Channels that it writes."""
+        return self.rows // 2 if self.activation.gated else self.rows
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim]; this
+    position's k and v join the layer's cache; the result is ATTENDED. Query head h reads key head
+    h // (heads / kv_heads).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the scores q . k."""
+    window: int | None
+    """Newest keys that are seen, the own position included; None for all."""
+    rotary: Rotary | None
+    """Applied to q and k, after their norms."""
+    q_norm: Norm | None = None
+    """Over each query head; k_norm likewise over each key head."""
+    k_norm: Norm | None = None
+    # To come, in a commit that computes it: a sigmoid gate per channel, whose rows follow v in PROJECTED; sinks.
+
+
+Op = Product | Attend  # to come: a norm of OUTPUT; routes and experts; ops with another state than keys and values
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The ops of a layer's two modules."""
+
+    attention: tuple[Op, ...]
+    feed_forward: tuple[Op, ...]
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return (*self.attention, *self.feed_forward)
+
+
+class HeadKind(IntEnum):
+    """How lanes make logits; names as in ModelConfig.lm_head_type."""
+
+    REPLICATE = 0
+    """One matrix over the mean of the lanes' normed streams, or over the norm of their sum."""
+    LANE = 1
+    """Each lane has columns [vocab, hidden_size] of a matrix that reads all lanes' normed streams end to end."""
+    VOCAB_PARALLEL = 2
+    """Each lane has the matrix of its slice of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits from the streams after the last module."""
+
+    kind: HeadKind
+    norm: Norm
+    norm_of_sum: bool
+    """Head REPLICATE: one norm over the sum of the lanes, instead of the mean of their norms."""
+    weight: Weight
+    """Of one lane, as HeadKind says; the embedding table where they are tied."""
+
+
+@dataclass(frozen=True)
+class DecoderOps:
+    """All ops of a decode step: a row of the embedding table becomes every lane's stream, the layers' modules run as
+    the schedule says, the head makes logits.
+    """
+
+    lanes: int
+    hidden_size: int
+    vocab_size: int
+    context: int
+    """Positions at most."""
+    embedding: Weight
+    layers: tuple[Layer, ...]
+    head: Head
+
+
+def decoder_ops(config: ModelConfig) -> DecoderOps:
+    """The ops of a model."""
+    vocab, hidden, lanes = config.vocab_size, config.hidden_size, config.num_lanes
+    embedding = Weight("tok_embeddings", (vocab, hidden), lane_sharded=False)
+    _, per_lane = config.lane_norm_scales
+    kind = HeadKind[config.lm_head_type.upper()]
+    rows = vocab // lanes if kind == HeadKind.VOCAB_PARALLEL else vocab
+    head = Head(
+        kind,
+        Norm(Weight("norm", (hidden,), per_lane), config.norm_eps),
+        config.pre_norm_lane_agg,
+        embedding if config.tie_word_embeddings else Weight("lm_head", (rows, hidden), kind != HeadKind.REPLICATE),
+    )
+    layers = tuple(
+        Layer(attention_ops(config, layer), feed_forward_ops(config, layer))
+        for layer in range(config.num_hidden_layers)
+    )
+    return DecoderOps(lanes, hidden, vocab, config.max_position_embeddings, embedding, layers, head)
+
+
+def attention_ops(config: ModelConfig, layer: int) -> tuple[Op, ...]:
+    """Grouped-query attention with rotary positions."""
+    from laneformer.blocks.rotary import rotary_frequencies  # imports JAX
+
+    path, hidden, lanes, head_dim = f"layers.{layer}", config.hidden_size, config.num_lanes, config.head_size
+    heads, kv_heads = config.num_attention_heads // lanes, config.num_key_value_heads // lanes
+    frequencies, factor = rotary_frequencies(config)
+    per_lane, _ = config.lane_norm_scales
+
+    def matrix(name: str, rows: int) -> Matrix:
+        bias = Weight(f"{path}.attention.{name}_bias", (rows,)) if config.qkv_bias else None
+        return Matrix(Weight(f"{path}.attention.{name}", (rows, hidden)), bias)
+
+    def head_norm(name: str) -> Norm | None:
+        gain = Weight(f"{path}.attention.{name}", (head_dim,), lane_sharded=False)
+        return Norm(gain, config.norm_eps) if config.qk_norm else None
+
+    qkv = Product(
+        ProductName.QKV,
+        (matrix("wq", heads * head_dim), matrix("wk", kv_heads * head_dim), matrix("wv", kv_heads * head_dim)),
+        reads=Value.STREAM,
+        writes=Value.PROJECTED,
+        norm=Norm(Weight(f"{path}.attention_norm", (hidden,), per_lane), config.norm_eps),
+    )
+    attend = Attend(
+        heads,
+        kv_heads,
+        head_dim,
+        scale=float(np.float32(1) / np.sqrt(np.float32(head_dim))),  # rounded twice, as kernels have always done
+        window=config.layer_windows[layer],
+        rotary=Rotary(tuple(frequencies.tolist()), factor),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+    )
+    wo = Weight(f"{path}.attention.wo", (hidden, heads * head_dim))
+    return qkv, attend, Product(ProductName.OUT, (Matrix(wo),), reads=Value.ATTENDED, writes=Value.OUTPUT)
+
+
+def feed_forward_ops(config: ModelConfig, layer: int) -> tuple[Op, ...]:
+    """SwiGLU."""
+    path, hidden, columns = f"layers.{layer}", config.hidden_size, config.intermediate_size // config.num_lanes
+    per_lane, _ = config.lane_norm_scales
+    gate, up, down = (
+        Matrix(Weight(f"{path}.feed_forward.{name}", shape))
+        for name, shape in (("w1", (columns, hidden)), ("w3", (columns, hidden)), ("w2", (hidden, columns)))
+    )
+    gate_up = Product(
+        ProductName.GATE_UP,
+        (gate, up),
+        reads=Value.STREAM,
+        writes=Value.HIDDEN,
+        norm=Norm(Weight(f"{path}.ffn_norm", (hidden,), per_lane), config.norm_eps),
+        activation=Activation.SILU_GATED,
+    )
+    return gate_up, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)
