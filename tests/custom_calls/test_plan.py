@@ -1,19 +1,23 @@
-"""The schedule table as words: read back and run on toy modules, it does what the layout's row says."""
+"""A model's plan as words: read back, it is the same plan; run by the interpreter, it computes the same model."""
 
 import dataclasses
+import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from custom_calls import encode_schedule
-from custom_calls.plan import ALIGNED, Dtype, decode_plan, make_plan
+from custom_calls.plan import ALIGNED, Dtype, Table, decode_plan, make_plan
+from custom_calls.words import Reader, Writer
 from laneformer import LAYOUTS
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import Weight, decoder_ops
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
+from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES
+from tests.support.plan_interpreter import interpret, run_schedule
 
 HIDDEN = 10
 
@@ -37,66 +41,18 @@ def layouts_of(n: int):
 cases = st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 5), layouts_of(n)))
 
 
-class Words:
-    """Reads a table from its start, as Decoder::read_events does."""
-
-    def __init__(self, words, weights):
-        assert words.dtype == np.int32 and weights.dtype == np.float32
-        self.words, self.weights = iter(words.tolist()), weights
-
-    def next(self) -> int:
-        return next(self.words)
-
-    def many(self, read) -> list:
-        return [read() for _ in range(self.next())]
-
-    def part(self):
-        return self.next(), self.weights[self.next()]
-
-    def event(self):
-        return ("own", *self.part()) if self.next() == 0 else ("landing", self.next(), self.many(self.part))
-
-    def payload(self):
-        return self.next(), self.next(), self.next(), self.many(self.part)
-
-
-def decoded(schedule):
-    """-> events by time, payloads."""
-    words = Words(*encode_schedule(schedule, HIDDEN))
-    events = [words.many(words.event) for _ in range(schedule.num_modules + 1)]
-    payloads = words.many(words.payload)
-    assert next(words.words, None) is None, "words are left over"
-    return events, payloads
+def decoded(schedule) -> Table:
+    """The schedule's table, read back from words."""
+    writer = Writer()
+    writer.put(Table.of(schedule, HIDDEN), Table)
+    reader = Reader(writer.finish([], 0), np.array(writer.floats, np.float32))
+    table = reader.get(Table)
+    reader.finish()
+    return table
 
 
 def toy_module(matrices, m, X):
     return np.tanh(np.einsum("lde,le->ld", matrices[m], X))
-
-
-def run_words(schedule, matrices, x):
-    """What the kernel does with the table: streams [lanes, HIDDEN] before the final norm."""
-    events, payloads = decoded(schedule)
-    lanes = len(x)
-    X, outputs, kept = x.copy(), {}, {}
-    for t, happening in enumerate(events):
-        for i, (_, complete_at, mean, _) in enumerate(payloads):
-            if mean and complete_at == t:
-                kept[i] = X.copy()
-        if t < schedule.num_modules:
-            outputs[t] = toy_module(matrices, t, X)
-        for kind, which, rest in happening:
-            if kind == "own":
-                X = X + rest * outputs[which]
-                continue
-            width, complete_at, mean, parts = payloads[which]
-            assert complete_at <= t and complete_at == max(m for m, _ in parts), "it lands before it is complete"
-            total = sum(w * outputs[m][:, :width] for m, w in parts)
-            total = (total + (kept[which] / lanes if mean else 0)).sum(0)
-            if mean:
-                X = np.broadcast_to(total, X.shape).copy()
-            else:
-                X[:, :width] += total - sum(w * outputs[m][:, :width] for m, w in rest)
-    return X
 
 
 def run_definition(schedule, matrices, x):
@@ -127,7 +83,10 @@ def check(schedule, lanes, seed=0):
     matrices = rng.normal(size=(schedule.num_modules, lanes, HIDDEN, HIDDEN))
     x = np.broadcast_to(rng.normal(size=HIDDEN), (lanes, HIDDEN))
     np.testing.assert_allclose(
-        run_words(schedule, matrices, x), run_definition(schedule, matrices, x), rtol=0, atol=1e-4
+        run_schedule(decoded(schedule), x, partial(toy_module, matrices)),
+        run_definition(schedule, matrices, x),
+        rtol=0,
+        atol=1e-4,
     )
 
 
@@ -153,23 +112,51 @@ def test_a_schedule_that_no_layout_has():
 def test_payloads_are_listed_once_in_the_order_in_which_they_are_issued(case):
     n, lanes, (name, arguments) = case
     schedule = LAYOUTS[name](n, lanes, *arguments)
-    _, payloads = decoded(schedule)
-    times = [complete_at for _, complete_at, _, _ in payloads]
+    sums = decoded(schedule).sums
+    times = [total.complete_at for total in sums]
     assert times == sorted(times) and len(times) == schedule.num_reductions
-    assert all(0 < width <= HIDDEN or name == "caat" for width, *_ in payloads)
+    assert all(0 < total.width <= HIDDEN or name == "caat" for total in sums)
 
 
-@pytest.mark.parametrize("layout", ["tp", "none"])
-def test_one_layer_word_for_word(layout):
-    words, weights = encode_schedule(LAYOUTS[layout](1, 4), HIDDEN)
-    if layout == "none":
-        assert words.tolist() == [1, 0, 0, 0, 1, 0, 1, 1, 0, 0] and weights.tolist() == [2, 2]
-    else:
-        landings = [1, 1, 0, 0, 1, 1, 1, 0, 0]
-        assert words.tolist() == [*landings, 2, 10, 0, 0, 1, 0, 0, 10, 1, 0, 1, 1, 1] and weights.tolist() == [1, 1]
+def test_schedules_of_one_layer_word_for_word():
+    """An event is its payload, or -1, and module, index of its weight, count of parts apart; a sum its width, the time
+    at which it is complete, whether with the streams' mean, and its parts.
+    """
+    for layout, events, sums, floats in [
+        ("none", [[[-1, 0, 0, 0]], [[-1, 1, 0, 0]], []], [], [2]),
+        ("tp", [[[0, 0, 0, 0]], [[1, 0, 0, 0]], []], [[10, 0, 0, 1, 0, 0], [10, 1, 0, 1, 1, 0]], [1]),
+    ]:
+        writer = Writer()
+        writer.put(Table.of(LAYOUTS[layout](1, 4), HIDDEN), Table)
+        words = [len(events)]
+        for now in events:
+            words += [len(now), *itertools.chain(*now)]
+        assert writer.words == [*words, len(sums), *itertools.chain(*sums)] and writer.floats == floats
 
 
 CASES = CONFIGS | MODELS
+
+
+def interpreted(config, weights, ids):
+    return interpret(make_plan(decoder_ops(config), config.schedule), weights, ids)
+
+
+@pytest.mark.parametrize(("layout", "lanes"), LAYOUT_CASES, ids=[f"{x}-{n}" for x, n in LAYOUT_CASES])
+def test_interpreted_layouts_agree_with_the_reference(layout, lanes):
+    config = small.make_config(layout=layout, lanes=lanes)
+    weights, ids = small.make_weights(config), small.prompt_of(config, 21)
+    expected = small.reference_logits(config, weights, ids)
+    np.testing.assert_allclose(interpreted(config, weights, ids), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_configs_agree_with_the_reference(name):
+    """Where it knows them; otherwise with laneformer's own model, in float32."""
+    config = small.make_config(**CASES[name])
+    weights, ids = small.make_weights(config), small.prompt_of(config, 21)
+    expected = (small.model_logits if name in MODELS else small.reference_logits)(config, weights, ids)
+    atol = (2e-5 if name in MODELS else 2e-6) * np.abs(expected).max()
+    np.testing.assert_allclose(interpreted(config, weights, ids), expected, rtol=0, atol=atol)
 
 
 def plan_of(name, **options):

@@ -12,13 +12,16 @@ import pytest
 
 import custom_calls
 from custom_calls import Inputs, Session, State
+from custom_calls.plan import make_plan
 from infer.engine.native import kernel_shapes
 from laneformer import Laneformer, ModelConfig, Precision
 from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.layout import parse_layout
+from laneformer.ops import decoder_ops
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 from tests.support import reference
+from tests.support.plan_interpreter import interpret
 
 needs_library = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 
@@ -119,6 +122,11 @@ def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -
     named = {"desync": "n", "caat": "p", "track": "D", "dtp": "delta"}
     arguments = {"drop": arguments} if name == "spd" else {named[name]: arguments[0]} if arguments else {}
     return reference.layout_logits(name, arguments, values, arrays, [ids])[0]
+
+
+def interpreted_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -> np.ndarray:
+    """Of the interpreter of plans, float64 [s, vocab]: what every decode kernel must compute."""
+    return interpret(make_plan(decoder_ops(config), config.schedule), weights, ids)
 
 
 def model_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids, compute: str = "float32") -> np.ndarray:

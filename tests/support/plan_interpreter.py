@@ -1,0 +1,135 @@
+"""Runs a plan's words in float64 NumPy: what any decode kernel must compute, from what it is given and nothing else.
+
+All positions are computed together. Shapes: s positions, d channels of a stream, e head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from custom_calls.plan import Plan, Table, decode_plan
+from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
+
+
+class Interpreter:
+    """words, floats: of a Plan. arrays: each weight by its number, as in the table of laneformer/weights.py; only those
+    of matrices are read. small: the array of small weights.
+    """
+
+    def __init__(self, words: np.ndarray, floats: np.ndarray, arrays: Sequence[np.ndarray], small: np.ndarray):
+        self.plan, self.places, size = decode_plan(words, floats)
+        assert small.shape == (size,)
+        self.arrays, self.small = arrays, small.astype(np.float64)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[s, vocab]."""
+        ops = self.plan.ops
+        embedded = self.matrix(ops.embedding, 0)[list(ids)]
+        modules = [module for layer in ops.layers for module in (layer.attention, layer.feed_forward)]
+
+        def module(m: int, streams: np.ndarray) -> np.ndarray:
+            return np.stack([self.module(modules[m], lane, x) for lane, x in enumerate(streams)])
+
+        return self.head(run_schedule(self.plan.schedule, np.stack([embedded] * ops.lanes), module))
+
+    def module(self, ops: Sequence[Op], lane: int, x: np.ndarray) -> np.ndarray:
+        """A lane's output [s, d] from its stream [s, d]."""
+        values = {Value.STREAM: x}
+        for op in ops:
+            if isinstance(op, Product):
+                values[op.writes] = self.product(op, lane, values[op.reads])
+            else:
+                values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
+        return values[Value.OUTPUT]
+
+    def product(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
+        if op.norm is not None:
+            x = self.norm(op.norm, lane, x)
+        rows = []
+        for matrix in op.matrices:
+            y = x @ self.matrix(matrix.weight, lane).T
+            rows.append(y if matrix.bias is None else y + self.vector(matrix.bias, lane))
+        if op.activation == Activation.SILU_GATED:
+            gate, up = rows
+            return gate / (1 + np.exp(-gate)) * up
+        return np.concatenate(rows, -1)
+
+    def attend(self, op: Attend, lane: int, projected: np.ndarray) -> np.ndarray:
+        s, e = len(projected), op.head_dim
+        heads = projected.reshape(s, -1, e)
+        q, k, v = np.split(heads, [op.heads, op.heads + op.kv_heads], 1)
+        if op.q_norm is not None:
+            q = self.norm(op.q_norm, lane, q)
+        if op.k_norm is not None:
+            k = self.norm(op.k_norm, lane, k)
+        if op.rotary is not None:
+            q, k = rotate(op.rotary, q), rotate(op.rotary, k)
+        k, v = (np.repeat(x, op.heads // op.kv_heads, 1) for x in (k, v))
+        distance = np.arange(s)[:, None] - np.arange(s)
+        seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
+        scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v).reshape(s, -1)
+
+    def head(self, streams: np.ndarray) -> np.ndarray:
+        """Logits [s, vocab] from the streams [lanes, s, d]."""
+        head, lanes = self.plan.ops.head, range(self.plan.ops.lanes)
+        if head.norm_of_sum:
+            return self.norm(head.norm, 0, streams.sum(0)) @ self.matrix(head.weight, 0).T
+        normed = np.stack([self.norm(head.norm, lane, streams[lane]) for lane in lanes])
+        if head.kind == HeadKind.REPLICATE:
+            return normed.mean(0) @ self.matrix(head.weight, 0).T
+        logits = [normed[lane] @ self.matrix(head.weight, lane).T for lane in lanes]
+        return sum(logits) if head.kind == HeadKind.LANE else np.concatenate(logits, -1)
+
+    def norm(self, norm: Norm, lane: int, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * self.vector(norm.gain, lane)
+
+    def matrix(self, weight: Weight, lane: int) -> np.ndarray:
+        array = np.asarray(self.arrays[int(weight.path)], np.float64)
+        return array[lane] if weight.lane_sharded else array
+
+    def vector(self, weight: Weight, lane: int) -> np.ndarray:
+        offset, stride = self.places[int(weight.path)]
+        return self.small[offset + lane * stride :][: weight.shape[0]]
+
+
+def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:
+    """x [s, heads, e]."""
+    angles = np.arange(len(x))[:, None, None] * np.array(rotary.frequencies)
+    cos, sin = rotary.factor * np.cos(angles), rotary.factor * np.sin(angles)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
+
+
+def run_schedule(table: Table, x: np.ndarray, module: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane."""
+    modules, outputs, kept = len(table.events) - 1, {}, {}
+    for time, events in enumerate(table.events):
+        for i, total in enumerate(table.sums):
+            if total.stream_mean and total.complete_at == time:
+                kept[i] = x
+        if time < modules:
+            outputs[time] = module(time, x)
+        for event in events:
+            if event.payload < 0:
+                x = x + event.weight * outputs[event.module]
+                continue
+            total = table.sums[event.payload]
+            assert total.complete_at <= time, "it lands before it is complete"
+            share = sum(weight * outputs[m][..., : total.width] for m, weight in total.parts)
+            if total.stream_mean:
+                x = np.broadcast_to((share + kept[event.payload] / len(x)).sum(0), x.shape)
+                continue
+            apart = sum(weight * outputs[m][..., : total.width] for m, weight in event.apart)
+            x = x.copy()
+            x[..., : total.width] += share.sum(0) - apart
+    return x
+
+
+def interpret(plan: Plan, weights: dict[str, np.ndarray], ids: Sequence[int]) -> np.ndarray:
+    """Logits [s, vocab] of a plan with these weights, by path."""
+    small = np.zeros(plan.small_size, np.float32)
+    for path in plan.places:
+        plan.place(small, path, weights[path])
+    return Interpreter(plan.words, plan.floats, [weights[path] for path in plan.weights], small).logits(ids)
