@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
@@ -64,6 +64,57 @@ class RopeScaling:
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
                 f" {self.low_freq_factor}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions:
+    """A norm of the stream, laneformer/blocks/norm.py."""
+
+    hidden_size: int
+    num_lanes: int
+    eps: float
+    """Added to the mean square."""
+    per_lane: bool
+    """Each lane has its own scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The attention of one layer, laneformer/blocks/attention.py."""
+
+    hidden_size: int
+    num_lanes: int
+    heads: int
+    """Query heads of one lane."""
+    kv_heads: int
+    """Key/value heads of one lane."""
+    head_dim: int
+    """Channels of one head."""
+    window: int | None
+    """Keys that a query sees, its own position included; None for all."""
+    qkv_bias: bool
+    """Biases on the q, k and v projections."""
+    qk_norm: bool
+    """RMSNorm over each q and k head before the rotation."""
+    norm_eps: float
+    """Added to the mean square in the norms of q and k."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpOptions:
+    """The MLP of one layer, laneformer/blocks/mlp.py."""
+
+    hidden_size: int
+    num_lanes: int
+    columns: int
+    """Feed-forward columns of one lane."""
+
+
+class LayerOptions(NamedTuple):
+    """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
+
+    attention: AttentionOptions
+    feed_forward: MlpOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +305,29 @@ class ModelConfig:
             return listed and layer not in self.unclamped_layers
 
         return tuple(self.sliding_window if slides(layer) else None for layer in range(n))
+
+    @property
+    def layers(self) -> tuple[LayerOptions, ...]:
+        """The blocks of each layer."""
+        size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
+        feed_forward = MlpOptions(**size, columns=self.intermediate_size // self.num_lanes)
+        heads = {
+            "heads": self.num_attention_heads // self.num_lanes,
+            "kv_heads": self.num_key_value_heads // self.num_lanes,
+            "head_dim": self.head_size,
+        }
+        variant = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "norm_eps": self.norm_eps}
+        return tuple(
+            LayerOptions(AttentionOptions(**size, **heads, **variant, window=window), feed_forward)
+            for window in self.layer_windows
+        )
+
+    @property
+    def norms(self) -> tuple[NormOptions, NormOptions]:
+        """The norms in the layers, and the final one."""
+        size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
+        in_layers, final = (NormOptions(**size, eps=self.norm_eps, per_lane=own) for own in self.lane_norm_scales)
+        return in_layers, final
 
     @property
     def lane_norm_scales(self) -> tuple[bool, bool]:

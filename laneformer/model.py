@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.rotary import rotary_tables, rotate
-from laneformer.blocks.tiled_attention import attend
-from laneformer.config import ModelConfig
+from laneformer.blocks import BLOCKS
+from laneformer.blocks.block import Block
+from laneformer.blocks.norm import RMSNorm
+from laneformer.blocks.rotary import rotary_tables
+from laneformer.config import LayerOptions, ModelConfig, NormOptions
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
@@ -40,84 +41,18 @@ REMAT = {
 }
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
-
-
-class RMSNorm(nnx.Module):
-    """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
-
-    def __init__(self, scale: jax.Array, eps: float):
-        self.scale, self.eps = nnx.Param(scale), eps
-
-    def __call__(self, x_lbsd: jax.Array) -> jax.Array:
-        scale = self.scale[...]
-        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps)
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention of every lane over its own heads: o[l] = wo[l] attend(q[l], k[l], v[l])."""
-
-    def __init__(self, weights: dict[str, jax.Array], config: ModelConfig, precision: Precision, window: int | None):
-        for name, weight in weights.items():
-            setattr(self, name, nnx.Param(weight))
-        self.config, self.precision, self.window = config, precision, window
-
-    def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
-        """q, k or v: [l, b, s, heads, k], with bias (Qwen2) and per-head norm (Qwen3) where the config has them."""
-        y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
-        if self.config.qkv_bias:
-            y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
-        y = y.reshape(*y.shape[:-1], -1, self.config.head_size)
-        if self.config.qk_norm and name != "v":
-            y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
-        return y
-
-    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
-
-        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the
-        first query.
-        """
-        dtype = self.precision.compute
-        q, k, v = (self.project(name, h_lbsd) for name in "qkv")
-        q, k = rotate(q, rotary).astype(dtype), rotate(k, rotary)
-        if memory is None:
-            kept = k.astype(dtype), v.astype(dtype)
-            a = attend(q, *kept, window=self.window, segments=segments_bs)
-        else:
-            keys, values, start = memory
-            kept = tuple(
-                jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
-                for c, new in ((keys, k), (values, v))
-            )
-            a = attend(q, *(c.astype(dtype) for c in kept), window=self.window, start=start)
-        return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
-
-
-class FeedForward(nnx.Module):
-    """SwiGLU of every lane over its own columns: o[l] = w2[l] (silu(w1[l] h) * w3[l] h) (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, weights: dict[str, jax.Array], precision: Precision):
-        self.w1, self.w3, self.w2 = (nnx.Param(weights[name]) for name in ("w1", "w3", "w2"))
-        self.precision = precision
-
-    def __call__(self, h_lbsd: jax.Array) -> jax.Array:
-        gate = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
-        up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
-        return self.precision.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, self.w2[...])
-
-
 class Layer(nnx.Module):
     """The two modules of a layer, each with the norm through which it reads the stream."""
 
-    def __init__(self, weights: dict[str, jax.Array], config: ModelConfig, precision: Precision, window: int | None):
-        self.attention_norm = RMSNorm(weights["attention_norm"], config.norm_eps)
-        self.attention = Attention(_within(weights, "attention"), config, precision, window)
-        self.ffn_norm = RMSNorm(weights["ffn_norm"], config.norm_eps)
-        self.feed_forward = FeedForward(_within(weights, "feed_forward"), precision)
+    def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norm: NormOptions, precision: Precision):
+        def block(name: str) -> Block:
+            own = getattr(options, name)
+            return BLOCKS[type(own)](_within(weights, name), own, precision)
+
+        self.attention_norm = RMSNorm(weights["attention_norm"], norm)
+        self.attention = block("attention")
+        self.ffn_norm = RMSNorm(weights["ffn_norm"], norm)
+        self.feed_forward = block("feed_forward")
 
 
 class Laneformer(nnx.Module):
@@ -143,13 +78,14 @@ class Laneformer(nnx.Module):
         self.precision = precision or Precision.default(first.dtype)
         check_mesh(config.num_lanes, mesh, self.precision.stream)
         self.tok_embeddings = nnx.Param(first)
+        in_layers, final = config.norms
         self.layers = nnx.List(
             [
-                Layer(_within(weights, f"layers.{n}"), config, self.precision, window)
-                for n, window in enumerate(config.layer_windows)
+                Layer(_within(weights, f"layers.{n}"), options, in_layers, self.precision)
+                for n, options in enumerate(config.layers)
             ]
         )
-        self.norm = RMSNorm(weights["norm"], config.norm_eps)
+        self.norm = RMSNorm(weights["norm"], final)
         if "lm_head" in weights:
             self.lm_head = nnx.Param(weights["lm_head"])
 

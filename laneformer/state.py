@@ -1,4 +1,4 @@
-"""The key/value cache: one pair of arrays per layer, written in place at the current length."""
+"""What layers keep between tokens: keys and values per layer, written in place at the current length."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from laneformer.config import ModelConfig
+from laneformer.blocks import BLOCKS
+from laneformer.config import AttentionOptions, MlpOptions, ModelConfig
 from laneformer.mesh import DATA, LANE, sharding
 
 CACHE_SPEC = P(LANE, DATA)
@@ -29,8 +30,15 @@ class Cache:
 
 def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", mesh=None) -> Cache:
     """An empty cache for `capacity` positions of `batch` sequences, spread over the mesh as the lanes are."""
-    shape = (config.num_lanes, batch, capacity, config.num_key_value_heads // config.num_lanes, config.head_size)
-    device = sharding(CACHE_SPEC, shape, mesh) if mesh is not None else None
-    layers = range(config.num_hidden_layers)
-    keys, values = ([jnp.zeros(shape, dtype, device=device) for _ in layers] for _ in "kv")
-    return Cache(keys, values, jnp.zeros((), jnp.int32))
+    arrays: dict[str, list[jax.Array]] = {"keys": [], "values": []}
+    for layer in config.layers:
+        for kept in BLOCKS[type(layer.attention)].state(layer.attention):
+            shape = (kept.num_lanes, batch, capacity, *kept.shape)
+            device = sharding(CACHE_SPEC, shape, mesh) if mesh is not None else None
+            arrays[kept.name].append(jnp.zeros(shape, dtype, device=device))
+    return Cache(**arrays, length=jnp.zeros((), jnp.int32))
+
+
+def values_per_token(options: AttentionOptions | MlpOptions, context: int) -> int:
+    """Values that one token writes to a block's state and, with `context` earlier positions, reads from it."""
+    return sum(kept.values_per_token(context) for kept in BLOCKS[type(options)].state(options))

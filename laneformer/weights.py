@@ -1,70 +1,66 @@
-"""All weights in one table: path in the model, name in a file, shape, how it lies on the mesh, how it begins."""
+"""The table of all weights, collected from the blocks, and the counts that are sums over it."""
 
 import math
 import zlib
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from laneformer.blocks import BLOCKS
+from laneformer.blocks.block import Weight
+from laneformer.blocks.norm import RMSNorm
 from laneformer.config import ModelConfig
+from laneformer.state import values_per_token
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One weight. Lane-first where lanes have their own; `spec` names the mesh axes (lane, data) of each dimension."""
+def parameter_table(config: ModelConfig) -> dict[str, Weight]:
+    """Path in the module tree -> Weight, for every weight of the config, in the order of the forward pass."""
+    table = {"tok_embeddings": _embedding(config)}
+    for weights in module_weights(config):
+        table |= weights
+    table |= RMSNorm.table(config.norms[1], "norm")
+    head = _head(config)
+    return table if head is None else table | {"lm_head": head}
 
-    file_name: str
-    shape: tuple[int, ...]
-    spec: P
-    initial: str
-    """normal (matrix that reads the stream), output (one that writes to it), embedding, ones, or zeros."""
+
+def module_weights(config: ModelConfig) -> list[dict[str, Weight]]:
+    """The rows of the table by module: attention of layer 0, feed-forward of layer 0, ..., each with its norm."""
+    norm, found = config.norms[0], []
+    for n, layer in enumerate(config.layers):
+        for norm_name, name, options in zip(("attention_norm", "ffn_norm"), layer._fields, layer, strict=True):
+            rows = RMSNorm.table(norm, f"layers.{n}.{norm_name}")
+            found.append(rows | BLOCKS[type(options)].table(options, f"layers.{n}.{name}"))
+    return found
 
 
-def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
-    """Path in the module tree -> Parameter, for every weight of the config, in the order of the forward pass."""
-    d, v, lanes, e = config.hidden_size, config.vocab_size, config.num_lanes, config.head_size
-    q, kv = config.num_attention_heads * e // lanes, config.num_key_value_heads * e // lanes
-    f = config.intermediate_size // lanes
-    table = {"tok_embeddings": Parameter("model.tok_embeddings.weight", (v, d), P(None, "data"), "embedding")}
+def _embedding(config: ModelConfig) -> Weight:
+    """One row is looked up; all of it is multiplied where it is the head too."""
+    return Weight(
+        file_name="model.tok_embeddings.weight",
+        shape=(config.vocab_size, config.hidden_size),
+        spec=P(None, "data"),
+        initial="embedding",
+        group="embedding",
+        part="head",
+        share=1.0 if config.tie_word_embeddings else 0.0,
+        looked_up=config.hidden_size,
+    )
 
-    def norm(path: str, per_lane: bool):
-        if per_lane:
-            table[path] = Parameter(f"model.{path}.scale", (lanes, d), P("lane", None), "ones")
-        else:
-            table[path] = Parameter(f"model.{path}.weight", (d,), P(None), "ones")
 
-    per_lane_layers, per_lane_final = config.lane_norm_scales
-    for n in range(config.num_hidden_layers):
-        layer = f"layers.{n}"
-        norm(f"{layer}.attention_norm", per_lane_layers)
-        for name, rows in (("wq", q), ("wk", kv), ("wv", kv)):
-            path = f"{layer}.attention.{name}"
-            table[path] = Parameter(f"model.{path}.weight", (lanes, rows, d), P("lane", None, "data"), "normal")
-            if config.qkv_bias:
-                table[f"{path}_bias"] = Parameter(f"model.{path}.bias", (lanes, rows), P("lane", None), "zeros")
-        if config.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                table[f"{layer}.attention.{name}"] = Parameter(
-                    f"model.{layer}.attention.{name}.weight", (e,), P(None), "ones"
-                )
-        wo = f"{layer}.attention.wo"
-        table[wo] = Parameter(f"model.{wo}.weight", (lanes, d, q), P("lane", "data", None), "output")
-        norm(f"{layer}.ffn_norm", per_lane_layers)
-        for name in ("w1", "w3"):
-            path = f"{layer}.feed_forward.{name}"
-            table[path] = Parameter(f"model.{path}.weight", (lanes, f, d), P("lane", None, "data"), "normal")
-        w2 = f"{layer}.feed_forward.w2"
-        table[w2] = Parameter(f"model.{w2}.weight", (lanes, d, f), P("lane", "data", None), "output")
-    norm("norm", per_lane_final)
-    if config.lm_head_type == "lane":  # in files [v, l d]: see laneformer/hf/folder.py
-        table["lm_head"] = Parameter("lm_head.linear.weight", (lanes, v, d), P("lane", None, "data"), "normal")
-    elif config.lm_head_type == "vocab_parallel":
-        table["lm_head"] = Parameter("lm_head.weight", (lanes, v // lanes, d), P("lane", None, "data"), "normal")
-    elif not config.tie_word_embeddings:  # every lane could make all logits; each makes a slice of them
-        table["lm_head"] = Parameter("lm_head.weight", (v, d), P("lane", "data"), "normal")
-    return table
+def _head(config: ModelConfig) -> Weight | None:
+    """None where the embedding table is the head."""
+    d, v, lanes = config.hidden_size, config.vocab_size, config.num_lanes
+    if config.tie_word_embeddings:
+        return None
+    file_name, shape, spec = {
+        # Every lane could make all logits; each makes a slice of them.
+        "replicate": ("lm_head.weight", (v, d), P("lane", "data")),
+        # In files [v, l d]: see laneformer/hf/folder.py.
+        "lane": ("lm_head.linear.weight", (lanes, v, d), P("lane", None, "data")),
+        "vocab_parallel": ("lm_head.weight", (lanes, v // lanes, d), P("lane", None, "data")),
+    }[config.lm_head_type]
+    return Weight(file_name=file_name, shape=shape, spec=spec, initial="normal", group="embedding", part="head")
 
 
 def initial_weights(config: ModelConfig, seed: int, dtype="float32") -> dict[str, jax.Array]:
@@ -76,37 +72,33 @@ def initial_weights(config: ModelConfig, seed: int, dtype="float32") -> dict[str
     """
     deviation = {"normal": 0.02, "embedding": 0.02, "output": 0.02 / math.sqrt(2 * config.num_hidden_layers)}
 
-    def make(path: str, parameter: Parameter) -> jax.Array:
-        if parameter.initial in ("ones", "zeros"):
-            return getattr(jnp, parameter.initial)(parameter.shape, dtype)
+    def make(path: str, weight: Weight) -> jax.Array:
+        if weight.initial in ("ones", "zeros"):
+            return getattr(jnp, weight.initial)(weight.shape, dtype)
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()) & 0x7FFFFFFF)
-        sample = jax.random.truncated_normal(key, -3, 3, parameter.shape, jnp.float32)
-        return (deviation[parameter.initial] * sample).astype(dtype)
+        sample = jax.random.truncated_normal(key, -3, 3, weight.shape, jnp.float32)
+        return (deviation[weight.initial] * sample).astype(dtype)
 
-    return {path: make(path, parameter) for path, parameter in parameter_table(config).items()}
+    return {path: make(path, weight) for path, weight in parameter_table(config).items()}
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Weights in the model; a tied head counts once."""
-    return sum(math.prod(p.shape) for p in parameter_table(config).values())
+    return sum(weight.size for weight in parameter_table(config).values())
 
 
 def parameters_per_token(config: ModelConfig) -> int:
-    """Weights that decoding one token must read: all but the embedding table, or all of it once where it is the head
-    too.
-    """
-    return parameter_count(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    """Weights that one token multiplies: all but the embedding table, which counts once where it is the head too."""
+    return sum(weight.read for weight in parameter_table(config).values())
 
 
 def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> float:
     """Bytes of weights read for one token at batch 1, the row of the embedding table included."""
-    return (parameters_per_token(config) + config.hidden_size) * bytes_per_weight
+    return sum(weight.read + weight.looked_up for weight in parameter_table(config).values()) * bytes_per_weight
 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
     """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read
     their window.
     """
-    per_position = 2 * config.num_key_value_heads * config.head_size * bytes_per_value
-    positions_read = [min(context, window - 1) if window else context for window in config.layer_windows]
-    return per_position * (config.num_hidden_layers + sum(positions_read))
+    return sum(values_per_token(options, context) for layer in config.layers for options in layer) * bytes_per_value

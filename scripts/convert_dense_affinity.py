@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from laneformer.blocks.attention import Attention
 from laneformer.blocks.rotary import rotary_tables
 from laneformer.layout import Schedule
-from laneformer.model import Attention, Laneformer, Layer
+from laneformer.model import Laneformer, Layer
 
 RESTARTS = 2  # random first assignments, of which the best end is taken
 LEAST = 0.01  # a sweep over all modules that lowers what is missed by less than this share is the last
@@ -57,10 +58,10 @@ def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
     config, weights = model.config, model.weights()
     rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
-    for n, window in enumerate(config.layer_windows):
+    for n, options in enumerate(config.layers):
         own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
         bare = Attention(
-            own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, config, model.precision, window
+            own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision
         )  # what wo multiplies
         x, *seen = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
         layer = f"layers.{n}."

@@ -1,0 +1,8 @@
+"""The kinds of blocks that a layer is made of: `BLOCKS[type(options)]` is the class that computes those options."""
+
+from laneformer.blocks.attention import Attention
+from laneformer.blocks.block import Block
+from laneformer.blocks.mlp import Mlp
+from laneformer.config import AttentionOptions, MlpOptions
+
+BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp}

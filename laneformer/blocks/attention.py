@@ -1,0 +1,95 @@
+"""Grouped-query attention of every lane over its own heads. Shape letters as in laneformer/model.py."""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer.blocks.block import Block, KeptArray, Weight
+from laneformer.blocks.norm import rms_norm
+from laneformer.blocks.rotary import rotate
+from laneformer.blocks.tiled_attention import attend
+from laneformer.config import AttentionOptions
+from laneformer.precision import Precision
+
+
+class Attention(Block):
+    """o[l] = wo[l] attend(q[l], k[l], v[l])."""
+
+    def __init__(self, weights: dict[str, jax.Array], options: AttentionOptions, precision: Precision):
+        for name, weight in weights.items():
+            setattr(self, name, nnx.Param(weight))
+        self.options, self.precision = options, precision
+
+    def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
+        """q, k or v: [l, b, s, heads, k], with bias (Qwen2) and per-head norm (Qwen3) where the options have them."""
+        y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
+        if self.options.qkv_bias:
+            y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
+        y = y.reshape(*y.shape[:-1], -1, self.options.head_dim)
+        if self.options.qk_norm and name != "v":
+            y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps)
+        return y
+
+    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
+        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
+
+        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the
+        first query.
+        """
+        dtype, window = self.precision.compute, self.options.window
+        q, k, v = (self.project(name, h_lbsd) for name in "qkv")
+        q, k = rotate(q, rotary).astype(dtype), rotate(k, rotary)
+        if memory is None:
+            kept = k.astype(dtype), v.astype(dtype)
+            a = attend(q, *kept, window=window, segments=segments_bs)
+        else:
+            keys, values, start = memory
+            kept = tuple(
+                jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
+                for c, new in ((keys, k), (values, v))
+            )
+            a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start)
+        return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
+
+    @staticmethod
+    def table(options: AttentionOptions, path: str) -> dict[str, Weight]:
+        l, d, e = options.num_lanes, options.hidden_size, options.head_dim
+        queries, keys = options.heads * e, options.kv_heads * e
+        found = {}
+
+        def add(name: str, file_name: str, shape: tuple[int, ...], spec: P, initial: str, group: str = "vector"):
+            file_name = f"model.{path}.{file_name}"
+            part = "norms" if initial == "ones" else "attention"
+            found[f"{path}.{name}"] = Weight(
+                file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part
+            )
+
+        for name, rows in (("wq", queries), ("wk", keys), ("wv", keys)):
+            add(name, f"{name}.weight", (l, rows, d), P("lane", None, "data"), "normal", "matrix")
+            if options.qkv_bias:
+                add(f"{name}_bias", f"{name}.bias", (l, rows), P("lane", None), "zeros")
+        if options.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                add(name, f"{name}.weight", (e,), P(None), "ones")
+        add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
+        return found
+
+    @staticmethod
+    def state(options: AttentionOptions) -> tuple[KeptArray, ...]:
+        """Keys, after the rotation, and values of every position."""
+        entry = {"num_lanes": options.num_lanes, "shape": (options.kv_heads, options.head_dim)}
+        return tuple(KeptArray(name=name, window=options.window, **entry) for name in ("keys", "values"))
+
+    @staticmethod
+    def context_flops(options: AttentionOptions, length: int) -> float:
+        """q k^T and the weighted sum of v: H query heads of size e each take 2 e per key for either, 4 H e together."""
+        return 4 * options.num_lanes * options.heads * options.head_dim * keys_seen(length, options.window)
+
+
+def keys_seen(length: int, window: int | None = None) -> float:
+    """Keys that a query of a causal sequence sees on average, its own included: the mean of min(i, window) over
+    i = 1..length.
+    """
+    w = length if window is None else min(window, length)
+    return (w * (w + 1) / 2 + (length - w) * w) / length

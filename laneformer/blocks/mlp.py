@@ -1,0 +1,37 @@
+"""SwiGLU (Shazeer, arXiv 2002.05202) of every lane over its own columns. Shape letters as in laneformer/model.py."""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer.blocks.block import Block, Weight
+from laneformer.config import MlpOptions
+from laneformer.precision import Precision
+
+
+class Mlp(Block):
+    """o[l] = w2[l] (silu(w1[l] h) * w3[l] h)."""
+
+    def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
+        self.w1, self.w3, self.w2 = (nnx.Param(weights[name]) for name in ("w1", "w3", "w2"))
+        self.precision = precision
+
+    def __call__(self, h_lbsd: jax.Array) -> jax.Array:
+        gate = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
+        up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
+        return self.precision.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, self.w2[...])
+
+    @staticmethod
+    def table(options: MlpOptions, path: str) -> dict[str, Weight]:
+        l, d, f = options.num_lanes, options.hidden_size, options.columns
+
+        def matrix(name: str, shape: tuple[int, ...], spec: P, initial: str) -> Weight:
+            file_name = f"model.{path}.{name}.weight"
+            return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group="matrix", part="MLP")
+
+        return {
+            f"{path}.w1": matrix("w1", (l, f, d), P("lane", None, "data"), "normal"),
+            f"{path}.w3": matrix("w3", (l, f, d), P("lane", None, "data"), "normal"),
+            f"{path}.w2": matrix("w2", (l, d, f), P("lane", "data", None), "output"),
+        }

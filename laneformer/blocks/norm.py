@@ -1,0 +1,34 @@
+"""RMSNorm (Zhang & Sennrich, arXiv 1910.07467) of every lane's stream."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from laneformer.blocks.block import Block, Weight
+from laneformer.config import NormOptions
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+class RMSNorm(Block):
+    """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
+
+    def __init__(self, scale: jax.Array, options: NormOptions):
+        self.scale, self.eps = nnx.Param(scale), options.eps
+
+    def __call__(self, x_lbsd: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps)
+
+    @staticmethod
+    def table(options: NormOptions, path: str) -> dict[str, Weight]:
+        name, shape, spec = "weight", (options.hidden_size,), P(None)
+        if options.per_lane:
+            name, shape, spec = "scale", (options.num_lanes, *shape), P("lane", None)
+        file_name = f"model.{path}.{name}"
+        return {path: Weight(file_name=file_name, shape=shape, spec=spec, initial="ones", group="vector", part="norms")}
