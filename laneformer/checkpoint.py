@@ -12,6 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
+from laneformer.formats import KERNEL_FORMATS
 from laneformer.hf.config import config_from_hf, read_hf_config
 from laneformer.hf.folder import HfFolder
 from laneformer.mesh import sharding
@@ -94,7 +95,7 @@ def _step_folder(path: Path) -> Path | None:
 
 def _check_dtype(dtype) -> None:
     try:
-        known = jnp.dtype(dtype).name in ("float32", "float16", "bfloat16")
+        known = jnp.dtype(dtype).name in KERNEL_FORMATS
     except TypeError:
         known = False
     if not known:

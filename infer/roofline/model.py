@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.roofline.devices import Node
-from infer.roofline.precisions import PRECISIONS
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
 from laneformer.layout import Schedule
 from laneformer.weights import kv_bytes_per_token, parameter_count, parameter_table
 
@@ -38,8 +38,8 @@ class Work:
 
     def __post_init__(self):
         for name, value in (("--precision", self.weights), ("--kv-precision", self.kv)):
-            if value not in PRECISIONS:
-                raise ConfigError(f"{name} {value}: known are {', '.join(PRECISIONS)}")
+            if value not in FORMATS:
+                raise ConfigError(f"{name} {value}: known are {', '.join(FORMATS)}")
         if self.context < 0:
             raise ConfigError(f"--context {self.context}: it must be 0 or above")
 
@@ -98,10 +98,10 @@ def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
             if path.endswith("norm")
             else _module_kind(path)
         )
-        parts[kind] += math.prod(parameter.shape) * PRECISIONS[work.weights]
-    parts["row of the embedding"] = config.hidden_size * PRECISIONS[work.weights]
+        parts[kind] += math.prod(parameter.shape) * FORMATS[work.weights].bytes
+    parts["row of the embedding"] = config.hidden_size * FORMATS[work.weights].bytes
     parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(
-        config, work.context, PRECISIONS[work.kv]
+        config, work.context, FORMATS[work.kv].bytes
     )
     return parts
 
@@ -119,10 +119,10 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
         if path.startswith("layers."):
             _, layer, name = path.split(".", 2)
             found[2 * int(layer) + (not name.startswith("attention"))] += (
-                math.prod(parameter.shape) * PRECISIONS[work.weights]
+                math.prod(parameter.shape) * FORMATS[work.weights].bytes
             )
     touched = [1 + (min(work.context, window - 1) if window else work.context) for window in config.layer_windows]
-    per_position = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv]) / sum(touched)
+    per_position = kv_bytes_per_token(config, work.context, FORMATS[work.kv].bytes) / sum(touched)
     for layer, positions in enumerate(touched):
         found[2 * layer] += per_position * positions
     return found
@@ -233,4 +233,4 @@ def _launches(node: Node) -> list[Term]:
 
 def weights_in_memory(config: ModelConfig, work: Work) -> float:
     """Bytes of all weights."""
-    return parameter_count(config) * PRECISIONS[work.weights]
+    return parameter_count(config) * FORMATS[work.weights].bytes

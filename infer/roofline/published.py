@@ -4,8 +4,8 @@ nominal figures.
 
 from dataclasses import dataclass
 
-from infer.roofline.precisions import PRECISIONS
 from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
 
 MODELS_READ = "2026-11"  # when the sources below were read
 
@@ -20,7 +20,7 @@ class Part:
 
     @property
     def bytes(self) -> float:
-        return self.weights * PRECISIONS[self.precision]
+        return self.weights * FORMATS[self.precision].bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class MoeModel:
         if self.kv_full is None:
             return None if context else 0.0
         per_position, window = self.kv_window
-        return PRECISIONS[precision] * (
+        return FORMATS[precision].bytes * (
             self.kv_full * context + per_position * min(context, window) + 2 * self.state * (context > 0)
         )
 

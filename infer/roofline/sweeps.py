@@ -3,11 +3,12 @@
 import inspect
 
 from infer.roofline.devices import Node, make_node
-from infer.roofline.model import PRECISIONS, Token, Work, hidden_up_to, module_seconds, token, token_of_bytes
+from infer.roofline.model import Token, Work, hidden_up_to, module_seconds, token, token_of_bytes
 from infer.roofline.published import MoeModel
 from infer.roofline.table import PROJECTED, Column, Table
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS
 
 TRIED_ARGUMENTS = (2, 0.5, 1, 0)  # for layouts that take some
@@ -138,9 +139,9 @@ def contexts(longest: int) -> list[int]:
 def by_precision(config: ModelConfig, node: Node, work: Work) -> Table:
     """All weights in each precision; keys and values stay as they are."""
     rows = []
-    for name in sorted(PRECISIONS, key=lambda name: -PRECISIONS[name]):
+    for name in sorted(FORMATS, key=lambda name: -FORMATS[name].bytes):
         found = token(config, node, Work(name, work.kv, work.context))
-        rows.append((name, 8 * PRECISIONS[name], found.bytes / 1e9, *_speed(found)))
+        rows.append((name, 8 * FORMATS[name].bytes, found.bytes / 1e9, *_speed(found)))
     return Table(
         "precision",
         f"Speed against precision of the weights, {node.name}",
@@ -158,8 +159,8 @@ def moe_by_precision(model: MoeModel, node: Node) -> Table:
     sizes = {"as published": (None, model.weight_bytes)}
     weights = sum(part.weights for part in model.parts)
     sizes |= {
-        name: (8 * PRECISIONS[name], weights * PRECISIONS[name])
-        for name in sorted(PRECISIONS, key=lambda n: -PRECISIONS[n])
+        name: (8 * FORMATS[name].bytes, weights * FORMATS[name].bytes)
+        for name in sorted(FORMATS, key=lambda n: -FORMATS[n].bytes)
     }
     rows = []
     for name, (bits, size) in sizes.items():

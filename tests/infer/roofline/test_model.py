@@ -7,7 +7,6 @@ import pytest
 from infer.roofline.agent import AgentTask, agent_table
 from infer.roofline.devices import DEVICES, Node, make_node
 from infer.roofline.model import (
-    PRECISIONS,
     Work,
     bytes_by_part,
     hidden_up_to,
@@ -21,6 +20,7 @@ from infer.roofline.references import references, share, share_of_spec
 from infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_precision, layouts_of
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS, _schedule, make_schedule
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
@@ -110,11 +110,11 @@ def test_the_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
 def test_parts_and_modules_are_all_bytes(changes):
     config = SMALL.replace(**changes)
     for work in (Work(), Work("fp8", "float32", 20)):
-        kv = kv_bytes_per_token(config, work.context, PRECISIONS[work.kv])
+        kv = kv_bytes_per_token(config, work.context, FORMATS[work.kv].bytes)
         parts, modules = bytes_by_part(config, work), module_bytes(config, work)
-        assert sum(parts.values()) == pytest.approx(weight_bytes_per_token(config, PRECISIONS[work.weights]) + kv)
+        assert sum(parts.values()) == pytest.approx(weight_bytes_per_token(config, FORMATS[work.weights].bytes) + kv)
         final_norm = (
-            config.hidden_size * (config.num_lanes if config.lane_norm_scales[1] else 1) * PRECISIONS[work.weights]
+            config.hidden_size * (config.num_lanes if config.lane_norm_scales[1] else 1) * FORMATS[work.weights].bytes
         )
         assert sum(modules) == pytest.approx(
             sum(parts.values()) - parts["head"] - parts["row of the embedding"] - final_norm
