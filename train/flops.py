@@ -2,8 +2,7 @@
 (MFU).
 """
 
-import math
-
+from laneformer.blocks import BLOCKS
 from laneformer.config import ModelConfig
 from laneformer.weights import parameter_table
 
@@ -12,26 +11,17 @@ def matmul_parameters(config: ModelConfig) -> int:
     """Weights that every token is multiplied by: all matrices and the head, also a tied one; the embedding table is
     only read.
     """
-    matrices = sum(math.prod(p.shape) for p in parameter_table(config).values() if p.initial in ("normal", "output"))
-    return matrices + (config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0)
-
-
-def keys_seen(length: int, window: int | None = None) -> float:
-    """Keys that a query of a causal sequence sees on average, its own included: the mean over i = 1..length of min(i,
-    window).
-    """
-    w = length if window is None else min(window, length)
-    return (w * (w + 1) / 2 + (length - w) * w) / length
+    return sum(weight.read for weight in parameter_table(config).values() if weight.group != "vector")
 
 
 def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
 
-    H query heads of size e each take 2 e per key for either product; keys are the `keys_seen` in that layer. Document
-    boundaries are not known here.
+    Each block states its own, see `Block.context_flops`. Document boundaries are not known here.
     """
-    keys = sum(keys_seen(sequence_length, window) for window in config.layer_windows)
-    return 4 * config.num_attention_heads * config.head_size * keys
+    return sum(
+        BLOCKS[type(options)].context_flops(options, sequence_length) for layer in config.layers for options in layer
+    )
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

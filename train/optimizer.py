@@ -33,11 +33,10 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
     Embeddings, head, norms and biases stay AdamW's.
     """
     table = parameter_table(model)
-    matrices = {path: path.startswith("layers.") and len(p.shape) == 3 for path, p in table.items()}
-    decays = {path: p.initial not in ("ones", "zeros") for path, p in table.items()}
+    decays = {path: weight.group != "vector" for path, weight in table.items()}
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":
-        labels = {path: "muon" if matrix else "adam" for path, matrix in matrices.items()}
+        labels = {path: "muon" if weight.group == "matrix" else "adam" for path, weight in table.items()}
         rule = optax.partition({"muon": _muon(config), "adam": rule}, labels)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),

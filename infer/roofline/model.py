@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.roofline.devices import Node
+from laneformer.blocks.block import PARTS
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import Schedule
-from laneformer.weights import kv_bytes_per_token, parameter_count, parameter_table
+from laneformer.state import values_per_token
+from laneformer.weights import kv_bytes_per_token, module_weights, parameter_count, parameter_table
 
 ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k v, attention, wo; w1 w3, w2
 EDGES = "dependent operations"
@@ -87,45 +89,26 @@ class Token:
 
 def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
     """Bytes that one token reads and writes; together weight_bytes_per_token + kv_bytes_per_token."""
-    parts = {"attention": 0.0, "MLP": 0.0, "norms": 0.0, "head": 0.0}
-    for path, parameter in parameter_table(config).items():
-        if path == "tok_embeddings" and not config.tie_word_embeddings:
-            continue
-        kind = (
-            "head"
-            if path in ("lm_head", "tok_embeddings")
-            else "norms"
-            if path.endswith("norm")
-            else _module_kind(path)
-        )
-        parts[kind] += math.prod(parameter.shape) * FORMATS[work.weights].bytes
-    parts["row of the embedding"] = config.hidden_size * FORMATS[work.weights].bytes
+    weights = parameter_table(config).values()
+    sizes = {part: sum(weight.read for weight in weights if weight.part == part) for part in PARTS}
+    sizes["row of the embedding"] = sum(weight.looked_up for weight in weights)
+    parts = {part: size * FORMATS[work.weights].bytes for part, size in sizes.items() if size}
     parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(
         config, work.context, FORMATS[work.kv].bytes
     )
     return parts
 
 
-def _module_kind(path: str) -> str:
-    return "attention" if ".attention." in path else "MLP"
-
-
 def module_bytes(config: ModelConfig, work: Work) -> list[float]:
     """Bytes of each module, attention of layer 0 first; what is left of `bytes_by_part` is read outside of the
     layers.
     """
-    found = [0.0] * (2 * config.num_hidden_layers)
-    for path, parameter in parameter_table(config).items():
-        if path.startswith("layers."):
-            _, layer, name = path.split(".", 2)
-            found[2 * int(layer) + (not name.startswith("attention"))] += (
-                math.prod(parameter.shape) * FORMATS[work.weights].bytes
-            )
-    touched = [1 + (min(work.context, window - 1) if window else work.context) for window in config.layer_windows]
-    per_position = kv_bytes_per_token(config, work.context, FORMATS[work.kv].bytes) / sum(touched)
-    for layer, positions in enumerate(touched):
-        found[2 * layer] += per_position * positions
-    return found
+    blocks = [options for layer in config.layers for options in layer]
+    return [
+        sum(weight.read + weight.looked_up for weight in weights.values()) * FORMATS[work.weights].bytes
+        + values_per_token(options, work.context) * FORMATS[work.kv].bytes
+        for options, weights in zip(blocks, module_weights(config), strict=True)
+    ]
 
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
