@@ -1,0 +1,108 @@
+"""The console command: `laneformer COMMAND ...` does what `python -m MODULE ...` does."""
+
+import contextlib
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command of the list."""
+
+    module: str
+    """Has `main(arguments) -> exit status`; imported when the command is given."""
+    what: str
+    """What it does, in a line."""
+    first: tuple[str, ...] = ()
+    """Arguments before the user's."""
+
+    @property
+    def program(self) -> str:
+        """The same, as Python starts it."""
+        return " ".join(["python -m", self.module.removesuffix(".__main__"), *self.first])
+
+
+def commands() -> dict[str, Command]:
+    """All of them by name, in the order in which a project uses them."""
+    from infer.__main__ import COMMANDS
+
+    return {
+        "tokenize": Command("scripts.tokenize", "write text or conversations as a folder of tokens"),
+        "train": Command("train.__main__", "pretrain the model of a recipe, or resume its run"),
+        "ablate": Command("train.ablate.__main__", "train a grid of variants, and report speed and loss of each"),
+        "train-bench": Command("train.bench", "measure the speed of training on this hardware"),
+        "plot": Command("scripts.plot", "plot what training runs recorded"),
+        **{name: Command("infer.__main__", what, (name,)) for name, (_, what) in COMMANDS.items()},
+        "convert": Command("scripts.convert", "write any checkpoint as a Hugging Face folder"),
+        "convert-dense": Command("scripts.convert_dense", "cut a dense model into lanes"),
+        "draw-layout": Command("scripts.draw_layout", "draw the lanes, modules and landings of a layout"),
+        "plot-trace": Command("scripts.plot_trace", "plot where the time of a token went, from a trace of bench"),
+    }
+
+
+def usage() -> str:
+    known = commands()
+    width = max(map(len, known))
+    lines = [f"  {name:{width}}  {command.what}" for name, command in known.items()]
+    return "\n".join(
+        ["usage: laneformer COMMAND ...", "", *lines, "", "laneformer COMMAND --help: its arguments and options"]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: that of the command; 2 for an unknown one, 130 after Ctrl-C."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:  # before the command answers it
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    known = commands()
+    if name not in known:
+        near = difflib.get_close_matches(name, known)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "laneformer --help lists all"
+        print(f"error: unknown command {name!r}; {remedy}", file=sys.stderr)
+        return 2
+    if not {"", os.getcwd()} & {*sys.path}:  # python -m finds recipes written as MODULE:FUNCTION here
+        sys.path.append(os.getcwd())
+    command = known[name]
+    act = importlib.import_module(command.module).main
+    asks_help = bool({"-h", "--help"} & {*rest})
+    with _renamed(command.program, f"laneformer {name}") if asks_help else contextlib.nullcontext():
+        return act([*command.first, *rest])
+
+
+class _Renaming:
+    """Standard output with another name of the program, but for the boxes around options, which have a width."""
+
+    def __init__(self, out, program: str, name: str):
+        self._out, self._name = out, name
+        self._program = re.compile(rf"{re.escape(program)}(?![\w.])")
+
+    def write(self, text: str) -> int:
+        lines = text.splitlines(keepends=True)
+        renamed = (line if "│" in line else self._program.sub(self._name, line) for line in lines)
+        return self._out.write("".join(renamed))
+
+    def __getattr__(self, name: str):
+        return getattr(self._out, name)
+
+
+@contextlib.contextmanager
+def _renamed(program: str, name: str) -> Iterator[None]:
+    with contextlib.redirect_stdout(_Renaming(sys.stdout, program, name)):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
