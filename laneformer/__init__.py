@@ -1,6 +1,4 @@
-"""Laneformer: a decoder cut into lanes, every parallelism layout as a schedule table, on any mesh that divides the
-lanes.
-"""
+"""A decoder cut into lanes, any parallelism layout as a schedule table, on any mesh that divides the lanes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from laneformer.weights import parameters_per_token as parameters_per_token
     from laneformer.weights import weight_bytes_per_token as weight_bytes_per_token
 
-# Name -> module, imported when the name is first asked for: errors and configs are used where JAX need not be.
+# Name -> module, imported on first use: errors and configs are used in processes without JAX.
 _HOMES = {
     "LAYOUTS": "layout",
     "Cache": "state",

@@ -1,4 +1,4 @@
-"""The model's configuration: one frozen dataclass, checked when it is made."""
+"""The model's configuration: one frozen dataclass, validated on construction."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to contexts longer than those first trained on.
+    """Stretching of the rotary frequencies to contexts longer than those first trained on.
 
     `linear` divides every frequency by `factor`; `llama3` does so for long wavelengths only (Llama 3.1);
     `yarn` ramps between both per dimension and scales the rotation (Peng et al., arXiv 2309.00071).
@@ -28,13 +28,13 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original/low_freq_factor are stretched fully."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original/high_freq_factor stay as they are."""
+    """llama3: wavelengths below original/high_freq_factor are unchanged."""
     beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this over the original context stay as they are."""
+    """yarn: dimensions that turn more often than this over the original context are unchanged."""
     beta_slow: float = 1.0
     """yarn: dimensions that turn less often than this are stretched fully."""
     attention_factor: float | None = None
-    """yarn: factor on cos and sin; derived from `factor` and the two mscale fields when not given."""
+    """yarn: factor on cos and sin; by default derived from `factor` and the two mscale fields."""
     mscale: float | None = None
     """yarn: numerator of the derived attention factor (DeepSeek's form; both mscales or none)."""
     mscale_all_dim: float | None = None
@@ -45,7 +45,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.type not in ("linear", "llama3", "yarn"):
             raise ConfigError(
-                f"rope_scaling.type = {self.type!r}: known are linear, llama3 and yarn; for none leave rope_scaling out"
+                f"unknown rope_scaling.type {self.type!r}; choose linear, llama3 or yarn, or remove rope_scaling"
             )
         _require_number("rope_scaling.factor", self.factor, at_least=1.0)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
@@ -58,7 +58,7 @@ class RopeScaling:
                 "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
             )
         if not isinstance(self.truncate, bool):
-            raise ConfigError(f"rope_scaling.truncate = {self.truncate!r}: write true or false")
+            raise ConfigError(f"rope_scaling.truncate = {self.truncate!r} must be true or false")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
@@ -119,9 +119,9 @@ class LayerOptions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides what a Laneformer computes. Field names follow Hugging Face where it has one.
+    """What a Laneformer computes. Field names follow Hugging Face where it has one.
 
-    Raises ConfigError, naming the field, its value and the remedy, for anything that cannot work.
+    Raises ConfigError, naming the field, its value and the remedy, for values that cannot work.
     """
 
     vocab_size: int
@@ -137,20 +137,19 @@ class ModelConfig:
     num_key_value_heads: int
     """Key/value heads over all lanes (K); lanes must divide it."""
     head_dim: int | None = None
-    """Size of one head, where it is not hidden_size / num_attention_heads."""
+    """Channels of one head (e); by default hidden_size / num_attention_heads."""
     max_position_embeddings: int = 4096
     """Longest context in tokens."""
 
     num_lanes: int = 1
     """Lanes (L): shares of the model, one per device at most. 1 is a dense model."""
     layout: str = "laneformer"
-    """Which parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2),
-    caat(0.5).
-    """
+    """Parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2), caat(0.5)."""
     broadcast_delay: int = 2
-    """Layout laneformer: after how many layers the other lanes' outputs arrive (d)."""
+    """Layout laneformer: layers until the other lanes' outputs arrive (d)."""
     use_early_comm: bool = True
-    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling the own output by sqrt(L).
+    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling each lane's output by
+    sqrt(L).
     """
     early_lands_twice: bool = True
     """Layout laneformer: early outputs also arrive d layers later, as in the published model; false is the corrected
@@ -162,8 +161,8 @@ class ModelConfig:
     """Layout laneformer: exchange MLP outputs between lanes."""
 
     lm_head_type: Literal["replicate", "lane", "vocab_parallel"] = "replicate"
-    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or lane l makes its V/L logits
-    (vocab_parallel).
+    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or one slice of V/L logits per
+    lane (vocab_parallel).
     """
     pre_norm_lane_agg: bool = False
     """Head replicate: sum the lanes before the final norm instead of averaging after it."""
@@ -173,11 +172,11 @@ class ModelConfig:
     """The head reuses the embedding table."""
 
     sliding_window: int | None = None
-    """Keys that a sliding layer sees, the own position included; none makes every layer full."""
+    """Keys that a sliding layer sees, the query's own position included; none makes every layer full."""
     sliding_window_n_layers: int = 0
     """The first n layers slide; negative: the last |n|."""
     unclamped_layers: tuple[int, ...] = ()
-    """Layers that stay full whatever sliding_window_n_layers says."""
+    """Layers that are full regardless of sliding_window_n_layers and swa_layers."""
     swa_layers: tuple[int, ...] | None = None
     """The sliding layers as a list, instead of sliding_window_n_layers."""
 
@@ -193,7 +192,7 @@ class ModelConfig:
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
 
     bos_token_id: int | None = None
-    """Token that begins a text; put before prompts where set."""
+    """Token that begins a text; prepended to prompts where set."""
     eos_token_id: tuple[int, ...] = ()
     """Tokens that end a text."""
 
@@ -213,17 +212,14 @@ class ModelConfig:
         _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
         for field in dataclasses.fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                raise ConfigError(f"{field.name} = {getattr(self, field.name)!r}: write true or false")
+                raise ConfigError(f"{field.name} = {getattr(self, field.name)!r} must be true or false")
         _require_number("rope_theta", self.rope_theta, above=0.0)
         _require_number("norm_eps", self.norm_eps, above=0.0)
-        for name in (
-            "unclamped_layers",
-            "swa_layers",
-            "eos_token_id",
-        ):  # JSON gives lists; tuples keep the config hashable
+        # JSON gives lists; tuples keep the config hashable.
+        for name in ("unclamped_layers", "swa_layers", "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
-                raise ConfigError(f"{name} = {value!r}: write a list of whole numbers")
+                raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
         self._check_heads()
@@ -233,7 +229,7 @@ class ModelConfig:
             for token in tokens:
                 if token is not None:
                     _require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
-        make_schedule(self)  # refuses unknown layouts and arguments
+        make_schedule(self)  # raises ConfigError for unknown layouts and arguments
 
     def _check_heads(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -244,21 +240,21 @@ class ModelConfig:
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
-                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads ="
-                    f" {self.num_attention_heads}: change one of them or give head_dim"
+                    f"hidden_size = {self.hidden_size} must be a multiple of num_attention_heads ="
+                    f" {self.num_attention_heads}; change one of them or set head_dim"
                 )
         else:
             _require_int("head_dim", self.head_dim, at_least=2)
         if self.head_size % 2:
             raise ConfigError(
-                f"head_dim (or hidden_size / num_attention_heads) = {self.head_size} must be even: rotary positions"
-                " turn pairs of channels"
+                f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
+                " positions turn pairs of channels"
             )
 
     def _check_lanes(self):
         divided = ["num_key_value_heads", "num_attention_heads", "intermediate_size"]
         if self.lm_head_type not in HEAD_TYPES:
-            raise ConfigError(f"lm_head_type = {self.lm_head_type!r}: known are {', '.join(HEAD_TYPES)}")
+            raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
             divided.append("vocab_size")
         for name in divided:
@@ -267,14 +263,13 @@ class ModelConfig:
                     n for n in range(1, self.num_lanes) if all(getattr(self, other) % n == 0 for other in divided)
                 ]
                 raise ConfigError(
-                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}: each lane needs an"
-                    f" equal whole share; lane counts that fit below it: {', '.join(map(str, fitting))}"
+                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}; smaller lane counts"
+                    f" that do: {', '.join(map(str, fitting))}"
                 )
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
             field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
             raise ConfigError(
-                f"{field} = true needs lm_head_type = 'replicate': with {self.lm_head_type!r} each lane has its own"
-                " head"
+                f"{field} = true requires lm_head_type = 'replicate', got {self.lm_head_type!r}, with one head per lane"
             )
 
     def _check_windows(self):
@@ -285,10 +280,10 @@ class ModelConfig:
                 _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
             raise ConfigError(
-                f"swa_layers = {list(self.swa_layers)} needs sliding_window: say how many keys a sliding layer sees"
+                f"swa_layers = {list(self.swa_layers)} requires sliding_window, the keys that a sliding layer sees"
             )
         if self.swa_layers and self.sliding_window_n_layers:
-            raise ConfigError("swa_layers and sliding_window_n_layers both say which layers slide: give one of them")
+            raise ConfigError("swa_layers and sliding_window_n_layers both choose the sliding layers; set only one")
 
     @property
     def head_size(self) -> int:
@@ -297,7 +292,7 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Per layer the number of keys it sees, None for all."""
+        """Keys that each layer sees; None for all."""
         n, s = self.num_hidden_layers, self.sliding_window_n_layers
 
         def slides(layer: int) -> bool:
@@ -337,29 +332,26 @@ class ModelConfig:
 
     @property
     def schedule(self) -> Schedule:
-        """When outputs are added and land, from the layout's row of the table."""
+        """When each module's output is added to its lane, and when the other lanes' outputs land."""
         return make_schedule(self)
 
     def replace(self, **changes) -> "ModelConfig":
-        """A checked copy with some fields changed."""
+        """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
     lowest = "" if at_least is None else f" of at least {at_least}"
-    wanted = f"a whole number{lowest}{'' if at_most is None else f' and at most {at_most}'}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} = {value!r}: write {wanted}")
-    if (at_least is not None and value < at_least) or (at_most is not None and value > at_most):
-        raise ConfigError(f"{name} = {value}: it must be {wanted}")
+    highest = "" if at_most is None else f" and at most {at_most}"
+    too_low = isinstance(value, int) and at_least is not None and value < at_least
+    too_high = isinstance(value, int) and at_most is not None and value > at_most
+    if isinstance(value, bool) or not isinstance(value, int) or too_low or too_high:
+        raise ConfigError(f"{name} = {value!r} must be a whole number{lowest}{highest}")
 
 
 def _require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    if (
-        isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max
-    ):  # NaN is never <=
-        raise ConfigError(f"{name} = {value!r}: write a finite number")
-    if value <= above or value < at_least:
-        raise ConfigError(
-            f"{name} = {value}: it must be {f'above {above}' if above > -math.inf else f'at least {at_least}'}"
-        )
+    # NaN is never <=; an int may be too large for a float.
+    finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    if isinstance(value, bool) or not finite or value <= above or value < at_least:
+        bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
+        raise ConfigError(f"{name} = {value!r} must be a finite number {bound}")

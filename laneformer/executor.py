@@ -1,4 +1,4 @@
-"""Runs any layout: one function that follows the schedule table of laneformer/layout.py."""
+"""Runs any layout of laneformer/layout.py."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,14 @@ def run_schedule(
     num_lanes: int,
     observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
 ) -> jax.Array:
-    """Runs all modules over the lane streams and returns the streams before the final norm, [l, b, s, d] in the stream
+    """Runs all modules over the lane streams; returns the streams before the final norm, [l, b, s, d] in the stream
     dtype.
 
     `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the
     model, here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part
-    exists, so that the compiler can run it under the modules until it lands. `observe(before, own, after)` sees each
-    time of the schedule, the one before the final norm included: the streams before it, what the lanes add of their
-    own, and the streams after it.
+    exists, so that the compiler can overlap it with the modules until it lands. `observe(before, own, after)` is called
+    for each time of the schedule, the one before the final norm included: the streams before it, the lanes' own
+    additions, and the streams after it.
     """
     x, outputs, sums = x_lbsd, {}, {}
 
@@ -37,7 +37,7 @@ def run_schedule(
             return jnp.broadcast_to(sums[payload], x.shape)
         arrived = sums[payload]
         if apart := [part for part in payload.parts if not schedule.own_lands_with(part[0], landing)]:
-            arrived = arrived - combine(payload, apart)  # these the own lane adds by itself
+            arrived = arrived - combine(payload, apart)  # each lane adds its own share of these elsewhere
         if arrived.shape[-1] == x.shape[-1]:
             return x + arrived
         return x.at[..., : arrived.shape[-1]].add(arrived)

@@ -1,10 +1,9 @@
-"""Every parallelism layout as data: when a module's output is added to its own lane and when the other lanes' parts
-land.
+"""Parallelism layouts as data: when a module's output is added to its lane, and when the other lanes' parts land.
 
 Time is counted in modules: attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at time
 t happens after module t has computed and before module t + 1 reads the stream; time 2N is just before the final norm. A
-layout is one function of this file that writes a `Schedule`; the model, the decode kernels, the roofline and the
-diagrams all read that table.
+layout is one function of this file that returns a `Schedule`; the model, the decode kernels, the roofline and the
+diagrams read it.
 """
 
 import ast
@@ -28,9 +27,8 @@ class Own(NamedTuple):
 class Payload(NamedTuple):
     """What one reduction sums over the lanes: sum over parts of weight * output of module.
 
-    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the stream as it
-    was before time t's additions, divided by the number of lanes, is in the sum as well, so that the result is the new
-    common stream.
+    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the sum includes
+    the stream before time t's additions, divided by the number of lanes: the result is the new common stream.
     """
 
     parts: tuple[tuple[int, float], ...]
@@ -39,12 +37,12 @@ class Payload(NamedTuple):
 
     @property
     def complete_at(self) -> int:
-        """The time at which its last part exists and the reduction can be issued."""
+        """Time at which the last part exists and the reduction can be issued."""
         return max(m for m, _ in self.parts)
 
 
 class Landing(NamedTuple):
-    """At time `at` the other lanes' parts of `payload` are added to every stream."""
+    """The other lanes' parts of `payload` are added to every stream at time `at`."""
 
     at: int
     payload: Payload
@@ -64,24 +62,22 @@ class Schedule:
 
     @cached_property
     def payloads(self) -> tuple[Payload, ...]:
-        """The reductions of one forward pass, each once however often it lands, in the order in which they are
-        issued.
-        """
+        """The reductions of one forward pass in the order of issue, each once, however often it lands."""
         return tuple(sorted({landing.payload for landing in self.landings}, key=lambda p: (p.complete_at, p)))
 
     @property
     def num_reductions(self) -> int:
-        """All-reduces per forward pass, without the one that a replicate or lane head adds."""
+        """All-reduces per forward pass, without the one of a replicate or lane head."""
         return len(self.payloads)
 
     @property
     def unsent(self) -> tuple[int, ...]:
-        """Modules whose output no other lane ever uses."""
+        """Modules whose output no other lane uses."""
         sent = {m for payload in self.payloads for m, _ in payload.parts}
         return tuple(m for m in range(self.num_modules) if m not in sent)
 
     def own_lands_with(self, m: int, landing: Landing) -> bool:
-        """Whether the own part of module m is added by that landing itself: same time, same weight, all channels."""
+        """Whether that landing adds the lane's own part of module m too: same time, same weight, all channels."""
         return (
             landing.payload.channels == 1.0
             and self.own[m].at == landing.at
@@ -107,7 +103,7 @@ def _together(modules: Iterable[int], at: int, **kwargs) -> Landing:
     return Landing(at, Payload(tuple((m, 1.0) for m in modules), **kwargs))
 
 
-# One function per row of the table. n counts layers, lanes lanes; the remaining arguments are the layout's own.
+# One function per layout: n layers, lanes, then the arguments of this layout alone.
 
 
 def tp(n: int, lanes: int) -> Schedule:
@@ -124,12 +120,12 @@ def parallel(n: int, lanes: int) -> Schedule:
 
 
 def ladder(n: int, lanes: int) -> Schedule:
-    """Ladder-Residual (arXiv 2501.06589): the sum of a module, own part included, arrives one module late."""
+    """Ladder-Residual (arXiv 2501.06589): the sum of a module, the lane's own part included, lands one module late."""
     return _schedule("ladder", (Own(m + 1) for m in range(2 * n)), (_single(m, m + 1) for m in range(2 * n)))
 
 
 def desync(n: int, lanes: int, every: int) -> Schedule:
-    """Desync-Residual (arXiv 2501.06589): only each `every`-th module is summed, and the streams averaged in the same
+    """Desync-Residual (arXiv 2501.06589): every `every`-th module is summed, with the streams averaged in the same
     reduction.
     """
     _check_argument("desync", "every", every, at_least=1)
@@ -149,15 +145,13 @@ def spd(n: int, lanes: int, *drop: int) -> Schedule:
 
 
 def caat(n: int, lanes: int, share: float) -> Schedule:
-    """CAAT-Net (arXiv 2506.19645): only the first `share` of the channels is exchanged; the others stay with their
-    lane.
-    """
+    """CAAT-Net (arXiv 2506.19645): only the first `share` of the channels is exchanged."""
     _check_argument("caat", "share", share, above=0, at_most=1)
     return _schedule("caat", map(Own, range(2 * n)), (_single(m, m, channels=float(share)) for m in range(2 * n)))
 
 
 def kraken(n: int, lanes: int) -> Schedule:
-    """Kraken (arXiv 2408.07802): a layer's two outputs, in one reduction, arrive after the next layer's attention."""
+    """Kraken (arXiv 2408.07802): a layer's two outputs, in one reduction, land after the next layer's attention."""
     return _schedule("kraken", map(Own, range(2 * n)), (_together((2 * i, 2 * i + 1), 2 * i + 2) for i in range(n)))
 
 
@@ -170,11 +164,11 @@ def track(n: int, lanes: int, block: int) -> Schedule:
 
 
 def dtp(n: int, lanes: int, delta: float) -> Schedule:
-    """Delayed tensor parallelism: the other lanes' parts arrive `delta` modules late; until then the own part counts
-    sqrt(L) times.
+    """Delayed tensor parallelism (Kog, "Laneformer 2B"): the other lanes' parts land `delta` modules late.
 
-    A fractional delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense
-    model). What would arrive after the last module is not sent. Kog, "Laneformer 2B".
+    The lane's own part counts sqrt(L) times for modules m < delta, when no other part has landed yet. A fractional
+    delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense model). Parts
+    that would land after the last module are not sent.
     """
     _check_argument("dtp", "delta", delta, at_least=0)
     whole, a = math.floor(delta), delta - math.floor(delta)
@@ -194,9 +188,9 @@ def dtp(n: int, lanes: int, delta: float) -> Schedule:
 def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, attention: bool, mlp: bool) -> Schedule:
     """The published Laneformer: as dtp(2 * delay), with a choice for the first `delay` layers, per kind of module.
 
-    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as the published code
-    computes); otherwise the own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times wherever
-    it is not summed early.
+    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as in the published
+    code); otherwise the lane's own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times
+    wherever it is not summed early.
     """
     delta, own, landings = 2 * delay, [], []
     for m in range(2 * n):
@@ -212,7 +206,7 @@ def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, a
 
 
 def none(n: int, lanes: int) -> Schedule:
-    """No exchange at all, the floor: every lane keeps sqrt(L) times its own output."""
+    """No exchange, the lower bound: every lane keeps sqrt(L) times its own output."""
     return _schedule("none", (Own(m, math.sqrt(lanes)) for m in range(2 * n)), ())
 
 
@@ -222,13 +216,13 @@ LAYOUTS: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(config) -> Schedule:
-    """The schedule of a config's `layout`, e.g. "tp", "dtp(4)", "spd(0, 2)", "laneformer" (whose arguments are config
-    fields).
+    """The schedule of a config's `layout`: "tp", "dtp(4)", "spd(0, 2)", or "laneformer", whose arguments are config
+    fields.
 
     Raises ConfigError for an unknown name or arguments that do not fit.
     """
     if not isinstance(config.layout, str):
-        raise ConfigError(f"layout = {config.layout!r}: write it as text, one of {', '.join(LAYOUTS)}")
+        raise ConfigError(f"layout = {config.layout!r} must be a text; choose {', '.join(LAYOUTS)}")
     fields = (
         config.broadcast_delay,
         config.use_early_comm,
@@ -244,20 +238,21 @@ def _make(layout: str, n: int, lanes: int, laneformer_args: tuple) -> Schedule:
     name, args = parse_layout(layout)
     if name == "laneformer":
         if args:
-            raise ConfigError(f"layout = {layout!r}: set broadcast_delay, use_early_comm, ... instead of arguments")
+            raise ConfigError(f"layout {layout!r} takes no arguments; set broadcast_delay, use_early_comm, ... instead")
         args = laneformer_args
     try:
         inspect.signature(LAYOUTS[name]).bind(n, lanes, *args)
     except TypeError:
         wanted = list(inspect.signature(LAYOUTS[name]).parameters)[2:]
-        raise ConfigError(f"layout = {layout!r}: write it as {name}({', '.join(wanted)})".replace("()", "")) from None
+        form = f"{name}({', '.join(wanted)})" if wanted else name
+        raise ConfigError(f"layout {layout!r} has the wrong arguments; write {form}") from None
     return LAYOUTS[name](n, lanes, *args)
 
 
 def parse_layout(layout: str) -> tuple[str, tuple[float, ...]]:
     """Splits "dtp(4)" into ("dtp", (4,)). Raises ConfigError for anything but a known name with plain numbers."""
     problem = (
-        f"layout = {layout!r}: known are {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2),"
+        f"unknown layout {layout!r}; choose {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2),"
         " caat(0.5)"
     )
     try:
@@ -285,4 +280,5 @@ def _check_argument(layout: str, name: str, value: float, *, at_least=None, abov
     )
     if not fits:
         wanted = " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
-        raise ConfigError(f"layout {layout}: {name} = {value} must be {'a whole number ' if whole else ''}{wanted}")
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} = {value} of layout {layout} must be {kind} {wanted}")

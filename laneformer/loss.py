@@ -1,6 +1,4 @@
-"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: the logits of all positions never exist at
-once.
-"""
+"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: only one chunk's logits exist at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +14,14 @@ from laneformer.precision import Precision
 
 
 class TokenLoss(NamedTuple):
-    """What `cross_entropy` returns. Only `total` has a gradient; the others are for metrics."""
+    """The result of `cross_entropy`. Only `total` has a gradient; the others are for metrics."""
 
     total: jax.Array
-    """sum over tokens of weight (nll + z_loss lse^2), float32 scalar."""
+    """Sum over tokens of weight (nll + z_loss lse^2), float32 scalar."""
     nll_bs: jax.Array
-    """lse - logit[target] of every token in nats, float32 [b, s]."""
+    """Negative log-likelihood of every token, lse - logit[target] in nats, float32 [b, s]."""
     lse_bs: jax.Array
-    """log sum exp of every token's logits over the vocabulary, float32 [b, s]."""
+    """Log sum exp of every token's logits over the vocabulary, float32 [b, s]."""
 
 
 def cross_entropy(
@@ -40,21 +38,19 @@ def cross_entropy(
 ) -> TokenLoss:
     """Weighted cross-entropy of a head's logits, with z-loss (PaLM, Chowdhery et al., arXiv 2204.02311).
 
-    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. What one device
-    has:
-    y [l, b, s, d], head [l, v, d], targets int [b, s], weights float32 [b, s] (None: all 1), and of the logits
+    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. Each device has
+    y [l, b, s, d], head [l, v, d], targets int [b, s], weights float32 [b, s] (None: all 1), and makes
     - head[l] y[l] as slice l of its part of the vocabulary (l = 1: a head that all lanes share), or
-    - with add_lanes a share over the whole vocabulary, sum over l of head[l] y[l], to be summed over the devices.
+    - with add_lanes, sum over l of head[l] y[l], a summand over the whole vocabulary, to be summed over the devices.
     axis: the manual mesh axis over which slices or lanes are spread; y (float32) must vary over it: `jax.lax.pcast`
-    does that, and its
-    transpose sums dy once, at the end. None: each device has the whole head. The batch may be sharded over the mesh
-    axis "data".
+    does that, and its transpose sums dy once, at the end. None: each device has the whole head. The batch may be
+    sharded over the mesh axis "data".
 
     The sequence is cut into equal chunks of at most `chunk` positions. The loss is a weighted sum, so that a chunk's
-    dlogits are known with its logits: where a gradient is wanted, the same sweep adds up dy and, in float32, dhead, and
-    the head costs its three products. Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with
-    add_lanes also a reduce-scatter of logits and an all-gather of dlogits. Not for use within `jax.checkpoint`, which
-    would repeat them.
+    dlogits are known with its logits: for a gradient, the same sweep adds up dy and, in float32, dhead, and the head
+    costs its three products. Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with add_lanes
+    also a reduce-scatter of logits and an all-gather of dlogits. Not for use within `jax.checkpoint`, which would
+    repeat them.
     """
     if weights_bs is None:
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32)
@@ -66,10 +62,10 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class _Head:
-    """Logits and the gradients through them. The batch is cut into `groups` g, as many as the data axis has devices.
+    """Logits and the gradients through them. The batch is cut into `groups` g, one per device of the data axis.
 
-    As a dimension of its own, g lets each device add up its own dhead; a sum over the whole batch would go over the
-    axis in every chunk.
+    With g as a separate dimension each device adds up its own dhead; a sum over the whole batch would cross the axis
+    in every chunk.
     """
 
     precision: Precision
@@ -78,7 +74,7 @@ class _Head:
     groups: int
 
     def logits(self, y_lgbsd: jax.Array, w_lvd: jax.Array) -> jax.Array:
-        """This device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf where the last has fewer tokens."""
+        """Logits of this device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf beyond the vocabulary."""
         if not self.add_lanes:
             return self.precision.einsum("lgbsd,lvd->lgbsv", y_lgbsd, w_lvd).astype(jnp.float32)
         logits = self.precision.einsum("lgbsd,lvd->gbsv", y_lgbsd, w_lvd).astype(jnp.float32)
@@ -91,9 +87,7 @@ class _Head:
         return logits[None]
 
     def gradients(self, dlogits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: in this order no operand as large as dlogits needs
-        transposing.
-        """
+        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: this order transposes nothing as large as dlogits."""
         dlogits, letters = dlogits_lgbsv.astype(self.precision.compute), "lgbsv"
         if self.add_lanes:
             dlogits, letters = dlogits[0], "gbsv"
@@ -104,18 +98,18 @@ class _Head:
         return einsum(f"{letters},lvd->lgbsd", dlogits, w_lvd), einsum(f"lgbsd,{letters}->lgdv", y_lgbsd, dlogits)
 
     def columns(self, targets_gbs: jax.Array, slices: int, width: int) -> jax.Array:
-        """Where the targets are within each slice of this device, int [l, g, b, s]: outside 0..width - 1 if in
-        another.
+        """Position of each target within each slice of this device, int [l, g, b, s]; outside 0..width - 1 if the
+        target is in another slice.
         """
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * slices
         return targets_gbs - (first + jnp.arange(slices)[:, None, None, None]) * width
 
     def over_devices(self, reduce: Callable, x: jax.Array) -> jax.Array:
-        """x reduced over the mesh axis, if there is one."""
+        """x reduced over the mesh axis, where there is one."""
         return x if self.axis is None else reduce(x, self.axis)
 
     def _in_groups(self, collective: Callable, x_gbsv: jax.Array) -> jax.Array:
-        """The collective within each group: by itself the compiler would gather x over the data axis first."""
+        """The collective within each group; without this the compiler gathers x over the data axis first."""
         if self.groups == 1:
             return collective(x_gbsv)
         return jax.shard_map(collective, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA})(x_gbsv)
@@ -123,9 +117,8 @@ class _Head:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
-    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[
-        0
-    ]  # compiled without what only the gradient needs
+    # The compiler drops the operations that only the gradient needs.
+    return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[0]
 
 
 def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs):
@@ -136,9 +129,7 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
     length = -(-s // count)
 
     def cut(x: jax.Array, at: int) -> jax.Array:
-        """[..., b, s, ...] with b at dimension `at` -> [chunk, ..., group, b, s, ...]; positions beyond the last are
-        zeros.
-        """
+        """[..., b, s, ...] with b at dimension `at` -> [chunk, ..., group, b, s, ...], padded with zeros."""
         x = jnp.pad(x, [(0, count * length - s if dim == at + 1 else 0) for dim in range(x.ndim)])
         x = x.reshape(*x.shape[:at], head.groups, b // head.groups, count, length, *x.shape[at + 2 :])
         return jnp.moveaxis(x, at + 2, 0)
@@ -166,7 +157,7 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
         sums = jnp.exp(logits - highest[..., None]).sum((0, -1)), jnp.where(here, at_target, 0).sum(0)
         sum_exp, at_target = head.over_devices(jax.lax.psum, jnp.stack(sums))
         lse = highest + jnp.log(sum_exp)
-        nll = jnp.log(sum_exp) - (at_target - highest)  # and not lse - at_target, which loses digits of large logits
+        nll = jnp.log(sum_exp) - (at_target - highest)  # lse - at_target would lose digits of large logits
         slope = weights * (1 + 2 * z_loss * lse) / sum_exp
         one_hot = jax.nn.one_hot(columns, logits.shape[-1])
         dlogits = slope[..., None] * jnp.exp(logits - highest[..., None]) - weights[..., None] * one_hot

@@ -3,9 +3,9 @@
 Shape letters, also in einsum strings: l lane, b batch, s query position, t key position, d model (hidden size), h query
 heads per lane, n key/value heads per lane, k head dim, f feed-forward columns per lane, v vocabulary.
 
-Every lane owns an equal share of each matrix, [l, out, in], and a residual stream of its own, x[l, b, s, d]. On a mesh
-the lane axis is split over the devices by `jax.shard_map`, and the sum over lanes is a sum over the local ones followed
-by `psum`: the same lines run 8 lanes on 1, 2, 4 or 8 devices.
+Every lane has an equal share of each matrix, [l, out, in], and its own residual stream, x[l, b, s, d]. On a mesh
+`jax.shard_map` splits the lane axis over the devices, and the sum over lanes is a sum over the local ones followed by
+`psum`: the same lines run 8 lanes on 1, 2, 4 or 8 devices.
 """
 
 from contextlib import nullcontext
@@ -33,8 +33,7 @@ from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 
 Remat = Literal["none", "block", "dots"]
-# What the backward pass finds instead of computing it again: nothing but a module's input, or the results of its matrix
-# products.
+# What the backward pass keeps of a module beside its input: nothing, or the results of its matrix products.
 REMAT = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("product"),
@@ -58,9 +57,9 @@ class Layer(nnx.Module):
 class Laneformer(nnx.Module):
     """`model(ids[b, s])` gives float32 logits [b, s, v]; `model.extend(ids, cache)` continues a cached sequence.
 
-    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) says which devices hold
-    which lanes; without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts of
-    laneformer/layout.py.
+    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) spreads lanes and batches
+    over devices; without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts
+    of laneformer/layout.py.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class Laneformer(nnx.Module):
         precision: Precision | None = None,
         mesh: Mesh | None = None,
     ):
-        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that the
-        lanes do not fit.
+        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that does
+        not fit the lanes.
         """
         first = weights["tok_embeddings"]
         self.config, self.mesh = config, mesh
@@ -93,7 +92,7 @@ class Laneformer(nnx.Module):
     def init(
         cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None
     ) -> "Laneformer":
-        """A model with fresh weights, each made on the devices that hold it."""
+        """A model with fresh weights, each made on its devices."""
         check_mesh(config.num_lanes, mesh)
         precision = precision or Precision.default()
         shardings = (
@@ -103,17 +102,17 @@ class Laneformer(nnx.Module):
         return cls(config, make(config, seed, precision.param), precision, mesh)
 
     def weights(self) -> dict[str, jax.Array]:
-        """Path -> array, in the order of `parameter_table`: what the constructor takes."""
+        """Path -> array, in the order of `parameter_table`; an argument of the constructor."""
         flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
         return {path: flat[path] for path in parameter_table(self.config)}
 
     def __call__(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None, remat: Remat = "none") -> jax.Array:
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
 
-        segments: document number of each token, int32 [b, s]; a token sees only its own document. remat: what the
-        backward pass computes again, all of a module but its input (block), or all but its matrix products (dots);
-        collectives are not repeated. Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or
-        longer than the context.
+        segments: document number of each token, int32 [b, s]; attention stays within a document. remat: what the
+        backward pass recomputes, all of a module (block) or all but its matrix products (dots); collectives are not
+        repeated. Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or longer than the
+        context.
         """
         check_ids(self.config, ids_bs)
         return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
@@ -122,26 +121,27 @@ class Laneformer(nnx.Module):
         """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the
         longer cache.
 
-        s = 1 is a decoding step, more is a prefill. Whoever passes a longer text than the cache has room for gets
-        InputError where the length is known, and must check it where it is traced.
+        s = 1 is a decoding step, more is a prefill. Raises InputError for more ids than the cache has room for; where
+        cache.length is traced, the caller must check that.
         """
         check_ids(self.config, ids_bs)
         if ids_bs.shape[0] != cache.keys[0].shape[1]:
             raise InputError(
-                f"token ids of {ids_bs.shape[0]} sequences do not fit a cache made for {cache.keys[0].shape[1]}"
+                f"the cache is for {cache.keys[0].shape[1]} sequences, got token ids of {ids_bs.shape[0]}; make one"
+                f" with make_cache(batch={ids_bs.shape[0]})"
             )
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
             raise InputError(
-                f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens do not fit a cache of {cache.capacity}"
-                " positions"
+                f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens exceed the cache of {cache.capacity}"
+                " positions; make it larger"
             )
         return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only)
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
-        """An empty cache for extend(), in the compute dtype; capacity: positions, by default the whole context."""
+        """An empty cache for `extend`, in the compute dtype. capacity: positions, by default the whole context."""
         capacity = self.config.max_position_embeddings if capacity is None else capacity
         if batch < 1 or capacity < 1:
-            raise InputError(f"a cache for {batch} sequences of {capacity} positions: both must be at least 1")
+            raise InputError(f"batch = {batch} and capacity = {capacity} of a cache must be at least 1")
         return make_cache(self.config, batch, capacity, self.precision.compute, self.mesh)
 
     def loss(
@@ -157,9 +157,9 @@ class Laneformer(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The training objective, summed over tokens: sum of weight * (nll + z_loss * lse^2), float32, and its parts.
 
-        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], all 1 by default.
-        Divide by their sum. Parts, without gradient: nll, lse_squared (sums as above) and weight. chunk: positions
-        whose logits exist at once.
+        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], by default 1. The
+        caller divides by their sum. Parts, without gradient: nll, lse_squared (weighted sums) and weight. chunk:
+        positions whose logits are in memory at a time, by default all.
         """
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
@@ -182,11 +182,11 @@ class Laneformer(nnx.Module):
         return total, {name: (weights_bs * x).sum() for name, x in parts.items()}
 
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
-        """What only lanes have, by time in the schedule (float32, means over all tokens).
+        """Differences between lanes by time in the schedule (float32, means over all tokens).
 
         similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last
-        landings; nan with one lane. own, landed [2N + 1]: root mean square of what is added to a stream at time m, by
-        the lane itself and by the others.
+        landings; nan with one lane. own, landed [2N + 1]: root mean square of the additions to a stream at time m, by
+        its own lane and by the others.
         """
 
         def local(model, ids_bs, segments_bs):
@@ -196,9 +196,8 @@ class Laneformer(nnx.Module):
 
         return self._on_lanes(local, (ids_bs, segments_bs))
 
-    @partial(
-        jax.jit, static_argnames=("last_only", "remat")
-    )  # eagerly, shard_map would compile every operation by itself
+    # Without jit, shard_map would compile every operation separately.
+    @partial(jax.jit, static_argnames=("last_only", "remat"))
     def _forward(self, ids_bs, cache, segments_bs=None, *, last_only=False, remat="none"):
         def local(model, ids_bs, cache, segments_bs):
             x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat)
@@ -206,13 +205,13 @@ class Laneformer(nnx.Module):
                 return model._head(x_lbsd[:, :, -1:] if last_only else x_lbsd), kept
 
         cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
-        sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # whose logits are summed
+        sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # a lane head's logits are summed
         logits_spec = P(None, None, LANE) if sliced else P()
         return self._on_lanes(local, (ids_bs, cache, segments_bs), (P(), cache_spec, P()), (logits_spec, cache_spec))
 
     def _on_lanes(self, local, args, in_specs=None, out_specs=None):
-        """local(model, *args) on every device of the lane axis, each with its own lanes; specs: by default the same
-        everywhere.
+        """local(model, *args) on every device of the lane axis, each with its own lanes; by default all devices have
+        the same args and results.
         """
         if not self._lanes_are_split():
             with nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -220,8 +219,8 @@ class Laneformer(nnx.Module):
         table = parameter_table(self.config)
 
         def weight_spec(keys, _):
-            parameter = table[_path(keys)]
-            return lane_spec(fit_spec(parameter.spec, parameter.shape, self.mesh))
+            weight = table[_path(keys)]
+            return lane_spec(fit_spec(weight.spec, weight.shape, self.mesh))
 
         weights = jax.tree_util.tree_map_with_path(weight_spec, self)
         specs = {
@@ -231,15 +230,15 @@ class Laneformer(nnx.Module):
         return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
 
     def _streams(self, ids_bs, cache, segments_bs, remat, observe=None):
-        """This device's lanes from the embedding to the final norm, [l, b, s, d], and the longer cache.
+        """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
-        Everything between lanes goes through `_sum_lanes`. observe: see `run_schedule`.
+        All exchange between lanes goes through `_sum_lanes`. observe: see `run_schedule`.
         """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
             if self._lanes_are_split():
-                x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane's stream is its own
+                x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane has its own stream
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
         rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
         kept = {}
@@ -280,9 +279,7 @@ class Laneformer(nnx.Module):
         return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
 
     def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head multiplies, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes
-        share it.
-        """
+        """The head's operands, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes share them."""
         config = self.config
         if config.lm_head_type != "replicate":
             return self.norm(x_lbsd), self.lm_head[...]
@@ -290,20 +287,20 @@ class Laneformer(nnx.Module):
             y_lbsd = self.norm(self._sum_lanes(x_lbsd))[:1]
         else:
             y_lbsd = self._sum_lanes(self.norm(x_lbsd)) / config.num_lanes
-        if self._head_is_split():  # here, so that its gradient is summed in float32
+        if self._head_is_split():  # before the product, so that its gradient is summed in float32
             y_lbsd = jax.lax.pcast(y_lbsd, (LANE,), to="varying")
         return y_lbsd, (self.tok_embeddings if config.tie_word_embeddings else self.lm_head)[...][None]
 
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
-        """The sum over all lanes, here and on the other devices, [1, b, s, d]."""
+        """The sum over all lanes, on this device and the others, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
         return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
 
     def _lane_statistics(
         self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array
     ) -> dict[str, jax.Array]:
-        """Of one time in the schedule; the sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered pairs
-        of lanes.
+        """`lane_statistics` at one time. The sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered
+        pairs of lanes.
         """
         lanes, size = self.config.num_lanes, before_lbsd[0].size
         unit = before_lbsd * jax.lax.rsqrt(jnp.sum(jnp.square(before_lbsd), -1, keepdims=True) + 1e-30)
@@ -317,8 +314,8 @@ class Laneformer(nnx.Module):
         return {"similarity": similarity, "own": root_mean_square(own_lbsd), "landed": root_mean_square(landed)}
 
     def _by_batch(self, x_lbsd: jax.Array) -> jax.Array:
-        """The streams with their batch, not their width, over the data axis: so the compiler gathers weights (FSDP),
-        not activations.
+        """The streams with their batch, not their width, over the data axis: the compiler then gathers weights (FSDP)
+        instead of activations.
         """
         data = 1 if self.mesh is None else self.mesh.shape[DATA]
         return (
@@ -326,8 +323,8 @@ class Laneformer(nnx.Module):
         )
 
     def _lanes_are_split(self) -> bool:
-        """Whether lanes are on other devices. Over an axis of one device JAX (0.10) drops the shard_map and keeps its
-        sums: no program.
+        """Whether lanes are on several devices. Over an axis of one device JAX (0.10) drops the shard_map but keeps
+        its sums, which does not compile.
         """
         return self.mesh is not None and self.mesh.shape[LANE] > 1
 
@@ -335,33 +332,33 @@ class Laneformer(nnx.Module):
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
 
     def _head_is_split(self) -> bool:
-        """Whether each device has a slice of the vocabulary, or lanes of its own, in the head."""
+        """Whether each device has only its slice of the vocabulary, or its lanes, of the head."""
         if not self._lanes_are_split() or self.config.tie_word_embeddings:
             return False
-        parameter = parameter_table(self.config)["lm_head"]
-        return LANE in fit_spec(parameter.spec, parameter.shape, self.mesh)
+        weight = parameter_table(self.config)["lm_head"]
+        return LANE in fit_spec(weight.spec, weight.shape, self.mesh)
 
 
 def check_ids(config: ModelConfig, ids_bs) -> None:
-    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context (values if
-    not traced).
+    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context. Traced
+    values are not checked.
     """
     if not hasattr(ids_bs, "ndim") or ids_bs.ndim != 2 or ids_bs.size == 0:
         found = getattr(ids_bs, "shape", type(ids_bs).__name__)
-        raise InputError(f"token ids must be an array [batch, length] with at least one token, not {found}")
+        raise InputError(f"token ids must be an array [batch, length] with at least one token, got {found}")
     if not jnp.issubdtype(ids_bs.dtype, jnp.integer):
-        raise InputError(f"token ids must be integers, not {ids_bs.dtype}")
+        raise InputError(f"token ids must be integers, got {ids_bs.dtype}")
     if ids_bs.shape[1] > config.max_position_embeddings:
         raise InputError(
-            f"{ids_bs.shape[1]} tokens are longer than the context of {config.max_position_embeddings}: shorten the"
-            " text"
+            f"{ids_bs.shape[1]} tokens exceed the context of {config.max_position_embeddings}; shorten the text"
         )
     if not isinstance(ids_bs, jax.core.Tracer):
         low, high = int(np.min(ids_bs)), int(np.max(ids_bs))
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
             raise InputError(
-                f"token id {wrong} is outside the vocabulary of {config.vocab_size}: is this the right tokenizer?"
+                f"token id {wrong} is outside the vocabulary of {config.vocab_size}; check that the tokenizer fits the"
+                " model"
             )
 
 

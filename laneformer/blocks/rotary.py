@@ -1,6 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, with the published ways of stretching
-it.
-"""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, and its published stretchings."""
 
 import math
 
@@ -34,7 +32,7 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) 
 
 
 def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
-    """As llama3, but with the line in the index of the pair (arXiv 2309.00071, section 3.2)."""
+    """llama3 with the line in the index of the pair (arXiv 2309.00071, section 3.2)."""
 
     def pair_with_turns(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)

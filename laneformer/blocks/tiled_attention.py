@@ -1,5 +1,5 @@
-"""Causal attention of every lane: cuDNN's kernel where it serves, else tiles of queries and keys, whose scores alone
-are in memory.
+"""Causal attention of every lane: cuDNN's kernel where it fits, otherwise tiles of queries and keys, so that only one
+tile's scores are in memory.
 
 Shape letters as in laneformer/model.py, and i block of queries, j block of keys, r row of a block of queries: its
 positions, once for each of the h / n query heads that read the same key head.
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.mesh import DATA, fit_spec
 
-_UNSEEN = -1e30  # finite: a row that has seen nothing yet must not become inf - inf
+_UNSEEN = -1e30  # finite: inf - inf in a row without visible keys so far would be nan
 
 
 def attend(
@@ -27,14 +27,14 @@ def attend(
     segments: jax.Array | None = None,
     start: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(head_dim)) v over the keys that each query sees, softmax in float32, for each lane.
+    """softmax(q k^T / sqrt(head_dim)) v over the visible keys of each query, softmax in float32, for each lane.
 
     q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at
-    position j, query i at start + i; it sees its own position and those before, the newest `window` of them, and only
-    those of its segment. start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v are of
-    the same positions (t = s). segments: int32 [b, s], of q, k and v of the same positions.
+    position j, query i at start + i. Visible are the newest `window` keys up to the query's own position, within its
+    segment. start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v have the same
+    positions (t = s). segments: int32 [b, s], for q, k and v at the same positions.
 
-    Memory is linear in s + t, also for gradients: these compute the probabilities again, tile by tile, from the
+    Memory is linear in s + t, also for gradients: these recompute the probabilities, tile by tile, from the
     log-sum-exp of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the
     query are skipped.
     """
@@ -47,7 +47,7 @@ def attend(
 
 
 def _device():
-    """One of those that the program is for, which need not exist: of the mesh, else JAX's first."""
+    """A device of the program, possibly one that this machine does not have: of the mesh, otherwise JAX's first."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
@@ -64,11 +64,11 @@ def _cudnn_kernel(window: int | None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_on_mesh(window, q, k, v):
-    """The kernel where the lane axis of a mesh is manual: XLA (jaxlib 0.10) cannot partition jax.nn's call over the
-    data axis.
+    """The kernel where the lane axis of a mesh is manual.
 
-    So that one becomes manual too, for the kernel alone. With a gradient of its own, because JAX (0.10) fails to
-    differentiate a shard_map inside another: it takes what the backward pass needs for split over the axes of both.
+    XLA (jaxlib 0.10) cannot partition jax.nn's call over the data axis, so that axis becomes manual too, for the kernel
+    alone. The custom gradient is needed because JAX (0.10) cannot differentiate a shard_map inside another: it takes
+    the residuals to be split over the axes of both.
     """
     return _by_sequence(_cudnn_kernel(window), q, k, v)
 
@@ -85,9 +85,7 @@ _attend_on_mesh.defvjp(_on_mesh_forward, _on_mesh_backward)
 
 
 def _by_sequence(function, *args):
-    """function of each lane's sequences, on the devices of the data axis that hold them; every array in and out is [l,
-    b, ...].
-    """
+    """function of each lane's sequences, on their devices of the data axis; every array in and out is [l, b, ...]."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = fit_spec(P(None, DATA), jax.tree.leaves(args)[0].shape, mesh)
     return jax.shard_map(jax.vmap(jax.vmap(function)), in_specs=spec, out_specs=spec, axis_names=set(mesh.auto_axes))(
@@ -96,12 +94,12 @@ def _by_sequence(function, *args):
 
 
 def _block_sizes(s: int, t: int) -> tuple[int, int]:
-    """Positions per block of queries and of keys. A few queries on a cache are one tile; also short texts have tiles to
-    skip.
+    """Positions per block of queries and of keys: one tile for a few queries on a cache, otherwise at least four
+    blocks, so that short texts too have tiles to skip.
     """
     if s < 16:
         return s, t
-    largest = 128 if _device().platform == "cpu" else 256  # a tile's scores should stay in the cache of a CPU's core
+    largest = 128 if _device().platform == "cpu" else 256  # a tile's scores should fit the cache of a CPU core
     s, t = (16 * math.ceil(length / max(4, math.ceil(length / largest)) / 16) for length in (s, t))
     return s, t
 
@@ -112,7 +110,7 @@ def _attend_in_tiles(sizes, window, q, k, v, segments, start):
 
 
 def _forward(sizes, window, q, k, v, segments, start):
-    """The output, and what the backward pass needs, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
+    """The output and the residuals, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
     tiles = _Tiles(sizes, window, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
 
@@ -140,8 +138,8 @@ def _forward(sizes, window, q, k, v, segments, start):
 def _backward(sizes, window, kept, do):
     """With p = exp(q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
-    dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it must transpose a tile of p
-    or ds.
+    dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
+    ds.
     """
     q, k, v, segments, start, o, lse = kept
     tiles = _Tiles(sizes, window, q, k, segments, start)
@@ -179,7 +177,7 @@ _attend_in_tiles.defvjp(_forward, _backward)
 
 
 class _Tiles:
-    """How positions are cut into blocks of `sizes` (queries, keys), and which blocks and positions see each other."""
+    """Positions cut into blocks of `sizes` (queries, keys), and which keys each query sees."""
 
     def __init__(self, sizes, window, q, k, segments, start):
         self.size, self.key_size = sizes
@@ -190,11 +188,11 @@ class _Tiles:
         self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, length - self.s)))
 
     def query_blocks(self, x: jax.Array) -> jax.Array:
-        """[l, b, s, h, k] -> [i, l, b, n, r, k], filled up with zeros."""
+        """[l, b, s, h, k] -> [i, l, b, n, r, k], padded with zeros."""
         return _blocks(x, self.size, self.rows, self.n)
 
     def key_blocks(self, x: jax.Array) -> jax.Array:
-        """[l, b, t, n, k] -> [j, l, b, n, t, k], filled up with zeros: those positions come after every query."""
+        """[l, b, t, n, k] -> [j, l, b, n, t, k], padded with zeros, at positions after every query."""
         return _blocks(x, self.key_size, self.columns, self.n)
 
     def queries(self, blocks: jax.Array) -> jax.Array:
@@ -206,14 +204,14 @@ class _Tiles:
         return _positions(blocks, self.key_size)[:, :, : self.t]
 
     def range_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First and one past the last block of keys that block i of queries sees some position of."""
+        """First and one past the last block of keys with positions visible to block i of queries."""
         first, last = self.start + i * self.size, self.start + (i + 1) * self.size - 1
         lowest = 0 if self.window is None else jnp.maximum(first - self.window + 1, 0) // self.key_size
         return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
 
     def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, broadcastable
-        to it.
+        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, of a shape
+        that broadcasts to it.
         """
         distance = (
             self.start
@@ -249,6 +247,6 @@ def _positions(blocks: jax.Array, size: int) -> jax.Array:
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32 result; float32 operands mean full float32, not TF32."""
+    """The product in float32; float32 operands are never rounded to TF32."""
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=jnp.float32)

@@ -190,26 +190,26 @@ def test_arguments():
 
 
 WRONG = {
-    "megatron": "known are tp, parallel",
-    "": "known are tp",
-    "tp(": "known are tp",
-    "tp.x": "known are tp",
-    "tp; none": "known are tp",
-    "dtp(delta=4)": "known are tp",
-    "dtp('4')": "known are tp",
-    "dtp(True)": "known are tp",
-    "dtp(__import__('os'))": "known are tp",
-    "dtp": r"write it as dtp\(delta\)",
-    "dtp(1, 2)": r"write it as dtp\(delta\)",
-    "tp(1)": "write it as tp$",
+    "megatron": "unknown layout 'megatron'; choose tp, parallel",
+    "": "unknown layout",
+    "tp(": "unknown layout",
+    "tp.x": "unknown layout",
+    "tp; none": "unknown layout",
+    "dtp(delta=4)": "unknown layout",
+    "dtp('4')": "unknown layout",
+    "dtp(True)": "unknown layout",
+    "dtp(__import__('os'))": "unknown layout",
+    "dtp": r"write dtp\(delta\)$",
+    "dtp(1, 2)": r"write dtp\(delta\)$",
+    "tp(1)": "write tp$",
     "laneformer(2)": "set broadcast_delay",
-    "dtp(-1)": "delta = -1 must be at least 0",
-    "dtp(1e999)": "delta = inf must be",
-    "desync(0)": "every = 0 must be a whole number at least 1",
-    "desync(1.5)": "every = 1.5 must be a whole number",
-    "spd(3)": "drop = 3 must be a whole number at least 0 and below 3",
+    "dtp(-1)": "delta = -1 of layout dtp must be a number at least 0",
+    "dtp(1e999)": "delta = inf",
+    "desync(0)": "every = 0 of layout desync must be a whole number at least 1",
+    "desync(1.5)": "every = 1.5 .* whole number",
+    "spd(3)": "drop = 3 .* whole number at least 0 and below 3",
     "spd(-1)": "drop = -1",
-    "caat(0)": "share = 0 must be above 0 and at most 1",
+    "caat(0)": "share = 0 .* above 0 and at most 1",
     "caat(1.5)": "share = 1.5",
     "track(0)": "block = 0",
 }
@@ -224,7 +224,7 @@ def test_wrong_layouts(layout):
 
 @pytest.mark.parametrize("layout", [None, 3, ["tp"], {"tp": 1}, b"tp"])
 def test_layouts_that_are_not_text(layout):
-    with pytest.raises(ConfigError, match=r"layout = .*write it as text"):
+    with pytest.raises(ConfigError, match=r"layout = .*choose tp"):
         tiny.config(layout=layout)
 
 

@@ -1,4 +1,4 @@
-"""Meshes: which are made, which are refused, and that a model and a mesh must fit."""
+"""Meshes: shapes, errors, and that a model and a mesh must fit."""
 
 import os
 import subprocess
@@ -37,12 +37,12 @@ def test_chosen_devices():
 @pytest.mark.parametrize(
     ("lanes", "options", "message"),
     [
-        (8, {"lane": 3}, "lane = 3: 8 lanes spread over 1, 2, 4, 8 devices"),
+        (8, {"lane": 3}, "lane = 3 must divide 8 lanes; choose 1, 2, 4, 8$"),
         (8, {"lane": 0}, "lane = 0"),
         (8, {"lane": -2}, "lane = -2"),
         (8, {"lane": 16}, "lane = 16"),
         (8, {"data": 2, "lane": 8}, "data = 2 x lane = 8 needs 16 devices, 8 are visible"),
-        (8, {"data": 0}, "data = 0: there are 8 devices; choose 1 to 8"),
+        (8, {"data": 0}, "data = 0 must be 1 to 8"),
         (8, {"data": 9}, "data = 9"),
     ],
 )
@@ -51,32 +51,32 @@ def test_meshes_that_cannot_be_made(lanes, options, message):
         make_mesh(lanes, **options)
 
 
-def test_host_devices_after_jax_has_begun():
+def test_host_devices_after_jax_has_started():
     assert len(jax.devices("cpu")) == 8
-    use_host_devices(8)  # asks for what there is
-    with pytest.raises(ConfigError, match=r"cannot make 4 CPU devices: JAX already runs with 8; ask before"):
+    use_host_devices(8)  # the same count is no error
+    with pytest.raises(ConfigError, match=r"4 CPU devices.* with 8; call use_host_devices"):
         use_host_devices(4)
 
 
 @pytest.mark.parametrize("devices", [3, 8])
 def test_a_mesh_that_the_lanes_do_not_fill(devices):
-    """It would run, with lanes lost or counted twice."""
+    """Without the check it would run, with lanes lost or counted twice."""
     values = tiny.values()
     mesh = make_mesh(devices)
-    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices for 4 lanes.*make_mesh\(4\)"):
+    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices .* 4 lanes.*make_mesh\(4\)"):
         tiny.model_of(values, tiny.random_weights(values), mesh)
-    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices for 4 lanes"):
+    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices .* 4 lanes"):
         Laneformer.init(tiny.config(), mesh=mesh)
 
 
 def test_a_mesh_with_other_axes():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ConfigError, match=r"axes model: make it with laneformer.make_mesh\(4\)"):
+    with pytest.raises(ConfigError, match=r"axes model; .*make_mesh\(4\)"):
         Laneformer.init(tiny.config(), mesh=mesh)
 
 
 def test_bfloat16_streams_on_a_cpu_mesh():
-    """XLA:CPU would end the whole process."""
+    """XLA:CPU ends the process when it compiles such a sum."""
     with pytest.raises(ConfigError, match=r"precision.stream = 'bfloat16'.*float32, or one device"):
         tiny.random_model(tiny.values(), lane_devices=2, precision=Precision(stream="bfloat16"))
     one = tiny.random_model(tiny.values(), lane_devices=1, precision=Precision(stream="bfloat16"))
@@ -94,7 +94,7 @@ def test_fitting_specs():
 
 
 def test_a_batch_of_odd_size_on_a_data_axis():
-    """Three sequences on two copies: the cache is kept whole where the batch cannot be split."""
+    """Three sequences on two copies: every device has the whole cache where the batch cannot be split."""
     values = tiny.values(num_hidden_layers=1)
     model = tiny.model_of(values, tiny.random_weights(values), make_mesh(4, data=2, lane=4))
     ids = tiny.token_ids(40, (3, 5))

@@ -109,7 +109,7 @@ def test_the_seed_decides_and_affinity_misses_less(tmp_path, capsys, converted):
         (DENSE / "qwen3", ("--lanes", "3"), "num_lanes = 3 does not divide"),
         (DENSE / "qwen3", ("--lanes", "1"), "at least 2"),
         (DENSE / "qwen3", ("--lanes", "4", "--layout", "tp"), "delays nothing"),
-        (DENSE / "qwen3", ("--lanes", "4", "--layout", "dtq"), "layout = 'dtq'"),
+        (DENSE / "qwen3", ("--lanes", "4", "--layout", "dtq"), "unknown layout 'dtq'"),
         (DENSE / "qwen3", ("--lanes", "4", "--calibration", "nowhere"), "nowhere"),
         (DENSE / "qwen3", ("--lanes", "4", "--calibration-rows", "0"), "calibration_rows = 0"),
         (TESTS / "oracle" / "case_03", ("--lanes", "4"), "give a dense model"),

@@ -23,7 +23,7 @@ def test_entries():
     ("options", "message"),
     [
         ({"recipes": ("no_such",)}, "no_such"),
-        ({"recipes": (RECIPE,), "layouts": ("tq",)}, "layout = 'tq'"),
+        ({"recipes": (RECIPE,), "layouts": ("tq",)}, "unknown layout 'tq'"),
         ({"recipes": (RECIPE,), "rounds": 0}, "rounds = 0"),
         ({"recipes": ()}, "at least one recipe"),
     ],

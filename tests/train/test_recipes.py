@@ -127,7 +127,7 @@ def fails(capsys, *arguments) -> str:
         (["--model.rope-scaling", "linear:fac=8"], ["write it as linear:factor=4 ("]),
         (["--stpes", "4"], ["Unrecognized options: --stpes, 4; perhaps you meant --steps; "]),
         (["--seed", "9" * 20], ["seed = 99999999999999999999: it lies in 0..4294967295"]),
-        (["--model.rope-scaling", "nope:factor=2"], ["rope_scaling.type = 'nope'"]),
+        (["--model.rope-scaling", "nope:factor=2"], ["rope_scaling.type 'nope'"]),
         (["--data.weights", "1", "2"], ["data.weights has 2 numbers for the 1 folders"]),
         (["--watch.humaneval-every", "10"], ["watch.humaneval_every needs watch.humaneval"]),
     ],
@@ -140,7 +140,7 @@ def test_bad_options_are_one_line(capsys, options, parts):
 
 def test_meshes_that_cannot_be(capsys, tmp_path, store):
     place = ["--run", str(tmp_path / "run"), "--data.path", str(store)]
-    assert "lane = 3: 8 lanes spread over 1, 2, 4, 8 devices only" in fails(capsys, RECIPE, *place, "--mesh.lane", "3")
+    assert "lane = 3 must divide 8 lanes; choose 1, 2, 4, 8" in fails(capsys, RECIPE, *place, "--mesh.lane", "3")
     assert "needs 16 devices, 8 are visible" in fails(capsys, RECIPE, *place, "--mesh.lane", "8", "--mesh.data", "2")
     assert "cannot make 4 CPU devices" in fails(capsys, RECIPE, *place, "--mesh.host-devices", "4")
 

@@ -196,7 +196,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint):
         (("--prompt", "a", "--top-logprobs", "2"), "--top-logprobs goes with --json"),
         (("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs = 21: give a whole number from 0 to 20"),
         (("--prompt", "a", "--devices", "0"), "--devices must be at least 1, got 0"),
-        (("--prompt", "a", "--devices", "3"), "8 lanes spread over 1, 2, 4, 8"),
+        (("--prompt", "a", "--devices", "3"), "must divide 8 lanes; choose 1, 2, 4, 8"),
         (("--prompt", "a", "--distributed"), "cannot join the other processes"),
         (("--prompt-file", "/nonexistent"), "No such file"),
     ],

@@ -249,7 +249,7 @@ def test_bytes_references_and_agent_alone(tmp_path, capsys):
         (["--gigabytes", "4", "--sweep", "context"], "needs a model of --checkpoint"),
         (["--references", "--png", "r.png"], "--png draws"),
         (["--agent", "--png", "r.svg"], "ends in .png"),
-        (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
+        (["--checkpoint", "{folder}", "--layout", "dtp"], "write dtp(delta)"),
         (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),

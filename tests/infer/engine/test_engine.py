@@ -432,7 +432,7 @@ def test_a_model_held_by_the_caller_is_a_source_of_its_weights(devices):
 
 
 def test_loading_over_more_devices_than_lanes_is_refused():
-    with pytest.raises(ConfigError, match="lane = 8: 4 lanes spread over 1, 2, 4 devices"):
+    with pytest.raises(ConfigError, match="lane = 8 must divide 4 lanes; choose 1, 2, 4"):
         Engine.load(ORACLE / "case_06", devices=8)
     with pytest.raises(CheckpointError):
         Engine.load(ORACLE / "nowhere", devices=2)
