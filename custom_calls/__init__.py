@@ -1,26 +1,25 @@
-"""Native kernels behind XLA custom calls: a persistent decode kernel, the exchange between lanes, and what measures
-them.
-"""
+"""Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
 from custom_calls.cpu.session import Session
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
 from custom_calls.library import NativeError, default_threads, instruction_sets, read_bandwidth, unavailable
-from custom_calls.plan import encode_schedule
-from custom_calls.session import Drawn, Shapes
+from custom_calls.plan import Plan, make_plan
+from custom_calls.session import DecodeSession, EmittedTokens
 
 __all__ = [
     "ENDS",
-    "Drawn",
+    "DecodeSession",
+    "EmittedTokens",
     "Inputs",
     "NativeError",
     "Outputs",
+    "Plan",
     "Session",
-    "Shapes",
     "State",
     "decode",
     "default_threads",
-    "encode_schedule",
     "instruction_sets",
+    "make_plan",
     "read_bandwidth",
     "unavailable",
 ]

@@ -1,4 +1,4 @@
-"""The JAX function of the decode kernel: a prompt goes in, a whole answer comes out of one custom call."""
+"""The JAX function of the decode kernel: one custom call takes a prompt and generates a whole answer."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.session import Running
+from custom_calls.session import DecodeSession
 
 ENDS = ("length", "stop", "cancelled")
 
@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     """What a call is to do. Everything may be traced; sizes are those of the arrays."""
 
     prompt: jax.Array
-    """int32 [p]: token ids, of which the first control[0] count."""
+    """int32 [p]: token ids; only the first control[0] are used."""
     control: jax.Array
     """int32 [4]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k."""
     settings: jax.Array
@@ -56,7 +56,7 @@ class Outputs(NamedTuple):
 
 
 def decode(
-    session: Running,
+    session: DecodeSession,
     inputs: Inputs,
     state: State,
     operands: tuple[jax.Array, ...] = (),
@@ -72,16 +72,16 @@ def decode(
     operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would
     become a constant of the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the
     caches lie. The caches are updated in place: call this under jax.jit, with `state` donated (where it is not, XLA
-    copies it for every call). Raises ValueError outside of jax.jit. A call that cannot be is a
-    jax.errors.JaxRuntimeError which says why, among them a device that does not come within the session's timeout; what
-    only a GPU can see of it has status[1] = len(ENDS), and `session.failure` says why.
+    copies it for every call). Raises ValueError outside of jax.jit. A call that fails raises a
+    jax.errors.JaxRuntimeError which says why, also when a device is missing after the session's timeout. A failure that
+    only a GPU can notice has status[1] = len(ENDS), and `session.failure` says why.
     """
     if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         raise ValueError(
             "custom_calls.decode updates its state in place: call it under jax.jit, with the state donated"
             " (donate_argnums)"
         )
-    vocab = session.shapes.vocab
+    vocab = session.plan.ops.vocab_size
     outputs = Outputs(
         jax.ShapeDtypeStruct((room,), jnp.int32),
         jax.ShapeDtypeStruct((room,), jnp.float32),

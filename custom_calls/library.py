@@ -1,4 +1,4 @@
-"""Loads the native library and tells XLA of its handlers."""
+"""Loads the native library and registers its handlers with XLA."""
 
 import ctypes
 import logging
@@ -7,6 +7,7 @@ import time
 from functools import cache
 
 import jax
+import numpy as np
 
 from custom_calls import build
 
@@ -24,40 +25,6 @@ HANDLERS = (
 
 class NativeError(RuntimeError):
     """The native library cannot be used, or has refused a call; the message says why."""
-
-
-class Model(ctypes.Structure):
-    """`LaneformerModel` of cpu/decoder.h, field by field."""
-
-    _fields_ = (
-        [
-            (name, ctypes.c_int32)
-            for name in (
-                "layers",
-                "lanes",
-                "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "ff",
-                "vocab",
-                "context",
-                "head_type",
-                "norm_of_sum",
-                "tied_head",
-                "lane_norms",
-                "lane_final_norm",
-                "qkv_bias",
-                "qk_norm",
-                "weight_dtype",
-                "cache_dtype",
-                "rounded_activations",
-            )
-        ]
-        + [("norm_eps", ctypes.c_float), ("rope_factor", ctypes.c_float)]
-        + [(name, ctypes.c_void_p) for name in ("rope_frequencies", "windows", "events", "event_weights")]
-        + [("num_events", ctypes.c_int32)]
-    )
 
 
 class GpuModel(ctypes.Structure):
@@ -92,44 +59,27 @@ class GpuModel(ctypes.Structure):
     )
 
 
-class Options(ctypes.Structure):
-    """`LaneformerOptions` of cpu/decoder.h."""
+# What a worker or a CTA did, for the trace: `Span` of cpu/decoder.h and of gpu/kernel/params.h.
+SPAN = np.dtype([("op", np.int32), ("layer", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
 
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("threads", "one_thread_per_lane", "chaos_us", "timeout_ms")),
-        ("instructions", ctypes.c_char_p),
-    )
-
-
-class Span(ctypes.Structure):
-    """`Span` of cpu/decoder.h."""
-
-    _fields_ = (
-        ("op", ctypes.c_int32),
-        ("layer", ctypes.c_int32),
-        ("begin_ns", ctypes.c_int64),
-        ("end_ns", ctypes.c_int64),
-    )
-
-
-_ID, _INT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+_ID, _INT, _LONG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
 _FUNCTIONS = {
     "ffi_version": (_INT,),
-    "open": (_ID, ctypes.POINTER(Model), ctypes.POINTER(Options), *_ERROR),
+    "open": (_ID, _POINTER, _LONG, _POINTER, _LONG, *[_INT] * 4, ctypes.c_char_p, *_ERROR),
     "close": (None, _ID),
-    "pack": (_ID, _ID, ctypes.c_char_p, _INT, _POINTER, ctypes.c_int64, _INT, *_ERROR),
+    "pack": (_ID, _ID, _INT, _POINTER, _LONG, _INT, *_ERROR),
     "begin": (None, _ID),
     "wait": (_INT, _ID, _INT, _INT),
     "finished": (_INT, _ID),
     "cancel": (None, _ID),
     "drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
-    "packed_bytes": (ctypes.c_int64, _ID),
+    "packed_bytes": (_LONG, _ID),
     "threads": (_INT, _ID),
     "instructions": (ctypes.c_char_p, _ID),
     "read_pass": (ctypes.c_double, _ID),
-    "trace": (None, _ID, ctypes.c_int64),
-    "spans": (ctypes.c_int64, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64),
+    "trace": (None, _ID, _LONG),
+    "spans": (_LONG, _ID, _INT, _POINTER, _LONG),
     "gpu_open": (_ID, ctypes.POINTER(GpuModel), *_ERROR),
     "gpu_close": (None, _ID),
     "gpu_export": (_ID, _ID, _POINTER, *_ERROR),
@@ -142,11 +92,11 @@ _FUNCTIONS = {
     "gpu_drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
     "gpu_failure": (_INT, _ID, *_ERROR),
     "gpu_read_pass": (_ID, _ID, _POINTER, *_ERROR),
-    "gpu_trace": (_ID, _ID, ctypes.c_int64, *_ERROR),
-    "gpu_spans": (_ID, _ID, _INT, ctypes.POINTER(Span), ctypes.c_int64, *_ERROR),
+    "gpu_trace": (_ID, _ID, _LONG, *_ERROR),
+    "gpu_spans": (_ID, _ID, _INT, _POINTER, _LONG, *_ERROR),
     "ring_slots": (_INT, _POINTER, _INT),
     "default_threads": (_INT,),
-    "read_bandwidth": (ctypes.c_double, ctypes.c_int64, _INT),
+    "read_bandwidth": (ctypes.c_double, _LONG, _INT),
     "can_run": (ctypes.c_char_p, ctypes.c_char_p),
 }
 

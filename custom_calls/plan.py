@@ -111,33 +111,6 @@ class Table:
         return max(ages)
 
 
-def encode_schedule(schedule, hidden: int) -> tuple[np.ndarray, np.ndarray]:
-    """Words int32 [n] and weights float32 [m] of a laneformer.layout.Schedule; hidden: channels of a stream.
-
-    The format stands at `Decoder::read_events` (cpu/decoder.cc).
-    """
-    table = Table.of(schedule, hidden)
-    weights: list[float] = []
-
-    def weight(value: float) -> int:
-        weights.append(value)
-        return len(weights) - 1
-
-    def parts(pairs) -> list[int]:
-        return [len(pairs), *(word for m, w in pairs for word in (m, weight(w)))]
-
-    words: list[int] = []
-    for now in table.events:
-        words.append(len(now))
-        for event in now:
-            own = event.payload < 0
-            words += [0, event.module, weight(event.weight)] if own else [1, event.payload, *parts(event.apart)]
-    words.append(len(table.sums))
-    for total in table.sums:
-        words += [total.width, total.complete_at, int(total.stream_mean), *parts(total.parts)]
-    return np.array(words, np.int32), np.array(weights or [0.0], np.float32)
-
-
 class Dtype(IntEnum):
     """Number formats of packed weights and caches."""
 

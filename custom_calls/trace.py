@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from custom_calls.session import Running
+from custom_calls.session import DecodeSession
 
 WITHOUT_LAYER = ("head", "embed", "sample", "final")
 MOST_OPS = 10  # of a session's
@@ -19,7 +19,7 @@ def spans_needed(layers: int, prompt_tokens: int, output_tokens: int) -> int:
     return (prompt_tokens + output_tokens) * (MOST_OPS + 1) * (layers + 1)
 
 
-def write_perfetto(path: str | Path, session: Running, name: str = "laneformer decode") -> int:
+def write_perfetto(path: str | Path, session: DecodeSession, name: str = "laneformer decode") -> int:
     """Writes the spans that the session holds in Chrome's JSON trace format, compressed if `path` ends in .gz; returns
     how many.
 

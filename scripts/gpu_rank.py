@@ -23,9 +23,8 @@ import tyro
 import custom_calls
 from custom_calls.gpu.session import GpuSession
 from infer.engine.backend import device_name
-from infer.engine.native import kernel_shapes
+from infer.engine.native import plan_of
 from infer.engine.sources import RandomSource, recipe_config
-from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
@@ -110,10 +109,7 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
 def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuSession:
     source = RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype))
     session = GpuSession(
-        kernel_shapes(source),
-        config.schedule,
-        rope_frequencies=rotary_frequencies(config)[0],
-        windows=config.layer_windows,
+        plan_of(source),
         group=Group(None, 0, "open a decode session"),
         peer_ctas=PEER_CTAS,
         peer_delay_us=delay,
@@ -125,9 +121,9 @@ def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuS
 
 def time_per_token(session: GpuSession, config: ModelConfig, options: Options, seed: int) -> float:
     """Seconds from one token to the next, mean over a run, by the clock of the device."""
-    s = session.shapes
-    shape = (1, 1, options.context + options.tokens, s.kv_heads, s.head_dim)
-    keys, values = ([jnp.zeros(shape, s.cache_dtype) for _ in range(s.layers)] for _ in "kv")
+    plan, positions = session.plan, options.context + options.tokens
+    shapes = [(1, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
+    keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
     inputs = custom_calls.Inputs(
         np.array([seed], np.int32),
         np.array([1, options.context, options.tokens, 0], np.int32),
@@ -137,7 +133,7 @@ def time_per_token(session: GpuSession, config: ModelConfig, options: Options, s
     )
     decode = jax.jit(partial(custom_calls.decode, session, room=options.tokens), donate_argnums=1)
     session.begin()
-    state = custom_calls.State(jnp.zeros(s.vocab, jnp.uint8), keys, values)
+    state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
     jax.block_until_ready(decode(inputs, state, session.operands))
     if session.failure is not None:
         raise ConfigError(session.failure)

@@ -46,7 +46,7 @@ std::mutex groups_lock;
 std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Group>> groups;
 
 ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
-  const LaneformerModel& model = decoder.model();
+  const plan::Plan& model = decoder.plan();
   const Operands& first = devices[0];
   Call call;
   call.prompt.assign(first.prompt, first.prompt + first.control[0]);
@@ -65,17 +65,19 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
                                        " more do not fit a cache of " + std::to_string(first.capacity) +
                                        " positions and room for " + std::to_string(first.room) + " tokens");
   for (const int32_t token : call.prompt)
-    if (token < 0 || token >= model.vocab)
+    if (token < 0 || token >= model.vocab_size)
       return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " +
-                                         std::to_string(model.vocab));
+                                         std::to_string(model.vocab_size));
   const int local = model.lanes / (int)devices.size();
-  const int64_t lane_bytes = first.capacity * model.kv_heads * model.head_dim * bytes_of((Dtype)model.cache_dtype);
-  for (int layer = 0; layer < model.layers; layer++)
+  for (int layer = 0; layer < model.layers(); layer++) {
+    const plan::Attend& attend = decoder.attend_of(layer);
+    const int64_t position = (int64_t)attend.kv_heads * attend.head_dim * bytes_of((Dtype)model.cache_dtype);
     for (int lane = 0; lane < model.lanes; lane++) {
       const std::vector<char*>& caches = devices[lane / local].caches;
-      call.keys.push_back(caches[layer] + lane % local * lane_bytes);
-      call.values.push_back(caches[model.layers + layer] + lane % local * lane_bytes);
+      call.keys.push_back(caches[layer] + lane % local * first.capacity * position);
+      call.values.push_back(caches[model.layers() + layer] + lane % local * first.capacity * position);
     }
+  }
   End end;
   try {
     end = decoder.run(call);
@@ -92,9 +94,9 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
       std::memcpy(device.top_tokens, decoder.top_tokens.data(), drawn * call.top * sizeof(int32_t));
       std::memcpy(device.top_logprobs, decoder.top_logprobs.data(), drawn * call.top * sizeof(float));
     }
-    if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab);
+    if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab_size);
     if (device.logits && device.logits != first.logits)
-      std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab * sizeof(float));
+      std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab_size * sizeof(float));
     device.state[0] = drawn;
     device.state[1] = (int32_t)end;
     device.state[2] = (int32_t)(call.start + decoder.absorbed() + drawn);
@@ -163,7 +165,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     Decoder& decoder;
     ~Settle() { decoder.settle(); }  // also a call that is refused here has ended
   } settle{*decoder};
-  const LaneformerModel& model = decoder->model();
+  const plan::Plan& model = decoder->plan();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
   if (position < 0 || position >= devices || model.lanes % devices != 0)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) +
@@ -173,7 +175,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
-  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers ||
+  if ((int64_t)seen.element_count() != model.vocab_size || (int64_t)caches.size() != 2 * model.layers() ||
       caches_after.size() != caches.size())
     return wrong(
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
@@ -185,9 +187,10 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
+    const plan::Attend& attend = decoder->attend_of((int)i % model.layers());
     const auto dtype = model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
     if (before->element_type() != dtype || shape.size() != 5 || shape[0] * devices != model.lanes || shape[1] != 1 ||
-        shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != operands.capacity))
+        shape[3] != attend.kv_heads || shape[4] != attend.head_dim || (i > 0 && shape[2] != operands.capacity))
       return wrong("cache " + std::to_string(i) +
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
@@ -207,7 +210,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   operands.room = (int64_t)tokens->element_count();
   operands.logprobs = logprobs->typed_data();
   operands.top = top_tokens->dimensions()[1];
-  if (operands.top > model.vocab) return wrong("more most likely tokens are asked for than the vocabulary has");
+  if (operands.top > model.vocab_size) return wrong("more most likely tokens are asked for than the vocabulary has");
   operands.top_tokens = top_tokens->typed_data();
   operands.top_logprobs = top_logprobs->typed_data();
   operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
@@ -246,16 +249,22 @@ extern "C" {
 
 int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
-int64_t laneformer_open(const LaneformerModel* model, const LaneformerOptions* options, char* error, int64_t size) {
-  return guarded(error, size, [&] { return sessions.add(std::make_shared<Decoder>(*model, *options)); });
+// The plan as words and floats; instructions: "" for the best set that this machine has.
+int64_t laneformer_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
+                        int32_t threads, int32_t one_thread_per_lane, int32_t chaos_us, int32_t timeout_ms,
+                        const char* instructions, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    const Options options{threads, one_thread_per_lane != 0, chaos_us, timeout_ms, instructions};
+    return sessions.add(std::make_shared<Decoder>(plan::decode(words, num_words, floats, num_floats), options));
+  });
 }
 
 void laneformer_close(int64_t id) { sessions.close(id); }
 
-int64_t laneformer_pack(int64_t id, const char* name, int32_t layer, const void* data, int64_t count, int32_t dtype,
-                        char* error, int64_t size) {
+int64_t laneformer_pack(int64_t id, int32_t weight, const void* data, int64_t count, int32_t dtype, char* error,
+                        int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->pack(name, layer, data, count, (Dtype)dtype);
+    sessions.find(id)->pack(weight, data, count, (Dtype)dtype);
     return 0;
   });
 }

@@ -52,60 +52,57 @@ const Kernels* choose_kernels(const char* name) {
 
 // ------------------------------------------------------------------------------------------------------------- making
 
-Decoder::Decoder(const LaneformerModel& model, const LaneformerOptions& options)
-    : model_(model), options_(options), kernels_(choose_kernels(options.instructions)) {
-  if (kernels_ == nullptr)
-    throw std::runtime_error(std::string("this machine cannot run the instructions ") + options.instructions);
-  frequencies_.assign(model.rope_frequencies, model.rope_frequencies + model.head_dim / 2);
-  windows_.assign(model.windows, model.windows + model.layers);
-  events_words_.assign(model.events, model.events + model.num_events);
-  weights_ = (Dtype)model.weight_dtype;
-  cache_ = (Dtype)model.cache_dtype;
-  activations_ = model.rounded_activations ? Activations::rounded : Activations::exact;
-  read_events();
+Decoder::Decoder(plan::Plan plan, const Options& options)
+    : plan_(std::move(plan)),
+      options_(options),
+      kernels_(choose_kernels(options.instructions.empty() ? nullptr : options.instructions.c_str())),
+      weights_((Dtype)plan_.weight_dtype),
+      cache_((Dtype)plan_.cache_dtype),
+      activations_(plan_.rounded_activations ? Activations::rounded : Activations::exact) {
+  if (kernels_ == nullptr) throw std::runtime_error("this machine cannot run the instructions " + options.instructions);
+  make_ops();
 
-  const int threads = options.one_thread_per_lane ? model.lanes : std::max(1, options.threads);
-  lanes_shared_ = model.lanes % threads != 0;
+  const int threads = options.one_thread_per_lane ? plan_.lanes : std::max(1, options.threads);
+  lanes_shared_ = plan_.lanes % threads != 0;
   if (threads > default_threads()) spins_ = 20;  // others wait for this core
-  const auto padded = [](int64_t n) { return (n + kTile - 1) / kTile * kTile; };
-  hidden_padded_ = padded(model.hidden);
-  ff_padded_ = padded(model.ff);
-  qkv_padded_ = padded(rows(kQkv));
 
-  const int64_t lanes = model.lanes, d = model.hidden, layers = model.layers;
-  attention_norms_.resize(layers * d * (model.lane_norms ? lanes : 1));
-  ffn_norms_.resize(attention_norms_.size());
-  final_norm_.resize(d * (model.lane_final_norm ? lanes : 1));
-  if (model.qkv_bias) biases_.resize(layers * lanes * rows(kQkv));
-  if (model.qk_norm) {
-    q_norms_.resize(layers * model.head_dim);
-    k_norms_.resize(layers * model.head_dim);
-  }
+  const int64_t lanes = plan_.lanes, d = plan_.hidden_size, modules = (int64_t)plan_.modules.size();
+  const auto widen_to = [](int64_t& padded, int64_t n) { padded = std::max(padded, (n + kTile - 1) / kTile * kTile); };
+  for (const Product* product : products_)
+    if (product != &head_)
+      widen_to(product->writes == plan::Value::projected ? projected_padded_
+               : product->writes == plan::Value::hidden  ? hidden_padded_
+                                                         : output_padded_,
+               product->rows);
+  int64_t part = 0;  // floats that a chunk of keys gives
+  for (int layer = 0; layer < plan_.layers(); layer++)
+    part = std::max(part, (int64_t)attend_of(layer).heads * (attend_of(layer).head_dim + 2));
 
-  outputs_ = Region(4 * 2 * layers * lanes * kBlock * hidden_padded_);
-  streams_ = Region(4 * (int64_t)payloads_.size() * lanes * kBlock * d);
-  qkv_ = Region(4 * lanes * kBlock * qkv_padded_);
-  parts_ = Region(4 * lanes * kChunks * kBlock * model.heads * (model.head_dim + 2));
-  hiddens_ = Region(4 * lanes * kBlock * ff_padded_);
+  small_.resize(plan_.small_size);
+  outputs_ = Region(4 * modules * lanes * kBlock * output_padded_);
+  streams_ = Region(4 * (int64_t)plan_.sums.size() * lanes * kBlock * d);
+  projected_ = Region(4 * lanes * kBlock * projected_padded_);
+  parts_ = Region(4 * lanes * kChunks * kBlock * part);
+  hiddens_ = Region(4 * lanes * kBlock * hidden_padded_);
   finals_ = Region(4 * lanes * d);
-  logits_ = Region(4 * (int64_t)model.vocab);
-  z_ = Region(4 * (int64_t)model.vocab);
+  logits_ = Region(4 * (int64_t)plan_.vocab_size);
+  z_ = Region(4 * (int64_t)plan_.vocab_size);
   packets_.resize(threads);
   idle_ = std::make_unique<Counter[]>(threads);
 
   if (options.one_thread_per_lane) {
     std::vector<Exchange> exchanges;
-    for (size_t i = 0; i < payloads_.size(); i++) {
-      int last = payloads_[i].complete_at;
-      for (size_t t = 0; t < events_.size(); t++)
-        for (const Event& event : events_[t])
-          if (event.kind == Event::landing && event.payload == (int)i) last = (int)t;
-      exchanges.push_back({payloads_[i].complete_at, last});
+    for (size_t i = 0; i < plan_.sums.size(); i++) {
+      int last = plan_.sums[i].complete_at;
+      for (size_t t = 0; t < plan_.events.size(); t++)
+        for (const plan::Event& event : plan_.events[t])
+          if (event.payload == (int)i) last = (int)t;
+      exchanges.push_back({plan_.sums[i].complete_at, last});
     }
-    exchanges.push_back({2 * model.layers, 2 * model.layers});  // the head's
+    exchanges.push_back({(int)modules, (int)modules});  // the head's
     int slots = 1;
     while (slots < ring_slots(exchanges)) slots *= 2;
-    mail_ = std::make_unique<Mailboxes>(model.lanes, slots, kBlock * d);
+    mail_ = std::make_unique<Mailboxes>(plan_.lanes, slots, kBlock * d);
   }
 
   for (int w = 0; w < threads; w++) workers_.push_back(std::make_unique<Worker>(*this, w, threads));
@@ -128,70 +125,68 @@ Decoder::~Decoder() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// The table as words, by time: 2 layers + 1 groups [count, events...], then the payloads [count, payloads...].
-//   own:      0, module, weight
-//   landing:  1, payload, count of apart, (module, weight)...
-//   payload:  width, complete_at, stream_mean, count of parts, (module, weight)...
-// A weight is an index into event_weights. custom_calls/session.py writes it.
-void Decoder::read_events() {
-  size_t at = 0;
-  const auto next = [&] {
-    if (at >= events_words_.size()) throw std::runtime_error("the schedule table is too short");
-    return events_words_[at++];
+// The plan's ops with what packing and computing must know of them, and where each matrix lies.
+void Decoder::make_ops() {
+  places_.resize(plan_.weights.size());
+  const auto made = [&](const plan::Product& op) {
+    Product product{};
+    product.name = op.name;
+    product.lanes = plan_.lanes;
+    product.gated = op.gated();
+    product.rows = op.channels();
+    product.columns = op.columns;
+    product.reads = op.reads;
+    product.writes = op.writes;
+    product.normed = op.norm.has_value();
+    if (product.normed) product.norm = *op.norm;
+    for (const plan::Matrix& matrix : op.matrices)
+      if (matrix.bias) product.biases.push_back({*matrix.bias, matrix.first});
+    if (product.gated && !product.biases.empty())
+      throw std::runtime_error("the CPU kernel has no biases before a gated activation: use backend xla");
+    if ((op.reads == plan::Value::stream) != product.normed)
+      throw std::runtime_error("the CPU kernel norms the stream, and nothing else, before a product: use backend xla");
+    return product;
   };
-  const auto weight = [&] { return model_.event_weights[next()]; };
-  const auto parts = [&] {
-    std::vector<Part> list(next());
-    for (Part& part : list) {
-      part.module = next();
-      part.weight = weight();
-    }
-    return list;
-  };
-  events_.resize(2 * model_.layers + 1);
-  for (auto& events : events_) {
-    events.resize(next());
-    for (Event& event : events) {
-      event.kind = next() == 0 ? Event::own : Event::landing;
-      if (event.kind == Event::own) {
-        event.module = next();
-        event.weight = weight();
+  for (size_t m = 0; m < plan_.modules.size(); m++) {
+    std::vector<Op>& module = modules_.emplace_back();
+    for (const plan::Op& op : plan_.modules[m])
+      if (const auto* product = std::get_if<plan::Product>(&op)) {
+        module.push_back(made(*product));
       } else {
-        event.payload = next();
-        event.apart = parts();
+        module.push_back(Attention{(int)m / 2, std::get<plan::Attend>(op)});
       }
-    }
   }
-  payloads_.resize(next());
-  for (Payload& payload : payloads_) {
-    payload.width = next();
-    payload.complete_at = next();
-    payload.stream_mean = next() != 0;
-    payload.parts = parts();
-  }
+  for (size_t m = 0; m < modules_.size(); m++)
+    for (size_t i = 0; i < modules_[m].size(); i++)
+      if (auto* product = std::get_if<Product>(&modules_[m][i])) {
+        product->number = (int)products_.size();
+        products_.push_back(product);
+        for (const plan::Matrix& matrix : std::get<plan::Product>(plan_.modules[m][i]).matrices)
+          places_[matrix.weight].push_back(
+              {product, product->gated ? 0 : matrix.first, product->gated && matrix.first > 0});
+      }
+  for (int layer = 0; layer < plan_.layers(); layer++) attend_of(layer);
+
+  const plan::Head& head = plan_.head;
+  head_.number = (int)products_.size();
+  head_.lanes = head.kind == plan::HeadKind::vocab_parallel ? plan_.lanes : 1;
+  head_.rows = plan_.vocab_size / head_.lanes;
+  head_.columns = (int64_t)plan_.hidden_size * (head.kind == plan::HeadKind::lane ? plan_.lanes : 1);
+  products_.push_back(&head_);
+  places_[head.weight].push_back({&head_, 0, false});
 }
 
-int64_t Decoder::rows(Op op) const {
-  switch (op) {
-    case kQkv: return (int64_t)(model_.heads + 2 * model_.kv_heads) * model_.head_dim;
-    case kGateUp: return model_.ff;
-    case kHead: return model_.head_type == 2 ? model_.vocab / model_.lanes : model_.vocab;
-    default: return model_.hidden;
-  }
+const plan::Attend& Decoder::attend_of(int layer) const {
+  const plan::Attend* found = nullptr;
+  for (int m = 2 * layer; m < 2 * layer + 2; m++)
+    for (const plan::Op& op : plan_.modules[m])
+      if (const auto* attend = std::get_if<plan::Attend>(&op)) {
+        if (found) throw std::runtime_error("the CPU kernel attends once per layer: use backend xla");
+        found = attend;
+      }
+  if (!found) throw std::runtime_error("the CPU kernel attends in every layer: use backend xla");
+  return *found;
 }
-
-int64_t Decoder::columns(Op op) const {
-  switch (op) {
-    case kOut: return (int64_t)model_.heads * model_.head_dim;
-    case kDown: return model_.ff;
-    case kHead: return (int64_t)model_.hidden * (model_.head_type == 1 ? model_.lanes : 1);
-    default: return model_.hidden;
-  }
-}
-
-int Decoder::lanes(Op op) const { return op == kHead && model_.head_type != 2 ? 1 : model_.lanes; }
-
-int64_t Decoder::unit_bytes(Op op) const { return tile_bytes(weights_, columns(op)) * (op == kGateUp ? 2 : 1); }
 
 // ------------------------------------------------------------------------------------------------------------ packing
 
@@ -212,33 +207,33 @@ void place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T
 
 }  // namespace
 
-// Rows first .. first + count of the op, of each lane; second: of the two matrices of kGateUp.
-void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool second, const void* data, Dtype dtype) {
-  const int64_t k = columns(op), per_lane = op == kHead && model_.head_type == 1 ? model_.hidden : k;
-  const int sources =
-      op == kHead && model_.head_type == 1 ? model_.lanes : 1;  // stretches of columns, one after the other
+// All rows of a weight, of each lane.
+void Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
+  const Product& product = *rows.product;
+  const int64_t count = weight.shape[0], stretch = weight.shape[1];
+  const int64_t stretches = product.columns / stretch;  // a head over all lanes: their columns one after the other
   on_all([&](int w) {
-    std::vector<float> wide(per_lane);
-    std::vector<char> row(per_lane * 4);
-    char* unit = workers_[w]->weights(op, layer);
-    for (const Share& share : workers_[w]->shares(op))
-      for (int64_t u = share.first; u < share.last; u++, unit += unit_bytes(op)) {
-        char* tile = unit + (second ? tile_bytes(weights_, k) : 0);
+    std::vector<float> wide(stretch);
+    std::vector<char> row(stretch * 4);
+    char* unit = workers_[w]->weights(product);
+    for (const Share& share : workers_[w]->shares(product))
+      for (int64_t u = share.first; u < share.last; u++, unit += product.unit_bytes(weights_)) {
+        char* tile = unit + (rows.second ? tile_bytes(weights_, product.columns) : 0);
         for (int64_t r = 0; r < kTile; r++) {
-          const int64_t source = u * kTile + r - first;
+          const int64_t source = u * kTile + r - rows.first;
           if (source < 0 || source >= count) continue;
-          for (int s = 0; s < sources; s++) {
-            const int64_t index = ((int64_t)(sources > 1 ? s : share.lane) * count + source) * per_lane;
-            const char* from = (const char*)data + index * bytes_of(dtype);
+          for (int64_t s = 0; s < stretches; s++) {
+            const int64_t lane = stretches > 1 ? s : weight.lane_sharded ? share.lane : 0;
+            const char* from = (const char*)data + (lane * count + source) * stretch * bytes_of(dtype);
             if (dtype != weights_) {
-              kernels_->widen(dtype, from, per_lane, wide.data());
-              kernels_->narrow(weights_, wide.data(), per_lane, row.data());
+              kernels_->widen(dtype, from, stretch, wide.data());
+              kernels_->narrow(weights_, wide.data(), stretch, row.data());
               from = row.data();
             }
             if (weights_ == Dtype::f32) {
-              place_row(weights_, r, s * per_lane, (const float*)from, per_lane, (float*)tile);
+              place_row(weights_, r, s * stretch, (const float*)from, stretch, (float*)tile);
             } else {
-              place_row(weights_, r, s * per_lane, (const uint16_t*)from, per_lane, (uint16_t*)tile);
+              place_row(weights_, r, s * stretch, (const uint16_t*)from, stretch, (uint16_t*)tile);
             }
           }
         }
@@ -246,71 +241,29 @@ void Decoder::pack_rows(Op op, int layer, int64_t first, int64_t count, bool sec
   });
 }
 
-void Decoder::pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype) {
-  const int64_t d = model_.hidden, e = model_.head_dim, q = model_.heads * e, kv = model_.kv_heads * e,
-                lanes = model_.lanes, ff = model_.ff;
-  if (layer < 0 || layer >= model_.layers)
-    throw std::runtime_error("there is no layer " + std::to_string(layer) + " for " + name);
-  const auto expect = [&](int64_t wanted) {
-    if (count != wanted)
-      throw std::runtime_error(name + " has " + std::to_string(count) + " elements, the model's has " +
-                               std::to_string(wanted));
-  };
-  const auto floats = [&](std::vector<float>& all, int64_t each) {
-    expect(each);
-    kernels_->widen(dtype, data, each, all.data() + layer * each);
-  };
-  const auto matrix = [&](Op op, int64_t first, int64_t rows, bool second = false) {
-    expect((op == kHead && model_.head_type == 1 ? 1 : this->lanes(op)) * rows * columns(op));
-    pack_rows(op, layer, first, rows, second, data, dtype);
-  };
-  if (name == "tok_embeddings") {
-    expect(model_.vocab * d);
-    if (model_.tied_head) matrix(kHead, 0, model_.vocab);
+void Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) {
+  if (number < 0 || number >= (int)plan_.weights.size())
+    throw std::runtime_error("the model has no weight " + std::to_string(number));
+  const plan::Weight& weight = plan_.weights[number];
+  const int64_t lanes = weight.lane_sharded ? plan_.lanes : 1, each = weight.elements();
+  if (count != lanes * each)
+    throw std::runtime_error("weight " + std::to_string(number) + " has " + std::to_string(count) +
+                             " elements, the model's has " + std::to_string(lanes * each));
+  if (!weight.is_matrix())
+    for (int64_t lane = 0; lane < lanes; lane++)
+      kernels_->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each,
+                      small_.data() + weight.offset + lane * weight.stride);
+  for (const Rows& rows : places_[number]) pack_rows(rows, weight, data, dtype);
+  if (number == plan_.embedding) {
     embedding_dtype_ = dtype;
-    if (!model_.tied_head || dtype != weights_) {
-      const int64_t bytes = (int64_t)model_.vocab * d * bytes_of(dtype);
+    if (number != plan_.head.weight || dtype != weights_) {
+      const int64_t bytes = each * bytes_of(dtype);
       embedding_ = Region(bytes);
       on_all([&](int w) {
         const int64_t n = threads(), first = bytes * w / n, last = bytes * (w + 1) / n;
         std::memcpy(embedding_.data + first, (const char*)data + first, last - first);
       });
     }
-  } else if (name == "attention_norm") {
-    floats(attention_norms_, attention_norms_.size() / model_.layers);
-  } else if (name == "ffn_norm") {
-    floats(ffn_norms_, ffn_norms_.size() / model_.layers);
-  } else if (name == "norm") {
-    floats(final_norm_, final_norm_.size());
-  } else if (name == "attention.q_norm" && model_.qk_norm) {
-    floats(q_norms_, e);
-  } else if (name == "attention.k_norm" && model_.qk_norm) {
-    floats(k_norms_, e);
-  } else if (name == "attention.wq") {
-    matrix(kQkv, 0, q);
-  } else if (name == "attention.wk") {
-    matrix(kQkv, q, kv);
-  } else if (name == "attention.wv") {
-    matrix(kQkv, q + kv, kv);
-  } else if (name == "attention.wo") {
-    matrix(kOut, 0, d);
-  } else if (name == "feed_forward.w1") {
-    matrix(kGateUp, 0, ff);
-  } else if (name == "feed_forward.w3") {
-    matrix(kGateUp, 0, ff, true);
-  } else if (name == "feed_forward.w2") {
-    matrix(kDown, 0, d);
-  } else if (name == "lm_head" && !model_.tied_head) {
-    matrix(kHead, 0, rows(kHead));
-  } else if (model_.qkv_bias &&
-             (name == "attention.wq_bias" || name == "attention.wk_bias" || name == "attention.wv_bias")) {
-    const int64_t first = name[11] == 'q' ? 0 : name[11] == 'k' ? q : q + kv, each = name[11] == 'q' ? q : kv;
-    expect(lanes * each);
-    for (int l = 0; l < lanes; l++)
-      kernels_->widen(dtype, (const char*)data + l * each * bytes_of(dtype), each,
-                      biases_.data() + (layer * lanes + l) * rows(kQkv) + first);
-  } else {
-    throw std::runtime_error("the model has no weight called " + name);
   }
 }
 
@@ -322,7 +275,7 @@ int64_t Decoder::packed_bytes() const {
 
 // The row of the embedding table, float32.
 void Decoder::embed(int32_t token, float* row) const {
-  const int64_t d = model_.hidden;
+  const int64_t d = plan_.hidden_size;
   if (embedding_.data) {
     kernels_->widen(embedding_dtype_, embedding_.data + token * d * bytes_of(embedding_dtype_), d, row);
     return;
@@ -330,9 +283,9 @@ void Decoder::embed(int32_t token, float* row) const {
   const int64_t tile = token / kTile, r = token % kTile;  // the head's rows are the table
   const char* data = nullptr;
   for (const auto& worker : workers_)
-    for (const Share& share : worker->shares(kHead))
+    for (const Share& share : worker->shares(head_))
       if (share.first <= tile && tile < share.last)
-        data = worker->weights(kHead, 0) + (tile - share.first) * unit_bytes(kHead);
+        data = worker->weights(head_) + (tile - share.first) * head_.unit_bytes(weights_);
   for (int64_t k = 0; k < d; k++)
     kernels_->widen(weights_, data + place(weights_, r, k) * bytes_of(weights_), 1, row + k);
 }
@@ -403,7 +356,9 @@ End Decoder::run(const Call& call) {
 double Decoder::read_pass() {
   const std::lock_guard<std::mutex> alone(running_);
   const int64_t began = now_ns();
-  on_all([&](int w) { packets_[w].sum = kernels_->read(workers_[w]->weights(kQkv, 0), workers_[w]->packed_bytes()); });
+  on_all([&](int w) {
+    packets_[w].sum = kernels_->read(workers_[w]->weights(*products_[0]), workers_[w]->packed_bytes());
+  });
   return 1e-9 * (double)(now_ns() - began);
 }
 

@@ -9,60 +9,22 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
+#include "../common/plan.h"
 #include "exchange.h"
 #include "kernels.h"
 #include "sync.h"
 
 namespace laneformer {
 
-extern "C" {
-
-// Shapes, dtypes and the schedule table, as Python writes them (custom_calls/session.py mirrors this struct). Heads,
-// kv_heads and ff are those of one lane.
-struct LaneformerModel {
-  int32_t layers, lanes, hidden, heads, kv_heads, head_dim, ff, vocab, context;
-  int32_t head_type;  // 0: one head over the lanes' mean (or norm of their sum), 1: over all lanes end to end, 2: each
-                      // lane a slice of the vocabulary
-  int32_t norm_of_sum, tied_head, lane_norms, lane_final_norm, qkv_bias, qk_norm;
-  int32_t weight_dtype, cache_dtype, rounded_activations;
-  float norm_eps, rope_factor;
-  const float* rope_frequencies;  // [head_dim / 2], radians per position
-  const int32_t* windows;         // [layers], 0 for none
-  const int32_t* events;          // the schedule, see read_events
-  const float* event_weights;
-  int32_t num_events;
-};
-
-struct LaneformerOptions {
-  int32_t threads;
-  int32_t one_thread_per_lane;  // exchange by tagged messages, as between GPUs
-  int32_t chaos_us;             // random delays up to this at every exchange, for tests
-  int32_t timeout_ms;           // for any worker or device that does not come
-  const char* instructions;     // null: the best that this machine has
-};
-}
-
-struct Part {
-  int module;
-  float weight;
-};
-
-// What happens to a lane's stream at one time of the schedule.
-struct Event {
-  enum Kind { own, landing } kind;
-  int payload;              // of a landing: its index among the payloads
-  int module;               // own: whose output
-  float weight;             // own: its scale
-  std::vector<Part> apart;  // landing: own parts that the lane adds by itself, taken out again
-};
-
-// One sum over the lanes: of weighted module outputs, the first `width` channels, perhaps with the mean of the streams.
-struct Payload {
-  std::vector<Part> parts;
-  int width, complete_at;
-  bool stream_mean;
+struct Options {
+  int threads = 1;
+  bool one_thread_per_lane = false;  // exchange by tagged messages, as between GPUs
+  int chaos_us = 0;                  // random delays up to this at every exchange, for tests
+  int timeout_ms = 60'000;           // for a worker or a device that is missing
+  std::string instructions;          // empty: the best that this machine has
 };
 
 struct Sampling {
@@ -90,6 +52,32 @@ struct Share {
   int64_t first, last;
 };
 
+// A matrix product as it is packed: tiles of kTile rows, those of a gate and of its partner one after the other.
+struct Product {
+  int number, name;       // number: among the products of the model, in the order of the stream; the head's is the last
+  int lanes;              // that have a matrix
+  int64_t rows, columns;  // of each, rows of a gate and its partner counted once
+  bool gated;
+  plan::Value reads, writes;
+  plan::Norm norm;
+  bool normed;
+  struct Bias {
+    plan::Vector vector;
+    int64_t first;  // row
+  };
+  std::vector<Bias> biases;
+
+  int64_t units() const { return (rows + kTile - 1) / kTile; }  // what workers share out: tiles, or pairs of them
+  int64_t unit_bytes(Dtype dtype) const { return tile_bytes(dtype, columns) * (gated ? 2 : 1); }
+};
+
+struct Attention {
+  int layer;  // whose cache it reads and writes
+  plan::Attend op;
+};
+
+using Op = std::variant<Product, Attention>;
+
 struct Region {  // memory that grows page by page as it is written
   Region() = default;
   explicit Region(int64_t bytes);
@@ -113,14 +101,15 @@ constexpr int kChunks = 18;  // parts of a lane's keys that are attended to apar
 
 class Decoder {
  public:
-  enum Op { kQkv, kOut, kGateUp, kDown, kHead, kOps };  // the matrix products of a layer in their order, and the head
+  // Ops of a trace (custom_calls/cpu/session.py): a layer's products follow, by laneformer.ops.ProductName.
+  enum TraceOp { kEmbed, kAttend, kExchange, kSample, kHead, kProducts };
 
-  Decoder(const LaneformerModel&, const LaneformerOptions&);
+  Decoder(plan::Plan, const Options&);  // throws std::runtime_error for what this machine or this code cannot run
   ~Decoder();
 
-  // Copies one weight into its place; `name` and `layer` as in laneformer's parameter table, `count` its elements.
-  // Throws std::runtime_error for one that the model does not have.
-  void pack(const std::string& name, int layer, const void* data, int64_t count, Dtype dtype);
+  // Copies a weight, by its number in the plan, into its place; count: its elements, those of all lanes. Throws
+  // std::runtime_error for one that the model does not have.
+  void pack(int weight, const void* data, int64_t count, Dtype dtype);
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
@@ -138,8 +127,9 @@ class Decoder {
   std::vector<float> logprobs, top_logprobs;
   std::vector<int64_t> times_ns;
 
-  const LaneformerModel& model() const { return model_; }
-  const LaneformerOptions& options() const { return options_; }
+  const plan::Plan& plan() const { return plan_; }
+  const Options& options() const { return options_; }
+  const plan::Attend& attend_of(int layer) const;  // whose keys and values are the layer's cache
   const Kernels& kernels() const { return *kernels_; }
   int threads() const { return (int)workers_.size(); }
   int64_t packed_bytes() const;
@@ -150,42 +140,45 @@ class Decoder {
  private:
   friend class Worker;
 
-  void read_events();
+  void make_ops();
   void on_all(const std::function<void(int)>&);
   void fail(const std::string& why);
-  int lanes(Op op) const;                                                // that have a matrix of their own
-  int64_t rows(Op op) const;                                             // of one of them
-  int64_t columns(Op op) const;                                          // of one of them
-  int64_t units(Op op) const { return (rows(op) + kTile - 1) / kTile; }  // what is shared out: tiles, or pairs of them
-  int64_t unit_bytes(Op op) const;
-  void pack_rows(Op op, int layer, int64_t first, int64_t count, bool second, const void* data, Dtype dtype);
+  struct Rows {  // where a matrix lies
+    const Product* product;
+    int64_t first;  // row
+    bool second;    // the partner of a gate
+  };
+  void pack_rows(const Rows&, const plan::Weight&, const void* data, Dtype dtype);
   void embed(int32_t token, float* row) const;
+  const float* small(const plan::Vector& vector, int lane) const {
+    return small_.data() + vector.offset + lane * vector.stride;
+  }
 
-  LaneformerModel model_;
-  LaneformerOptions options_;
+  const plan::Plan plan_;
+  const Options options_;
   const Kernels* kernels_;
-  std::vector<float> frequencies_;
-  std::vector<int32_t> windows_, events_words_;
-  std::vector<std::vector<Event>> events_;  // by time
-  std::vector<Payload> payloads_;
+  std::vector<std::vector<Op>> modules_;  // two of each layer
+  std::vector<const Product*> products_;  // by number
+  Product head_{};
+  std::vector<std::vector<Rows>> places_;  // of each weight, if it is a matrix
 
   bool lanes_shared_;  // whether workers share lanes, and so meet after every op
-  int64_t hidden_padded_, ff_padded_, qkv_padded_;
+  int64_t output_padded_ = 0, hidden_padded_ = 0, projected_padded_ = 0;  // floats of a position, over all layers
   Dtype weights_, cache_;
   Activations activations_;
 
   // Weights that are not streamed.
-  Region embedding_;  // [vocab][hidden] as stored; empty when the head is the same matrix
-  std::vector<float> attention_norms_, ffn_norms_, final_norm_, biases_, q_norms_, k_norms_;
+  Region embedding_;  // [vocab_size][hidden_size] as stored; empty when the head is the same matrix
+  std::vector<float> small_;
   Dtype embedding_dtype_ = Dtype::f32;
 
   // Shared between workers. B: kBlock.
-  Region outputs_;     // [2 layers][lanes][B][hidden_padded]
-  Region streams_;     // [payloads][lanes][B][hidden], touched for those with a mean
-  Region qkv_;         // [lanes][B][qkv_padded]
-  Region parts_;       // [lanes][kChunks][B][heads][head_dim + 2]
-  Region hiddens_;     // [lanes][B][ff_padded]
-  Region finals_;      // [lanes][hidden]
+  Region outputs_;     // [modules][lanes][B][output_padded]
+  Region streams_;     // [sums][lanes][B][hidden_size], touched for those with a mean
+  Region projected_;   // [lanes][B][projected_padded]
+  Region parts_;       // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
+  Region hiddens_;     // [lanes][B][hidden_padded]
+  Region finals_;      // [lanes][hidden_size]
   Region logits_, z_;  // [vocab]: as the model makes them; with penalty and temperature
   struct alignas(128) Packet {
     float largest, largest_z;

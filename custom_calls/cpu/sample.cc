@@ -68,7 +68,8 @@ bool Worker::sample(int64_t position) {
   k_.temper(logits + first, call.seen + first, s.repetition_penalty, s.temperature, count, z + first);
   own.largest = k_.largest(logits + first, count);
   own.largest_z = k_.largest(z + first, count);
-  if (call.logits) std::memcpy(call.logits + (int64_t)drawn_ * m_.vocab + first, logits + first, count * sizeof(float));
+  if (call.logits)
+    std::memcpy(call.logits + (int64_t)drawn_ * m_.vocab_size + first, logits + first, count * sizeof(float));
   meet();
 
   float largest = d_.packets_[0].largest, largest_z = d_.packets_[0].largest_z;
@@ -111,7 +112,7 @@ bool Worker::sample(int64_t position) {
     d_.count_.raise((uint32_t)drawn_);
   }
   meet();  // the token is where the others read it
-  mark(kSample, m_.layers, began);
+  mark(Decoder::kSample, m_.layers(), began);
   return !stop && drawn_ < call.limit;
 }
 
@@ -120,13 +121,13 @@ float Worker::threshold(float best) {
   const Sampling& s = d_.call_->sampling;
   const float* z = d_.z_.floats();
   float least = -INFINITY;
-  if (s.top_k > 0) least = largest_reaching(z, m_.vocab, s.top_k, [](int64_t) { return uint64_t{1}; });
+  if (s.top_k > 0) least = largest_reaching(z, m_.vocab_size, s.top_k, [](int64_t) { return uint64_t{1}; });
   if (s.top_p < 1) {
-    k_.exp_from(z, best, m_.vocab, weights_of_.data());
+    k_.exp_from(z, best, m_.vocab_size, weights_of_.data());
     uint64_t total = 0;
-    for (int64_t i = 0; i < m_.vocab; i++) total += z[i] >= least ? (uint64_t)(weights_of_[i] * 0x1p40) : 0;
+    for (int64_t i = 0; i < m_.vocab_size; i++) total += z[i] >= least ? (uint64_t)(weights_of_[i] * 0x1p40) : 0;
     const auto amount = [&](int64_t i) { return z[i] >= least ? (uint64_t)(weights_of_[i] * 0x1p40) : 0; };
-    least = std::max(least, largest_reaching(z, m_.vocab, (double)s.top_p * (double)total, amount));
+    least = std::max(least, largest_reaching(z, m_.vocab_size, (double)s.top_p * (double)total, amount));
   }
   if (s.min_p > 0) least = std::max(least, best + std::log(s.min_p));
   return std::min(least, best);
@@ -139,7 +140,7 @@ void Worker::best_tokens(float lse) {
   int32_t* tokens = d_.top_tokens.data() + (int64_t)(drawn_ - 1) * n;
   float* logprobs = d_.top_logprobs.data() + (int64_t)(drawn_ - 1) * n;
   int found = 0;
-  for (int32_t token = 0; token < m_.vocab; token++) {
+  for (int32_t token = 0; token < m_.vocab_size; token++) {
     if (found == n && !(logits[token] > logits[tokens[n - 1]])) continue;
     int at = found < n ? found++ : n - 1;
     for (; at > 0 && logits[token] > logits[tokens[at - 1]]; at--) tokens[at] = tokens[at - 1];

@@ -1,80 +1,72 @@
-"""A model on the CPU: its weights packed for the worker threads, and the call that is running."""
+"""A decode session on the CPU: weights packed for worker threads, and the call that they run."""
 
-import ctypes
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
-from custom_calls.library import TARGET, Model, NativeError, Options, Span, call, default_threads
-from custom_calls.plan import encode_schedule
-from custom_calls.session import DTYPES, HEADS, Running, Shapes
+from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads
+from custom_calls.plan import Dtype, Plan
+from custom_calls.session import DecodeSession
+from laneformer.ops import ProductName
 
 
-class Session(Running):
+class Session(DecodeSession):
     """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a
     time.
     """
 
     _prefix, target = "", TARGET
-    ops, worker = (
-        ("qkv", "out", "gate_up", "down", "head", "embed", "attend", "exchange", "sample"),
-        "worker",
-    )  # cpu/decoder.h, worker.h
+    ops = ("embed", "attend", "exchange", "sample", "head", *(name.name.lower() for name in ProductName))
+    worker = "worker"
 
     def __init__(
         self,
-        shapes: Shapes,
-        schedule,
+        plan: Plan,
         *,
-        rope_frequencies: np.ndarray,
-        windows: tuple[int | None, ...],
         threads: int | None = None,
         one_thread_per_lane: bool = False,
         chaos_us: int = 0,
         timeout_ms: int = 60_000,
         instructions: str | None = None,
     ):
-        """schedule: a laneformer.layout.Schedule. rope_frequencies: radians per position, float32 [head_dim / 2].
-        windows: keys that each layer sees, None for all. threads: by default one per core that may be used.
+        """threads: by default one per core that may be used.
 
         one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit
-        for bit. chaos_us: random delays of up to so many microseconds around every exchange. Both are for tests.
-        timeout_ms: for a worker or a device that does not come. instructions: one of `instruction_sets()`, by default
-        the best. Raises NativeError.
+        for bit. chaos_us: random delays of up to this many microseconds around every exchange. Both are for tests.
+        timeout_ms: how long a call waits for a worker or a device before it fails. instructions: one of
+        `instruction_sets()`, by default the best. Raises NativeError.
         """
-        words, weights = encode_schedule(schedule, shapes.hidden)
-        arrays = {
-            "rope_frequencies": np.ascontiguousarray(rope_frequencies, np.float32),
-            "windows": np.array([window or 0 for window in windows], np.int32),
-            "events": words,
-            "event_weights": weights,
-        }
-        fields = dataclasses.asdict(shapes)
-        fields |= {name: DTYPES[fields[name]] for name in ("weight_dtype", "cache_dtype")}
-        fields["head_type"] = HEADS[shapes.head_type]
-        model = Model(**fields, **{name: array.ctypes.data for name, array in arrays.items()}, num_events=len(words))
         if threads is not None and threads < 1:
-            raise NativeError(f"threads = {threads}: give at least 1")
-        options = Options(
+            raise NativeError(f"threads must be at least 1, got {threads}")
+        try:
+            words, floats = plan.words, plan.floats
+        except ValueError as error:
+            raise NativeError(str(error)) from None
+        self._open(
+            plan,
+            timeout_ms,
+            words.ctypes.data,
+            len(words),
+            floats.ctypes.data,
+            len(floats),
             threads or default_threads(),
             one_thread_per_lane,
             chaos_us,
             timeout_ms,
-            instructions.encode() if instructions else None,
+            (instructions or "").encode(),
         )
-        self._open(shapes, timeout_ms, ctypes.byref(model), ctypes.byref(options))
 
     def pack(self, path: str, weight: np.ndarray) -> None:
-        """Copies a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
-        does not fit.
+        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. Raises NativeError
+        if it does not fit.
         """
-        layer, name = self._place_of(path)
         weight = np.ascontiguousarray(weight)
-        if weight.dtype.name not in DTYPES:
-            raise NativeError(f"weight {path} is {weight.dtype}: the kernel packs {', '.join(DTYPES)}")
-        call("pack", self.id, name.encode(), layer, weight.ctypes.data, weight.size, DTYPES[weight.dtype.name])
-        self._left.discard((layer, name))
+        self._check_weight(path, weight.shape)
+        name = weight.dtype.name
+        if name not in Dtype.__members__:
+            raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")
+        call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
+        self._missing.pop(path, None)
 
     @property
     def threads(self) -> int:
@@ -98,13 +90,12 @@ class Session(Running):
         return self._lib.laneformer_read_pass(self.id)
 
     def trace(self, spans_per_worker: int) -> None:
-        """Writes down when each worker did what, from now on; 0 ends it."""
+        """Records what each worker does when, from now on; 0 ends it."""
         self._lib.laneformer_trace(self.id, spans_per_worker)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Each worker's number and spans, a structured array (op, layer, begin_ns, end_ns)."""
+        """Each worker's number and spans, an array of SPAN."""
         for worker in range(self.threads):
-            count = self._lib.laneformer_spans(self.id, worker, None, 0)
-            spans = (Span * count)()
-            self._lib.laneformer_spans(self.id, worker, spans, count)
-            yield worker, np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span))
+            spans = np.zeros(self._lib.laneformer_spans(self.id, worker, None, 0), SPAN)
+            self._lib.laneformer_spans(self.id, worker, spans.ctypes.data, len(spans))
+            yield worker, spans

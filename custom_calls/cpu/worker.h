@@ -12,10 +12,8 @@ class Worker {
  public:
   Worker(Decoder& decoder, int index, int count);
 
-  const std::vector<Share>& shares(Decoder::Op op) const { return shares_[op]; }
-  char* weights(Decoder::Op op, int layer) const {
-    return stream_.data + (op == Decoder::kHead ? head_ : layer * layer_bytes_ + offsets_[op]);
-  }
+  const std::vector<Share>& shares(const Product& product) const { return packed_[product.number].shares; }
+  char* weights(const Product& product) const { return stream_.data + packed_[product.number].offset; }
   int64_t packed_bytes() const { return stream_.bytes; }
 
   void reset();
@@ -30,7 +28,6 @@ class Worker {
     int lane;
     int64_t first, last;
   };
-  using Op = Decoder::Op;
 
   // Meeting the others. All workers come to the same points in the same order.
   uint32_t arrive();
@@ -43,15 +40,18 @@ class Worker {
 
   // One block of positions through the model.
   void step(const int32_t* tokens, int64_t start, int positions, bool last);
-  void attention(int layer);
-  void feed_forward(int layer);
+  void module(int number);
+  void multiply(const Product& product, int module);
+  void attention(const Attention& attention);
   void head();
-  const float* normed(int lane, const std::vector<float>& scales, int layer);
-  void times(Op op, const Share& share, const char*& weights, const float* prepared, float* y, int64_t ldy);
-  void turn(float* head, const std::vector<float>& norms, int layer, int p);
-  void queries(int layer, int lane);
-  void attend(int layer, Keys part, Keys next, int chunk, int64_t window);
-  void merge(int lane, int chunks);
+  const float* vector_of(const Product& product, int lane);
+  const char* times(const Product& product, const Share& share, const char* weights, const float* prepared, float* y,
+                    int64_t ldy);
+  float* target(plan::Value value, int module, int lane, int64_t* stride) const;
+  void rotate(float* head, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
+  void queries(const plan::Attend& op, int lane);
+  void attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window);
+  void merge(int lane);
   void round_trip(float* x, int64_t n);
 
   // The schedule.
@@ -61,7 +61,7 @@ class Worker {
   const float* total(int payload);
   void apply(int time);
   void send(int module);
-  float* message(int position) { return total_.data() + position * m_.hidden; }
+  float* message(int position) { return total_.data() + position * m_.hidden_size; }
   void post(uint32_t tag, int64_t floats);
   void fetch(int from, uint32_t tag, int64_t floats);
 
@@ -74,21 +74,24 @@ class Worker {
   int64_t clock() const { return tracing_ ? now_ns() : 0; }
 
   float* output(int module, int lane, int position) const {
-    return d_.outputs_.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.hidden_padded_;
+    return d_.outputs_.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.output_padded_;
   }
   float* stream(int lane, int position) {
-    return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden;
+    return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden_size;
   }
   bool owns(int lane) const { return lane * count_ / m_.lanes == index_; }  // the first worker that has the lane
 
   Decoder& d_;
-  const LaneformerModel& m_;
+  const plan::Plan& m_;
   const Kernels& k_;
   const int index_, count_;
   const int first_lane_, last_lane_;  // first <= lane < last
-  std::vector<Share> shares_[Decoder::kOps];
+  struct Packed {
+    std::vector<Share> shares;
+    int64_t offset;  // in stream_
+  };
+  std::vector<Packed> packed_;  // by the products' numbers
   Region stream_;
-  int64_t offsets_[Decoder::kOps] = {}, layer_bytes_ = 0, head_ = 0;
   int64_t vocab_first_ = 0, vocab_last_ = 0;
 
   Counter progress_;
@@ -97,24 +100,27 @@ class Worker {
   uint32_t tags_ = 1, token_tags_ = 1;   // of exchanges by message
   uint64_t random_;
 
-  enum { kEmbed = Decoder::kOps, kAttend, kExchange, kSample };  // further spans of a trace
-
   int64_t start_ = 0;
   int positions_ = 0;
+  const plan::Attend* attend_ = nullptr;  // the module's, once it has attended
+  int chunks_ = 0;                        // into which it cut a lane's keys
   int32_t drawn_ = 0;
   int blocks_ = 0;
 
-  std::vector<float> x_;              // [own lanes][B][hidden]
-  std::vector<float> h_, a_;          // [B][widest]
-  std::vector<float> prepared_;       // as the products read it
-  std::vector<float> y_;              // [B][own gate and up rows], or the own logits
-  std::vector<float> q_, key_;        // [B][heads][head_dim], [head_dim]
-  std::vector<float> cos_, sin_;      // [B][head_dim / 2]
-  std::vector<float> total_, share_;  // [B][hidden]
-  std::vector<float> finals_;         // exchange by message: [lanes][hidden]
-  std::vector<float> received_;       // exchange by message: [payloads][B][hidden]
+  std::vector<float> x_;         // [own lanes][B][hidden_size]
+  std::vector<float> h_, a_;     // [B][widest]
+  std::vector<float> prepared_;  // as the products read it
+  std::vector<float> y_;         // [B][own gate and up rows], or the own logits
+  std::vector<float> q_, key_;   // [B][heads][head_dim], [head_dim]
+  struct Turns {                 // of each position, [B][pairs]
+    std::vector<float> cos, sin;
+  };
+  std::vector<Turns> turns_;          // of each rotary
+  std::vector<float> total_, share_;  // [B][hidden_size]
+  std::vector<float> finals_;         // exchange by message: [lanes][hidden_size]
+  std::vector<float> received_;       // exchange by message: [sums][B][hidden_size]
   std::vector<uint8_t> has_;          // which of them
-  std::vector<float> weights_of_;     // [vocab], for the filters
+  std::vector<float> weights_of_;     // [vocab_size], for the filters
 
   std::vector<Span> spans_;
   size_t max_spans_ = 0;

@@ -14,9 +14,9 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
+from custom_calls.gpu.shapes import HEADS, Shapes
 from custom_calls.library import ring_slots
 from custom_calls.plan import Table
-from custom_calls.session import HEADS, Shapes
 
 # Of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
 SLOT_LINES = 8

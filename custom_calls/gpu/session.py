@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
-from custom_calls.library import EMULATED, TARGET, GpuModel, NativeError, Span, call
-from custom_calls.plan import Table
-from custom_calls.session import BIASES, DTYPES, Running, Shapes
+from custom_calls.gpu.shapes import BIASES, DTYPES, Shapes, frequencies_of, windows_of
+from custom_calls.library import EMULATED, SPAN, TARGET, GpuModel, NativeError, call
+from custom_calls.plan import Plan
+from custom_calls.session import DecodeSession
 
 PARTS = {  # of a packed matrix: its weights, in the order of its rows
     "qkv": ("attention.wq", "attention.wk", "attention.wv"),
@@ -71,7 +72,7 @@ class Group(Protocol):
         """Reports an exception to the other processes."""
 
 
-class GpuSession(Running):
+class GpuSession(DecodeSession):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
     call at a time: the next one may be put on the devices' streams once this one has ended.
 
@@ -86,11 +87,8 @@ class GpuSession(Running):
 
     def __init__(
         self,
-        shapes: Shapes,
-        schedule,
+        plan: Plan,
         *,
-        rope_frequencies: np.ndarray,
-        windows: tuple[int | None, ...],
         group: Group,
         mesh: Mesh | None = None,
         platform: str = "cuda",
@@ -103,8 +101,7 @@ class GpuSession(Running):
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
-        """schedule, rope_frequencies, windows: as for custom_calls.Session. mesh: (data, lane); None for the first
-        local device. group: the processes of the mesh.
+        """mesh: (data, lane); None for the first local device. group: the processes of the mesh.
 
         platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it.
         chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: for another lane
@@ -119,6 +116,10 @@ class GpuSession(Running):
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
+        try:
+            shapes = Shapes.of(plan)
+        except ValueError as error:
+            raise NativeError(str(error)) from None
         self._group = group
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
@@ -130,12 +131,11 @@ class GpuSession(Running):
             raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
         if shapes.layers > MOST_LAYERS:
             raise NativeError(f"{shapes.layers} layers are more than the kernel's {MOST_LAYERS}")
-        table = Table.of(schedule, shapes.hidden)
         try:
             self.layout = Layout(
                 shapes,
-                table,
-                tuple(window or 0 for window in windows),
+                plan.schedule,
+                windows_of(plan),
                 machine or machine_of(platform, devices[0]),
                 1 if peer_ctas else shapes.lanes // len(devices),
                 peer_ctas,
@@ -149,13 +149,14 @@ class GpuSession(Running):
             compiled = image(
                 header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS
             )
-            self._open_here(devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
+            self._open_here(plan, devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
             self._connect(hashlib.sha256(repr((header, launch)).encode()).hexdigest())
         self._group.share({})  # all have opened the others' memory
-        self._make_operands(rope_frequencies)
+        self._make_operands(frequencies_of(plan))
 
     def _open_here(
         self,
+        plan: Plan,
         devices: list,
         compiled: bytes,
         platform: str,
@@ -206,7 +207,7 @@ class GpuSession(Running):
             timeout_ms=timeout_ms,
             chaos_us=chaos_us,
         )
-        self._open(shapes, timeout_ms, ctypes.byref(model))
+        self._open(plan, timeout_ms, ctypes.byref(model))
 
     def _connect(self, digest: str) -> None:
         """Gives this process's memory to the others and opens theirs, where there are others."""
@@ -250,7 +251,7 @@ class GpuSession(Running):
         return jax.device_put(array, self._sharding(of_lanes))
 
     def _make_operands(self, frequencies: np.ndarray) -> None:
-        s = self.shapes
+        s = self.layout.shapes
         angles = np.arange(s.context, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
         rotations = np.stack([np.cos(angles), np.sin(angles)], 1) * np.float32(s.rope_factor)
         rows = self.layout.products["qkv"].all_rows
@@ -274,12 +275,12 @@ class GpuSession(Running):
         """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
         does not fit.
         """
-        layer, name = self._place_of(path)
-        if tuple(weight.shape) != (shape := self.shapes.shape_of(name)):
-            raise NativeError(f"weight {path} has the shape {tuple(weight.shape)}, the model's has {shape}")
-        self._left.discard((layer, name))
+        self._check_weight(path, tuple(weight.shape))
+        self._missing.pop(path, None)
+        _, number, inside = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
+        layer, name = int(number), inside
         self._ready = None
-        s = self.shapes
+        s = self.layout.shapes
         if name in ("attention_norm", "ffn_norm"):
             self._floats[name][:, layer] = _whole(weight).reshape(-1, s.hidden)
         elif name == "norm":
@@ -308,18 +309,18 @@ class GpuSession(Running):
     def fill(self, seed: int = 0) -> None:
         """Random numbers for all weights, for measurements; norms are 1."""
         keys = jax.random.split(jax.random.key(seed))
-        s = self.shapes
+        s = self.layout.shapes
         for name in ("attention_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
             self._floats[name][:] = 1
         self._packed = _normal(keys[0], self._packed)
         self._embedding = _normal(keys[1], jnp.zeros((s.vocab, s.hidden), s.weight_dtype, device=self._sharding(False)))
-        self._left, self._ready = set(), None
+        self._missing, self._ready = {}, None
 
     def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every
         # device.
-        split = lanes and not (op == "head" and self.shapes.head_type == "lane")
-        arrays = [self._put(part.astype(self.shapes.weight_dtype), split) for part in parts]
+        split = lanes and not (op == "head" and self.layout.shapes.head_type == "lane")
+        arrays = [self._put(part.astype(self.layout.shapes.weight_dtype), split) for part in parts]
         self._packed = _place(
             self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True)
         )
@@ -370,18 +371,13 @@ class GpuSession(Running):
         call("gpu_trace", self.id, spans_per_cta)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Number, among those of all devices, and spans of each CTA of this process, a structured array (op, layer,
-        begin_ns, end_ns).
-        """
+        """Number, among those of all devices, and spans of each CTA of this process, an array of SPAN."""
         each = self.layout.lanes_here * self.layout.ctas
         for cta in range(len(self._places) * each):
             count = call("gpu_spans", self.id, cta, None, 0)
-            spans = (Span * count)()
-            call("gpu_spans", self.id, cta, spans, count)
-            yield (
-                self._places[cta // each] * each + cta % each,
-                np.ctypeslib.as_array(spans) if count else np.zeros(0, np.dtype(Span)),
-            )
+            spans = np.zeros(count, SPAN)
+            call("gpu_spans", self.id, cta, spans.ctypes.data, count)
+            yield (self._places[cta // each] * each + cta % each, spans)
 
 
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:

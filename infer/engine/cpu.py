@@ -7,8 +7,7 @@ import jax
 import custom_calls
 from custom_calls import Session
 from infer.engine.backend import Source, device_name
-from infer.engine.native import NativeBackend, kernel_shapes, pack
-from laneformer.blocks.rotary import rotary_frequencies
+from infer.engine.native import NativeBackend, pack, plan_of
 from laneformer.errors import ConfigError
 
 
@@ -42,13 +41,10 @@ class CpuBackend(NativeBackend):
         """The options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library
         cannot be used.
         """
-        self.source, config = source, source.config
+        self.source = source
         try:
             session = Session(
-                kernel_shapes(source),
-                config.schedule,
-                rope_frequencies=rotary_frequencies(config)[0],
-                windows=config.layer_windows,
+                plan_of(source),
                 threads=threads,
                 one_thread_per_lane=one_thread_per_lane,
                 chaos_us=chaos_us,
@@ -61,11 +57,11 @@ class CpuBackend(NativeBackend):
 
     @property
     def conditions(self) -> dict:
-        shapes = self.session.shapes
+        plan = self.session.plan
         return {
-            "weights_dtype": shapes.weight_dtype,
+            "weights_dtype": plan.weight_dtype.name,
             "compute_dtype": self.source.precision.compute,
-            "kv_dtype": shapes.cache_dtype,
+            "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices("cpu")[0]),
             "devices": 1 if self.source.mesh is None else self.source.mesh.size,
             "threads": self.session.threads,

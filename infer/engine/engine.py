@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls.session import Running
+from custom_calls import DecodeSession
 from infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
 from infer.engine.cpu import CpuBackend
 from infer.engine.following import Leader, follow
@@ -117,7 +117,7 @@ class Engine:
         return self._backend.model
 
     @property
-    def session(self) -> Running | None:
+    def session(self) -> DecodeSession | None:
         """What the native backends keep in their library, for measurements: when each token was drawn. None on backend
         xla.
         """

@@ -13,8 +13,7 @@ from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.engine.backend import Source, device_name, power_of_two
-from infer.engine.native import NativeBackend, kernel_shapes, pack
-from laneformer.blocks.rotary import rotary_frequencies
+from infer.engine.native import NativeBackend, pack, plan_of
 from laneformer.errors import ConfigError
 from laneformer.processes import Group
 from laneformer.state import Cache
@@ -87,14 +86,11 @@ class GpuBackend(NativeBackend):
         are for tests and measurements; see custom_calls.gpu.session. Raises ConfigError if the library or the device
         cannot be used.
         """
-        self.source, config = source, source.config
+        self.source = source
         self._model = source.model() if absorb else None
         try:
             session = GpuSession(
-                kernel_shapes(source),
-                config.schedule,
-                rope_frequencies=rotary_frequencies(config)[0],
-                windows=config.layer_windows,
+                plan_of(source),
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -117,11 +113,11 @@ class GpuBackend(NativeBackend):
 
     @property
     def conditions(self) -> dict:
-        shapes, mesh = self.session.shapes, self.source.mesh
+        plan, mesh = self.session.plan, self.source.mesh
         return {
-            "weights_dtype": shapes.weight_dtype,
+            "weights_dtype": plan.weight_dtype.name,
             "compute_dtype": self.source.precision.compute,
-            "kv_dtype": shapes.cache_dtype,
+            "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,
             "ctas": self.session.layout.grid,

@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import custom_calls
-from custom_calls import Inputs, Shapes, State
-from custom_calls.session import Running
+from custom_calls import DecodeSession, Inputs, Plan, State, make_plan
 from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
-from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.mesh import LANE
+from laneformer.ops import decoder_ops
 from laneformer.state import make_cache
 from laneformer.weights import parameter_count, parameter_table
 
@@ -38,11 +37,11 @@ class NativeBackend:
     name: ClassVar[str]
     source: Source
     conditions: dict[str, Any]
-    session: Running
+    session: DecodeSession
     patience: ClassVar[float] = 0.002
     """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 
-    def _use(self, session: Running) -> None:
+    def _use(self, session: DecodeSession) -> None:
         """Once, at the end of __init__."""
         self.session = session
         self._cache: tuple[list, list] | None = None
@@ -89,7 +88,7 @@ class NativeBackend:
         if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it is overwritten before it is read
             return kept
         del kept
-        cache = make_cache(self.source.config, 1, capacity, self.session.shapes.cache_dtype, self.source.mesh)
+        cache = make_cache(self.source.config, 1, capacity, self.session.plan.cache_dtype.name, self.source.mesh)
         keys, values = cache.keys, cache.values
         if self.source.mesh is not None:  # as the call gives them back, for which it is compiled
             keys, values = jax.device_put((keys, values), NamedSharding(self.source.mesh, P(LANE)))
@@ -101,7 +100,7 @@ class _Answer(Iterator[Chunk]):
     meanwhile.
     """
 
-    def __init__(self, session: Running, request: Request, run: Callable[[], None], patience: float):
+    def __init__(self, session: DecodeSession, request: Request, run: Callable[[], None], patience: float):
         self._session, self._request = session, request
         self._patience = patience if request.tokens_per_dispatch is None else 0.0
         self._have, self._looked = 0, 0.0
@@ -158,7 +157,7 @@ def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def _end(session: Running, thread: threading.Thread, cancelled: Cancellation) -> None:
+def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellation) -> None:
     """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
     cancelled.call(None)
     if thread.is_alive():
@@ -167,41 +166,23 @@ def _end(session: Running, thread: threading.Thread, cancelled: Cancellation) ->
             thread.join()
 
 
-def kernel_shapes(source: Source) -> Shapes:
-    """The model as the kernel sees it.
+def plan_of(source: Source) -> Plan:
+    """The model as kernels know it.
 
     Weights are packed as they are stored where products compute in float32, which is exact; otherwise in the dtype of
     the products.
     """
-    config, compute = source.config, source.precision.compute
-    per_lane_layers, per_lane_final = config.lane_norm_scales
-    lanes = config.num_lanes
-    return Shapes(
-        layers=config.num_hidden_layers,
-        lanes=lanes,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads // lanes,
-        kv_heads=config.num_key_value_heads // lanes,
-        head_dim=config.head_size,
-        ff=config.intermediate_size // lanes,
-        vocab=config.vocab_size,
-        context=config.max_position_embeddings,
-        head_type=config.lm_head_type,
-        norm_of_sum=config.pre_norm_lane_agg,
-        tied_head=config.tie_word_embeddings,
-        lane_norms=per_lane_layers,
-        lane_final_norm=per_lane_final,
-        qkv_bias=config.qkv_bias,
-        qk_norm=config.qk_norm,
+    compute = source.precision.compute
+    return make_plan(
+        decoder_ops(source.config),
+        source.config.schedule,
         weight_dtype=source.stored_dtype if compute == "float32" else compute,
         cache_dtype=compute,
         rounded_activations=compute != "float32",
-        norm_eps=config.norm_eps,
-        rope_factor=rotary_frequencies(config)[1],
     )
 
 
-def pack(session: Running, source: Source) -> None:
+def pack(session: DecodeSession, source: Source) -> None:
     """All weights, one at a time, with a progress bar for large models."""
     names = tqdm(
         source.weights(),

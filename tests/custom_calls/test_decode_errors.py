@@ -137,12 +137,16 @@ def test_a_session_may_be_closed_during_its_last_call(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "words"),
-    [("wx", "float32", r"no weight called layers\.0\.attention\.wx"), ("wq", "float64", "float64: the kernel packs")],
+    ("name", "rows", "dtype", "words"),
+    [
+        ("wx", 12, "float32", r"no weight called layers\.0\.attention\.wx"),
+        ("wq", 12, "float64", "float64: the kernel packs"),
+        ("wq", 13, "float32", r"wq has the shape \(2, 13, 20\), the model's has \(2, 12, 20\)"),
+    ],
 )
-def test_refused_weights(name, dtype, words, session):
+def test_refused_weights(name, rows, dtype, words, session):
     with pytest.raises(custom_calls.NativeError, match=words):
-        session.pack(f"layers.0.attention.{name}", np.zeros((2, 12, 20), dtype))
+        session.pack(f"layers.0.attention.{name}", np.zeros((2, rows, 20), dtype))
 
 
 def test_missing_weights_are_counted(model):
@@ -150,7 +154,9 @@ def test_missing_weights_are_counted(model):
     session = small.make_session(
         config, {path: weight for path, weight in weights.items() if path not in ("norm", "layers.1.ffn_norm")}
     )
-    with pytest.raises(custom_calls.NativeError, match="2 weights have not been packed, among them norm of layer 0"):
+    with pytest.raises(
+        custom_calls.NativeError, match=r"2 weights have not been packed, among them layers\.1\.ffn_norm"
+    ):
         small.jitted(session, room=ROOM)(small.make_inputs([1], 2), small.make_state(config, CAPACITY))
     session.pack("norm", weights["norm"])
     session.pack("layers.1.ffn_norm", weights["layers.1.ffn_norm"])
@@ -158,7 +164,7 @@ def test_missing_weights_are_counted(model):
 
 
 def test_refused_threads(model):
-    with pytest.raises(custom_calls.NativeError, match="threads = 0: give at least 1"):
+    with pytest.raises(custom_calls.NativeError, match="threads must be at least 1, got 0"):
         small.make_session(*model, threads=0)
 
 

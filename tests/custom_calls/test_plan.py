@@ -9,6 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import custom_calls
+from custom_calls.library import NativeError, call
 from custom_calls.plan import ALIGNED, Dtype, Table, decode_plan, make_plan
 from custom_calls.words import Reader, Writer
 from laneformer import LAYOUTS
@@ -235,3 +237,31 @@ def test_a_size_beyond_32_bits_is_refused():
     config = small.make_config(max_position_embeddings=2**31)
     with pytest.raises(ValueError, match=r"2147483648, which does not fit 32 bits"):
         _ = make_plan(decoder_ops(config), config.schedule).words
+
+
+@small.needs_library
+def test_the_library_refuses_damaged_words():
+    """It reads the words before it looks for instructions that do not exist."""
+    plan = plan_of("biases and head norms")
+
+    def opened(words, floats):
+        with pytest.raises(NativeError) as caught:
+            call("open", words.ctypes.data, len(words), floats.ctypes.data, len(floats), 1, 0, 0, 1000, b"none")
+        return str(caught.value)
+
+    assert opened(plan.words, plan.floats) == "this machine cannot run the instructions none"
+    assert opened(plan.words[:-1], plan.floats) == "damaged plan: its number of words or floats is wrong"
+    other = plan.words.copy()
+    other[0] += 1
+    assert (
+        opened(other, plan.floats)
+        == "damaged plan: it has another format: rebuild the library (python -m custom_calls)"
+    )
+
+
+@small.needs_library
+@pytest.mark.parametrize("name", CASES)
+def test_the_library_reads_every_plan(name):
+    plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)
+    with pytest.raises(NativeError, match="cannot run the instructions none"):
+        custom_calls.Session(plan, instructions="none")

@@ -18,9 +18,8 @@ from custom_calls import build
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
-from infer.engine.native import kernel_shapes
+from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
-from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.processes import Group
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -117,13 +116,7 @@ def make_session(
     else:
         options |= {"machine": machine, "compile_with": compile_with(machine), "driver": driver()}
     session = GpuSession(
-        kernel_shapes(source),
-        config.schedule,
-        rope_frequencies=rotary_frequencies(config)[0],
-        windows=config.layer_windows,
-        group=Group(mesh, 300, "open its part of the decode session"),
-        mesh=mesh,
-        **options,
+        plan_of(source), group=Group(mesh, 300, "open its part of the decode session"), mesh=mesh, **options
     )
     for path, weight in weights.items():
         session.pack(path, weight)

@@ -13,9 +13,8 @@ import pytest
 import custom_calls
 from custom_calls import Inputs, Session, State
 from custom_calls.plan import make_plan
-from infer.engine.native import kernel_shapes
+from infer.engine.native import plan_of
 from laneformer import Laneformer, ModelConfig, Precision
-from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.layout import parse_layout
 from laneformer.ops import decoder_ops
 from laneformer.state import make_cache
@@ -59,13 +58,7 @@ def make_session(
     source = types.SimpleNamespace(
         config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
     )
-    session = Session(
-        kernel_shapes(source),
-        config.schedule,
-        rope_frequencies=rotary_frequencies(config)[0],
-        windows=config.layer_windows,
-        **options,
-    )
+    session = Session(plan_of(source), **options)
     for path, weight in weights.items():
         session.pack(path, weight)
     return session

@@ -4,6 +4,8 @@
 #include "decoder.h"
 
 #include <chrono>
+#include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -18,82 +20,131 @@ constexpr int kLayers = 2, kHidden = 20, kHeads = 2, kKvHeads = 1, kHeadDim = 6,
 
 enum class Layout { delayed, ladder, desync, early };
 
-// A model and its schedule, by hand: the table of Decoder::read_events.
-struct Table {
-  std::vector<int32_t> words, windows{0, 9};
-  std::vector<float> weights, frequencies;
-  LaneformerModel model{};
+enum Weights { kNorm, kWq, kWk, kWv, kWo, kFfnNorm, kW1, kW3, kW2, kOfLayer };  // of a layer, after the embedding
 
-  Table(int lanes, Layout layout, int head_type) {
-    constexpr int modules = 2 * kLayers;
-    const auto weight = [&](float value) {
-      weights.push_back(value);
-      return (int32_t)weights.size() - 1;
+// A model's plan as words, by hand: the format of custom_calls/words.py.
+struct Model {
+  std::vector<int32_t> words;
+  std::vector<float> floats;
+  int lanes, head_type, vocab;
+
+  Model(int lanes, Layout layout, int head_type)
+      : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
+    add({1, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    weights();
+    add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
+    for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
+    floats.push_back(1);
+    add({lanes, kHidden, vocab, kCapacity, 0, kLayers});
+    for (int layer = 0; layer < kLayers; layer++) ops(layer);
+    add({head_type, kOfLayer * kLayers + 1, number(1e-5f), layout == Layout::early && head_type == 0,
+         kOfLayer * kLayers + 2});
+    schedule(layout);
+    add({1, 2, 0});  // weights in bfloat16, caches in float16
+    words[1] = (int32_t)words.size(), words[2] = (int32_t)floats.size();
+  }
+
+  plan::Plan plan() const { return plan::decode(words.data(), words.size(), floats.data(), floats.size()); }
+
+ private:
+  void add(std::initializer_list<int32_t> more) { words.insert(words.end(), more); }
+  int32_t number(float value) {
+    floats.push_back(value);
+    return (int32_t)floats.size() - 1;
+  }
+
+  void weights() {
+    const auto vector = [&](int place) { add({0, place * kHidden, 0, 1, kHidden}); };
+    const auto matrix = [&](int rows, int columns, bool sharded = true) { add({sharded, -1, 0, 2, rows, columns}); };
+    add({kOfLayer * kLayers + 3});
+    matrix(vocab, kHidden, false);
+    for (int layer = 0; layer < kLayers; layer++) {
+      vector(2 * layer);
+      matrix(kHeads * kHeadDim, kHidden);
+      matrix(kKvHeads * kHeadDim, kHidden);
+      matrix(kKvHeads * kHeadDim, kHidden);
+      matrix(kHidden, kHeads * kHeadDim);
+      vector(2 * layer + 1);
+      matrix(kFf, kHidden);
+      matrix(kFf, kHidden);
+      matrix(kHidden, kFf);
+    }
+    vector(2 * kLayers);
+    matrix(head_type == 2 ? vocab / lanes : vocab, kHidden, head_type != 0);
+  }
+
+  void ops(int layer) {
+    const int32_t first = 1 + kOfLayer * layer, eps = number(1e-5f);
+    const int32_t scale = number(1.0f / std::sqrt((float)kHeadDim));
+    const auto op = [&](int kind, std::initializer_list<int32_t> fields) {
+      add({kind, (int32_t)fields.size()});
+      add(fields);
     };
-    const auto add = [&](std::initializer_list<int32_t> more) { words.insert(words.end(), more); };
+    add({3});
+    op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0});
+    if (layer == 1) {
+      op(1, {kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0});  // a window of 9 keys
+    } else {
+      op(1, {kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0});
+    }
+    op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0});
+    add({2});
+    op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1});
+    op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0});
+  }
+
+  void schedule(Layout layout) {
+    constexpr int modules = 2 * kLayers;
+    const int32_t one = number(1), more = number(1.5f);
+    const auto own = [&](int module, int32_t weight) { add({-1, module, weight, 0}); };
+    const auto lands = [&](int payload) { add({payload, 0, one, 0}); };
+    const auto lands_without = [&](int payload, int apart) { add({payload, 0, one, 1, apart, one}); };
+    add({modules + 1});
     for (int t = 0; t <= modules; t++) {
       switch (layout) {
         case Layout::delayed:  // own parts at once, the others' one module later
-          if (t == 0) add({1, 0, t, weight(1.5f)});
-          if (t > 0 && t < modules) add({2, 0, t, weight(1), 1, t - 1, 1, t - 1, weight(1)});
-          if (t == modules) add({1, 1, t - 1, 1, t - 1, weight(1)});
+          add({t == 0 || t == modules ? 1 : 2});
+          if (t < modules) own(t, t == 0 ? more : one);
+          if (t > 0) lands_without(t - 1, t - 1);
           break;
         case Layout::ladder:  // the whole sum one module later
-          if (t == 0) add({0});
-          if (t > 0) add({1, 1, t - 1, 0});
+          add({t > 0});
+          if (t > 0) lands(t - 1);
           break;
         case Layout::desync:  // every module is summed, with the mean of the streams
-          if (t < modules) add({2, 0, t, weight(1), 1, t, 0});
-          if (t == modules) add({0});
+          add({t < modules ? 2 : 0});
+          if (t < modules) own(t, one), lands(t);
           break;
         case Layout::early:  // summed at once, and landing again two modules later
-          if (t < 2) add({1, 1, t, 0});
-          if (t >= 2 && t < modules) add({2, 0, t, weight(1), 1, t - 2, 1, t - 2, weight(1)});
-          if (t == modules) add({0});
+          add({t == modules ? 0 : t < 2 ? 1 : 2});
+          if (t < 2) lands(t);
+          if (t >= 2 && t < modules) own(t, one), lands_without(t - 2, t - 2);
           break;
       }
     }
     const int sums = layout == Layout::early ? 2 : modules;
     add({sums});
     for (int m = 0; m < sums; m++)
-      add({layout == Layout::ladder ? kHidden / 2 : kHidden, m, layout == Layout::desync, 1, m, weight(1)});
-    for (int i = 0; i < kHeadDim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
-    model.layers = kLayers, model.lanes = lanes, model.hidden = kHidden, model.heads = kHeads,
-    model.kv_heads = kKvHeads;
-    model.head_dim = kHeadDim, model.ff = kFf, model.vocab = head_type == 2 ? kVocab / lanes * lanes : kVocab,
-    model.context = kCapacity;
-    model.head_type = head_type, model.norm_of_sum = layout == Layout::early && head_type == 0, model.weight_dtype = 1,
-    model.cache_dtype = 2;
-    model.norm_eps = 1e-5f, model.rope_factor = 1;
-    model.rope_frequencies = frequencies.data(), model.windows = windows.data();
-    model.events = words.data(), model.event_weights = weights.data(), model.num_events = (int32_t)words.size();
+      add({layout == Layout::ladder ? kHidden / 2 : kHidden, m, layout == Layout::desync, 1, m, one});
   }
 };
 
 void pack(Decoder& decoder) {
-  const LaneformerModel& m = decoder.model();
   Random random(9);
-  const auto give = [&](const char* name, int layer, int64_t count, float size) {
-    decoder.pack(name, layer, random.floats(count, -size, size).data(), count, Dtype::f32);
+  const auto give = [&](int weight, float low, float high) {
+    const plan::Weight& w = decoder.plan().weights[weight];
+    const int64_t count = w.elements() * (w.lane_sharded ? decoder.plan().lanes : 1);
+    decoder.pack(weight, random.floats(count, low, high).data(), count, Dtype::f32);
   };
-  const auto norm = [&](const char* name, int layer) {
-    decoder.pack(name, layer, random.floats(m.hidden, 0.5f, 1.5f).data(), m.hidden, Dtype::f32);
-  };
-  give("tok_embeddings", 0, m.vocab * m.hidden, 1);
-  for (int layer = 0; layer < m.layers; layer++) {
-    norm("attention_norm", layer);
-    const int64_t into = (int64_t)m.lanes * m.hidden;
-    give("attention.wq", layer, into * m.heads * m.head_dim, 0.4f);
-    give("attention.wk", layer, into * m.kv_heads * m.head_dim, 0.4f);
-    give("attention.wv", layer, into * m.kv_heads * m.head_dim, 0.4f);
-    give("attention.wo", layer, into * m.heads * m.head_dim, 0.4f);
-    norm("ffn_norm", layer);
-    give("feed_forward.w1", layer, into * m.ff, 0.4f);
-    give("feed_forward.w3", layer, into * m.ff, 0.4f);
-    give("feed_forward.w2", layer, into * m.ff, 0.4f);
-  }
-  norm("norm", 0);
-  give("lm_head", 0, (int64_t)m.vocab * m.hidden * (m.head_type == 1 ? m.lanes : 1), 0.5f);
+  const int head = (int)decoder.plan().weights.size() - 1;
+  give(0, -1, 1);
+  for (int weight = 1; weight < head; weight++)
+    if (decoder.plan().weights[weight].is_matrix()) {
+      give(weight, -0.4f, 0.4f);
+    } else {
+      give(weight, 0.5f, 1.5f);
+    }
+  give(head, -0.5f, 0.5f);
 }
 
 // A call with buffers of its own.
@@ -103,14 +154,14 @@ struct Buffers {
   std::vector<float> logits;
   Call call;
 
-  Buffers(const LaneformerModel& m, int prompt, int limit) : seen(m.vocab), logits((int64_t)limit * m.vocab) {
-    const int64_t size = (int64_t)kCapacity * m.kv_heads * m.head_dim;
-    caches.assign(2 * m.layers * m.lanes, std::vector<uint16_t>(size));
-    for (int i = 0; i < m.layers * m.lanes; i++) {
+  Buffers(const plan::Plan& m, int prompt, int limit) : seen(m.vocab_size), logits((int64_t)limit * m.vocab_size) {
+    const int64_t size = (int64_t)kCapacity * kKvHeads * kHeadDim;
+    caches.assign(2 * kLayers * m.lanes, std::vector<uint16_t>(size));
+    for (int i = 0; i < kLayers * m.lanes; i++) {
       call.keys.push_back(caches[i].data());
-      call.values.push_back(caches[m.layers * m.lanes + i].data());
+      call.values.push_back(caches[kLayers * m.lanes + i].data());
     }
-    for (int i = 0; i < prompt; i++) call.prompt.push_back(7 * i % m.vocab);
+    for (int i = 0; i < prompt; i++) call.prompt.push_back(7 * i % m.vocab_size);
     call.limit = limit;
     call.top = 3;
     call.seen = seen.data();
@@ -125,7 +176,7 @@ struct Result {
 };
 
 Result generate(Decoder& decoder, int prompt = 17, int limit = 12) {
-  Buffers buffers(decoder.model(), prompt, limit);
+  Buffers buffers(decoder.plan(), prompt, limit);
   const End end = decoder.run(buffers.call);
   CHECK(end == End::length && decoder.drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.drawn());
   return {decoder.tokens, decoder.top_tokens, buffers.logits, decoder.logprobs};
@@ -142,8 +193,8 @@ void same(const Result& a, const Result& b, const char* what) {
 
 // Tokens do not depend on who computes them, nor on when.
 void any_threads(int lanes, Layout layout, int head_type) {
-  const Table table(lanes, layout, head_type);
-  Decoder one(table.model, {1, 0, 0, 60000, nullptr});
+  const Model model(lanes, layout, head_type);
+  Decoder one(model.plan(), {1, false, 0, 60000, ""});
   pack(one);
   const Result expected = generate(one), longer = generate(one, 40, 5);
   for (size_t i = 1; i < expected.tokens.size() && layout == Layout::delayed; i++)
@@ -152,10 +203,12 @@ void any_threads(int lanes, Layout layout, int head_type) {
     else
       CHECK(i + 1 < expected.tokens.size(), "all tokens are %d: this proves little", expected.tokens[0]);
   struct {
-    int threads, messages, chaos_us;
-  } const ways[] = {{2, 0, 0}, {3, 0, 0}, {lanes, 0, 30}, {3, 0, 30}, {1, 1, 0}, {1, 1, 30}};
+    int threads;
+    bool messages;
+    int chaos_us;
+  } const ways[] = {{2, false, 0}, {3, false, 0}, {lanes, false, 30}, {3, false, 30}, {1, true, 0}, {1, true, 30}};
   for (const auto& way : ways) {
-    Decoder decoder(table.model, {way.threads, way.messages, way.chaos_us, 60000, nullptr});
+    Decoder decoder(model.plan(), {way.threads, way.messages, way.chaos_us, 60000, ""});
     pack(decoder);
     char what[100];
     std::snprintf(what, sizeof what, "%d lanes, layout %d, head %d, %d threads%s, chaos %d", lanes, (int)layout,
@@ -167,10 +220,10 @@ void any_threads(int lanes, Layout layout, int head_type) {
 }
 
 void cancelling(bool messages) {
-  const Table table(2, Layout::delayed, 0);
-  Decoder decoder(table.model, {2, messages, 200, 60000, nullptr});
+  const Model model(2, Layout::delayed, 0);
+  Decoder decoder(model.plan(), {2, messages, 200, 60000, ""});
   pack(decoder);
-  Buffers buffers(table.model, 20, kCapacity - 20);
+  Buffers buffers(decoder.plan(), 20, kCapacity - 20);
   decoder.begin();
   int32_t seen = 0;
   std::thread other([&] {
@@ -198,13 +251,13 @@ void cancelling(bool messages) {
 // theirs. How much patience that takes depends on what else the machine does.
 void failing(bool messages) {
   constexpr int kDelayMs = 30;
-  const Table table(2, Layout::delayed, 0);
-  Decoder one(table.model, {1, 0, 0, 60000, nullptr});
+  const Model model(2, Layout::delayed, 0);
+  Decoder one(model.plan(), {1, false, 0, 60000, ""});
   pack(one);
   const Result expected = generate(one, 2, 2);
   int failed = 0, came = 0;
   for (int patience = kDelayMs; patience < 2000 && (failed == 0 || came == 0); patience = patience * 5 / 4) {
-    Decoder hasty(table.model, {2, messages, 1000 * kDelayMs, patience, nullptr});
+    Decoder hasty(model.plan(), {2, messages, 1000 * kDelayMs, patience, ""});
     pack(hasty);
     failed = came = 0;
     for (int i = 0; i < 20 && (failed == 0 || came == 0); i++) {
@@ -222,8 +275,40 @@ void failing(bool messages) {
   CHECK(failed > 0 && came > 0, "%d calls failed, %d came after one that did", failed, came);
 }
 
+// Words that are cut short or changed: an exception, or a plan that is still whole, and no access out of bounds.
+void damaged_plans() {
+  const Model model(2, Layout::delayed, 0);
+  const auto decodes = [](const std::vector<int32_t>& words, size_t floats, const std::vector<float>& values) {
+    const std::vector<int32_t> exact(words);  // so that a checker sees what lies behind them
+    try {
+      plan::decode(exact.data(), exact.size(), values.data(), floats);
+    } catch (const std::runtime_error& error) {
+      CHECK(std::strstr(error.what(), "damaged plan: ") == error.what(), "another message: %s", error.what());
+      return false;
+    }
+    return true;
+  };
+  CHECK(decodes(model.words, model.floats.size(), model.floats), "the whole plan");
+  for (size_t length = 0; length < model.words.size(); length++) {
+    std::vector<int32_t> words(model.words.begin(), model.words.begin() + (int64_t)length);
+    CHECK(!decodes(words, model.floats.size(), model.floats), "%zu words", length);
+    if (length > 1) words[1] = (int32_t)length;
+    CHECK(!decodes(words, model.floats.size(), model.floats), "%zu words that say so", length);
+  }
+  CHECK(!decodes(model.words, model.floats.size() - 1, model.floats), "a float is missing");
+  int refused = 0;
+  for (size_t at = 0; at < model.words.size(); at++)
+    for (const int32_t value : {-1, 0, 1, 2, 7, 1000, 1 << 20, INT32_MAX, INT32_MIN, model.words[at] + 1}) {
+      std::vector<int32_t> words(model.words);
+      words[at] = value;
+      refused += !decodes(words, model.floats.size(), model.floats);
+    }
+  CHECK(refused > 7 * (int)model.words.size(), "of %zu changed plans %d were refused", 10 * model.words.size(),
+        refused);
+}
+
 void refusing() {
-  Table table(2, Layout::delayed, 0);
+  Model model(2, Layout::delayed, 0);
   const auto refused = [](const auto& action) {
     try {
       action();
@@ -232,14 +317,14 @@ void refusing() {
     }
     return false;
   };
-  CHECK(refused([&] { Decoder(table.model, {1, 0, 0, 1000, "avx9000"}); }), "unknown instructions");
-  table.model.num_events -= 3;
-  CHECK(refused([&] { Decoder(table.model, {1, 0, 0, 1000, nullptr}); }), "half of a schedule");
-  table.model.num_events += 3;
-  Decoder decoder(table.model, {2, 0, 3000, 60000, nullptr});
+  CHECK(refused([&] { Decoder(model.plan(), {1, false, 0, 1000, "avx9000"}); }), "unknown instructions");
+  Decoder decoder(model.plan(), {2, false, 3000, 60000, ""});
   pack(decoder);
-  CHECK(refused([&] { decoder.pack("attention.wx", 0, nullptr, 1, Dtype::f32); }), "an unknown weight");
-  Buffers first(table.model, 1, 20), second(table.model, 1, 2);
+  const std::vector<float> zeros(kHidden + 1);
+  CHECK(refused([&] { decoder.pack(-1, zeros.data(), 1, Dtype::f32); }), "weight -1");
+  CHECK(refused([&] { decoder.pack(kOfLayer * kLayers + 3, zeros.data(), 1, Dtype::f32); }), "an unknown weight");
+  CHECK(refused([&] { decoder.pack(1, zeros.data(), kHidden + 1, Dtype::f32); }), "a norm with one gain too many");
+  Buffers first(decoder.plan(), 1, 20), second(decoder.plan(), 1, 2);
   decoder.begin();
   std::thread other([&] {
     decoder.wait(0, 60000);
@@ -263,6 +348,7 @@ int main() {
   cancelling(true);
   failing(true);
   failing(false);
+  damaged_plans();
   refusing();
   return 0;
 }

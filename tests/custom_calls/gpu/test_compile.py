@@ -11,8 +11,8 @@ import pytest
 from configs.models import LANEFORMER_2B
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import H200, MI300X, Layout
-from custom_calls.plan import Table
-from infer.engine.native import kernel_shapes
+from custom_calls.gpu.shapes import Shapes, windows_of
+from infer.engine.native import plan_of
 from laneformer import Precision
 
 needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")
@@ -29,9 +29,8 @@ pytestmark = pytest.mark.slow
 def header(machine, lanes_here: int, dtype: str) -> str:
     config = LANEFORMER_2B
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
-    shapes = kernel_shapes(source)
-    windows = tuple(window or 0 for window in config.layer_windows)
-    return Layout(shapes, Table.of(config.schedule, shapes.hidden), windows, machine, lanes_here).header
+    plan = plan_of(source)
+    return Layout(Shapes.of(plan), plan.schedule, windows_of(plan), machine, lanes_here).header
 
 
 @cache

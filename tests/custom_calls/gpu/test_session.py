@@ -56,13 +56,13 @@ def check(expected_logits, config, weights, *, prompt=19, limit=3, tolerance=1e-
 @pytest.mark.parametrize(("layout", "lanes"), some(LAYOUTS, FAST_LAYOUTS))
 def test_layouts(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
-    check(small.reference_logits, config, small.make_weights(config))
+    check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("name", some(CONFIGS, FAST_CONFIGS))
 def test_configs(name):
     config = small.make_config(**CONFIGS[name])
-    check(small.reference_logits, config, small.make_weights(config))
+    check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("name", some(MODELS, {"biases and head norms"}))
@@ -74,7 +74,7 @@ def test_what_the_reference_does_not_know(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_weights_of_two_bytes_lose_nothing(dtype):
     config = small.make_config(hidden_size=48, ff=24, head_dim=8, lanes=3, layout="dtp(1)")
-    check(small.reference_logits, config, small.make_weights(config, dtype))
+    check(small.interpreted_logits, config, small.make_weights(config, dtype))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "float16"])
@@ -107,14 +107,14 @@ def test_the_2b_on_the_machine_that_it_is_laid_out_for():
 def test_as_on_amd(changes):
     """Warps of 64 threads, weights through registers."""
     config = small.make_config(layout="dtp(1)", hidden_size=40, **changes)
-    check(small.reference_logits, config, small.make_weights(config), machine=AMD)
+    check(small.interpreted_logits, config, small.make_weights(config), machine=AMD)
 
 
 @emulated.only_emulated
 def test_long_vectors_in_several_segments():
     machine = Machine(warp_size=32, ctas=2, warps=1, shared_bytes=232_448, bulk_copies=True)
     config = small.make_config(layout="tp", hidden_size=1200, ff=700, num_hidden_layers=1)
-    check(small.reference_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
+    check(small.interpreted_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
 
 
 @emulated.only_emulated
@@ -152,7 +152,7 @@ def test_every_position_of_a_long_answer(model, call):
     """Also from where keys are attended to in several splits, and beyond the window."""
     config, weights = model
     outputs, _ = call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))
-    expected = small.reference_logits(config, weights, [3, *outputs.tokens[:149].tolist()])
+    expected = small.interpreted_logits(config, weights, [3, *outputs.tokens[:149].tolist()])
     assert np.abs(expected - outputs.logits[:150]).max() < 1e-4 * np.abs(expected).max()
     assert not outputs.tokens[150:].any() and not outputs.logprobs[150:].any()
 
@@ -338,7 +338,7 @@ def test_weights_are_counted(model):
     session = emulated.make_session(
         config, {path: weight for path, weight in weights.items() if path != "layers.1.ffn_norm"}
     )
-    with pytest.raises(NativeError, match="1 weights have not been packed, among them ffn_norm of layer 1"):
+    with pytest.raises(NativeError, match=r"1 weights have not been packed, among them layers\.1\.ffn_norm"):
         _ = session.operands
     with pytest.raises(NativeError, match=r"no weight called layers\.7\.ffn_norm"):
         session.pack("layers.7.ffn_norm", weights["norm"])

@@ -225,8 +225,9 @@ def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     kind = np.dtype([("op", "i4"), ("layer", "i4"), ("begin_ns", "i8"), ("end_ns", "i8")])
-    first = np.array([(5, 0, 10_000, 10_500), (0, 2, 10_500, 12_750)], kind)
-    second = np.array([(7, 1, 9_000, 9_250), (8, 3, 20_000, 21_000)], kind)
+    op = custom_calls.Session.ops.index
+    first = np.array([(op("embed"), 0, 10_000, 10_500), (op("qkv"), 2, 10_500, 12_750)], kind)
+    second = np.array([(op("exchange"), 1, 9_000, 9_250), (op("sample"), 3, 20_000, 21_000)], kind)
     session = SimpleNamespace(
         ops=custom_calls.Session.ops, worker="worker", spans=lambda: iter([(0, first), (1, second), (2, first[:0])])
     )
