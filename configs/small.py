@@ -1,4 +1,4 @@
-"""Laneformers of 120M and 350M parameters in 8 lanes, trained on 20 tokens per parameter (Hoffmann et al., arXiv
+"""Laneformers of 120M and 350M parameters in 8 lanes, with 20 tokens per parameter (Hoffmann et al., arXiv
 2203.15556).
 """
 

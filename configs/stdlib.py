@@ -1,4 +1,4 @@
-"""The recipe of `make run`: a small 8-lane Laneformer on Python's standard library, minutes on two CPU cores."""
+"""The recipe of `make run`: a small 8-lane Laneformer on Python's standard library, in minutes on two CPU cores."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def stdlib() -> TrainConfig:
-    """6 layers in 8 lanes with the published layout (delay 2), on 8 devices made of the CPU."""
+    """6 layers in 8 lanes with the published layout (delay 2), on a CPU split into 8 devices."""
     return TrainConfig(
         name="stdlib",
         steps=600,

@@ -9,9 +9,9 @@ from train.config import DataConfig, LaterPhase, OptimizerConfig, TrainConfig
 
 
 def tiny() -> TrainConfig:
-    """The model of `stdlib` pretrained, taken to four times the context, and taught to answer: every phase on a CPU.
+    """The model of `stdlib` pretrained, extended to four times the context, and tuned to answer: every phase on a CPU.
 
-    Needs data/stdlib, as from `make run`, and data/stdlib_chat, see scripts/docstrings.py.
+    Needs data/stdlib from `make run`, and data/stdlib_chat from scripts/docstrings.py.
     """
     code, chat = Path("data/stdlib"), Path("data/stdlib_chat")
     config = stdlib()

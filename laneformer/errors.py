@@ -24,20 +24,21 @@ class LaneformerError(Exception):
 
 
 class ConfigError(LaneformerError, ValueError):
-    """A configuration value that cannot work."""
+    """An invalid configuration value."""
 
 
 class CheckpointError(LaneformerError, ValueError):
-    """A checkpoint folder or file that is missing, damaged or does not fit its config."""
+    """A checkpoint folder or file that is missing, damaged, or does not fit its config."""
 
 
 class InputError(LaneformerError, ValueError):
-    """Token ids, prompts or data that the model cannot take."""
+    """Token ids, prompts or data that do not fit the model."""
 
 
 def one_line(error: Exception) -> str:
-    """One line of an error. TensorStore's are long, begin with what it did, end with the cause, and then give its
-    settings.
+    """The text of an error as one line of at most 300 characters.
+
+    TensorStore's texts start with the operation and end with the cause, followed by its settings.
     """
     text = (
         " ".join(re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)", str(error))[0].split())
@@ -47,31 +48,26 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def writing(path: Path, otherwise: str = "once it can be written, the same command goes on") -> Iterator[None]:
-    """Makes an OSError in it a LaneformerError that names the file. otherwise: the remedy where it is not room that is
-    missing.
-    """
+def writing(path: Path, otherwise: str = "fix that and run the same command again to resume") -> Iterator[None]:
+    """Turns an OSError into a LaneformerError that names the file. otherwise: the remedy unless the disk is full."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room, then the same command goes on" if full else otherwise
+        remedy = "make room and run the same command again to resume" if full else otherwise
         raise LaneformerError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
-@functools.cache  # a hook is put in place once
+@functools.cache  # installs the hook once
 def say_errors_once() -> None:
-    """Silences what Orbax, asyncio and TensorStore print, with tracebacks, of a failed read or save beside raising it
-    to us.
-    """
+    """Silences the tracebacks that Orbax, asyncio and TensorStore print in addition to raising an error."""
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(unraisable):
-        if (
-            str(unraisable.exc_value) != "Event loop is closed"
-        ):  # a TensorStore thread that ends after Orbax has stopped waiting for it
+        # A TensorStore thread may end after Orbax has stopped waiting for it.
+        if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
     sys.unraisablehook = hook

@@ -1,11 +1,11 @@
-"""python -m scripts.bench_peers: the CPU decode kernel beside llama.cpp, PyTorch and OpenVINO, in turn, with the
-memory's speed between.
+"""python -m scripts.bench_peers: compares the CPU decode kernel with llama.cpp, PyTorch and OpenVINO.
 
     python -m scripts.bench_peers --setup peers
     python -m scripts.bench_peers peers --json bench/peers.json
 
 All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
-with its lanes. Each is a process of its own (scripts/peers), stopped while another one is measured.
+with its lanes. They take turns, with the memory bandwidth measured in between; each is a separate process
+(scripts/peers), stopped while another one is measured.
 """
 
 import json
@@ -33,44 +33,44 @@ from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import Shape, Task
 
 USUAL = "llama.cpp,torch,openvino"
-READ_BYTES = 1 << 30  # far more than any cache holds, and little beside an engine that keeps its weights three times
-READS = 5  # passes on each side of a sample, of which the median counts
-QUIET = 0.1  # cores that other processes may keep busy during a sample
-SEPARATE = 0.75  # of a perfect speedup of reading with all threads, from which on they have memory links of their own
+READ_BYTES = 1 << 30  # far larger than any cache, and small compared with the memory of an engine
+READS = 5  # passes before and after a sample; the median counts
+QUIET = 0.1  # cores that other processes may use during a sample
+SEPARATE = 0.75  # share of a perfect speedup of reading with all threads that implies separate memory links
 PROC_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure tokens per second of several engines, and the ratios of ours to each."""
+    """Measure tokens per second of several engines, and the ratio of ours to each."""
 
     folder: tyro.conf.Positional[Path]
-    """Where --setup puts the engines' environments, and every run its models and logs."""
+    """Folder for the engines' environments (--setup), models and logs."""
     setup: bool = False
-    """Make the environments, and measure nothing."""
+    """Install the environments, and measure nothing."""
     peers: str = USUAL
-    """Engines to compare with, with commas: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our
-    program in XLA).
+    """Comma-separated engines to compare with: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our
+    model compiled by XLA).
     """
     shape: str = "laneformer_2b"
-    """A recipe, an HF folder or a training run, whose sizes all engines get."""
+    """Recipe, HF folder or training run with the sizes that all engines use."""
     context: int = 512
-    """Tokens in the cache before the first one that counts."""
+    """Tokens in the cache before the first measured one."""
     tokens: int = 12
-    """Drawn in each sample: short ones, so that what disturbs the machine for seconds meets both engines."""
+    """Tokens per sample; few, so that disturbances of seconds affect both engines."""
     rounds: int = 16
-    """Samples of ours and of the other engine, in turn."""
+    """Rounds of a sample of ours and one of the other engine."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Of every engine; by default one per core that may be used."""
+    """Threads of every engine (default: one per available core)."""
     seconds: float = 900
-    """Longest time for loading, compilation included, and for any sample."""
+    """Time limit in seconds for loading, compilation included, and for each sample."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write everything there, sample by sample."""
+    """File to write all samples and conditions to."""
 
 
 def run(options: Options) -> str:
-    """What was installed, or the table. Raises ConfigError, after the table, if an engine could not be measured to the
-    end.
+    """Installs or measures, and returns what was installed or the table. Raises ConfigError, after printing the table,
+    if an engine failed.
     """
     engines = chosen(options.peers)
     if options.setup:
@@ -99,10 +99,10 @@ def run(options: Options) -> str:
             record["not_measured"][engine.name] = (
                 f"not installed: python -m scripts.bench_peers --setup {options.folder}"
             )
-            say(f"{engine.name}: skipped, {record['not_measured'][engine.name]}")
+            progress(f"{engine.name}: skipped, {record['not_measured'][engine.name]}")
     if not any(pythons.values()):
         raise ConfigError(
-            f"none of {options.peers} is installed: python -m scripts.bench_peers --setup {options.folder}"
+            f"none of {options.peers} is installed; run python -m scripts.bench_peers --setup {options.folder}"
         )
     failed = []
     with start(OURS, sys.executable, task, options) as ours:
@@ -119,7 +119,7 @@ def run(options: Options) -> str:
                 record["not_measured"][engine.name] = str(error)
                 failed.append(str(error))
             record["load_after"] = os.getloadavg()
-            if options.json:  # after each engine: a later one may be interrupted
+            if options.json:  # after each engine, since a later one may be interrupted
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     text = table(record)
@@ -130,20 +130,20 @@ def run(options: Options) -> str:
 
 
 def chosen(names: str) -> list[Engine]:
-    """Raises ConfigError for an engine that there is not."""
+    """Engines by name. Raises ConfigError for an unknown one."""
     if unknown := [name for name in names.split(",") if name not in PEERS]:
-        raise ConfigError(f"--peers {names}: there is no engine {unknown[0]}; take some of {', '.join(PEERS)}")
+        raise ConfigError(f"--peers {names}: unknown engine {unknown[0]}; choose from {', '.join(PEERS)}")
     return list(dict.fromkeys(PEERS[name] for name in names.split(",")))
 
 
 def prepare(options: Options) -> tuple[ModelConfig, Task]:
-    """The model, and what every engine is told. Raises ConfigError for what cannot be compared."""
+    """The model, and the task of every engine. Raises ConfigError for options that no engine can run."""
     if sys.platform != "linux":
-        raise ConfigError(f"it stops processes and counts their time as Linux has it, and this is {sys.platform}")
+        raise ConfigError(f"this needs Linux to stop processes and count their time, not {sys.platform}")
     try:
         threads = custom_calls.default_threads() if options.threads is None else options.threads
     except custom_calls.NativeError as error:
-        raise ConfigError(f"backend cpu is not available here: {error}") from None
+        raise ConfigError(f"backend cpu is not available: {error}") from None
     for name, value, least in (
         ("context", options.context, 1),
         ("tokens", options.tokens, 2),
@@ -151,13 +151,13 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
         ("threads", threads, 1),
     ):
         if value < least:
-            raise ConfigError(f"--{name} {value}: give at least {least}")
+            raise ConfigError(f"--{name} must be at least {least}, got {value}")
     config = full_attention(model_config(options.shape))
     positions = options.context + options.tokens
     if positions > config.max_position_embeddings:
         raise ConfigError(
-            f"--context {options.context} and --tokens {options.tokens} are more than the context of {options.shape}, "
-            f"{config.max_position_embeddings}"
+            f"--context {options.context} plus --tokens {options.tokens} must be at most the context of"
+            f" {options.shape}, {config.max_position_embeddings}"
         )
     folder = options.folder.absolute() / "models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,9 +165,11 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
 
 
 def dense_shape(config: ModelConfig, name: str) -> Shape:
-    """The dense Llama that reads as many bytes for a token. Raises ConfigError where there is none."""
+    """The dense Llama that reads equally many bytes per token. Raises ConfigError if there is none."""
     if config.lm_head_type == "lane" and config.num_lanes > 1:
-        raise ConfigError(f"--shape {name}: its lm_head_type lane is a head for each lane, which no dense model has")
+        raise ConfigError(
+            f"--shape {name} has a head per lane (lm_head_type lane), unlike a dense model; choose another"
+        )
     return Shape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -183,17 +185,17 @@ def dense_shape(config: ModelConfig, name: str) -> Shape:
 
 
 def start(engine: Engine, python: str, task: Task, options: Options) -> Process:
-    """The engine with its model loaded."""
-    say(f"{engine.name}: loading")
+    """Starts the engine and loads its model."""
+    progress(f"{engine.name}: loading")
     process = Process(engine, python, task, options.seconds)
-    say(f"{engine.name}: loaded in {process.conditions['load_seconds']:.0f} s")
+    progress(f"{engine.name}: loaded in {process.conditions['load_seconds']:.0f} s")
     return process
 
 
 def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, threads: int) -> dict:
-    """Both in turn, after a sample of each that does not count: it computes the prompt."""
+    """Samples of both engines in turn, after an uncounted one of each that computes the prompt."""
     for process in (ours, peer):
-        say(f"{process.name}: first request, with its prompt")
+        progress(f"{process.name}: first request, with its prompt")
         process.decode(options.context, options.tokens)
     rounds = []
     for number in range(options.rounds):
@@ -201,7 +203,7 @@ def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, th
         rounds.append(
             {"ours": a, "peer": b, "ratio": a["tokens_per_s"] / b["tokens_per_s"], "links": links(a, b, threads)}
         )
-        say(
+        progress(
             f"{peer.name}, round {number + 1} of {options.rounds}: ours {a['tokens_per_s']:.2f}, {peer.name}"
             f" {b['tokens_per_s']:.2f} tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}"
         )
@@ -209,11 +211,11 @@ def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, th
 
 
 def sample(process: Process, config: ModelConfig, options: Options, threads: int) -> dict:
-    """One request and how fast memory was read around it. Rates are over the tokens after the first."""
-    before, busy, cpu, began = read(threads), busy_seconds(), time.process_time(), time.perf_counter()
+    """One request, with the memory bandwidth before and after it. Rates are over the tokens after the first."""
+    before, busy, cpu, start = read(threads), busy_seconds(), time.process_time(), time.perf_counter()
     answer = process.decode(options.context, options.tokens)
-    seconds = time.perf_counter() - began
-    # Cores that other processes kept busy meanwhile.
+    seconds = time.perf_counter() - start
+    # Cores that other processes used meanwhile.
     foreign = (busy_seconds() - busy - answer["cpu_seconds"] - (time.process_time() - cpu)) / seconds
     after = read(threads)
     rate = len(answer["gaps"]) / sum(answer["gaps"])
@@ -230,14 +232,14 @@ def sample(process: Process, config: ModelConfig, options: Options, threads: int
 
 
 def read(threads: int) -> tuple[float, float]:
-    """Bytes per second that all threads read, and one of them alone."""
+    """Read bandwidth in bytes/s of all threads, and of one thread."""
     return tuple(
         statistics.median(custom_calls.read_bandwidth(READ_BYTES, n) for _ in range(READS)) for n in (threads, 1)
     )
 
 
 def bytes_per_token(conditions: dict, config: ModelConfig, options: Options) -> float:
-    """Weights, and keys and values at the mean context, in the dtypes that the engine holds them in."""
+    """Bytes read per token: weights, and keys and values at the mean context, in the engine's dtypes."""
     weight, value = (jnp.dtype(conditions[name]).itemsize for name in ("weights", "kv"))
     return weight_bytes_per_token(config, weight) + kv_bytes_per_token(
         config, options.context + options.tokens // 2, value
@@ -245,7 +247,7 @@ def bytes_per_token(conditions: dict, config: ModelConfig, options: Options) -> 
 
 
 def links(a: dict, b: dict, threads: int) -> str:
-    """Whether the threads' cores had memory links of their own around both samples: separate, shared, or mixed if that
+    """Whether the threads' cores had separate memory links around both samples: separate, shared, or mixed if it
     changed.
     """
     found = {s["bandwidth"] >= SEPARATE * threads * s["bandwidth_1_thread"] for s in (a, b)}
@@ -253,13 +255,13 @@ def links(a: dict, b: dict, threads: int) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor time that all processes have used, and that a virtual machine's host has kept for others."""
+    """Processor time used by all processes, and withheld by the host of a virtual machine."""
     user, nice, system, _, _, irq, soft, stolen = (int(word) for word in PROC_STAT.read_text().split()[1:9])
     return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def table(record: dict) -> str:
-    """Markdown: a row for each engine and state of the memory links, the conditions below."""
+    """Markdown table: a row per engine and state of the memory links, with the conditions below it."""
     heads = (
         "ours over",
         "links",
@@ -293,8 +295,8 @@ def table(record: dict) -> str:
             f" {(s['git_sha'] or 'unknown')[:12]}{' with changes' if s['dirty'] else ''}, {record['date_utc']}."
         ),
         (
-            "Links: whether the threads read memory faster together than one of them, as cores with links of their own"
-            f" do. Read bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after"
+            "Links: separate if the threads together read memory faster than one of them, in proportion. Read"
+            f" bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after"
             " each sample."
         ),
     ]
@@ -304,15 +306,14 @@ def table(record: dict) -> str:
     if loud := sum(not quiet(r) for one in record["pairs"] for r in one["rounds"]):
         rounds = sum(len(one["rounds"]) for one in record["pairs"])
         text.append(
-            f"- Not quiet: in {loud} of {rounds} rounds other processes kept more than {QUIET} cores busy; do not quote"
-            " these."
+            f"- Not quiet: in {loud} of {rounds} rounds other processes used over {QUIET} cores; do not quote these."
         )
     text += [f"- {name}: not measured, {reason}" for name, reason in record["not_measured"].items()]
     return "\n".join(text).strip()
 
 
 def quiet(one: dict) -> bool:
-    """Whether a round had the machine for itself."""
+    """Whether the machine was otherwise idle in a round."""
     return all(one[who]["foreign_cores"] <= QUIET for who in ("ours", "peer"))
 
 
@@ -345,8 +346,8 @@ def _conditions(c: dict, who: str, pair: dict) -> str:
     )
 
 
-def say(line: str) -> None:
-    """Progress."""
+def progress(line: str) -> None:
+    """Prints a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

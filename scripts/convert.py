@@ -26,34 +26,30 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a training run, or a dense Llama or Qwen folder cut into lanes, as config.json + safetensors with its
-    tokenizer.
-    """
+    """Write a training run, or a dense Llama or Qwen folder cut into lanes, as a Hugging Face folder."""
 
     source: tyro.conf.Positional[Path]
-    """A training run, one step of it (RUN/checkpoints/STEP), or a Hugging Face folder."""
+    """Training run, one step of it (RUN/checkpoints/STEP), or Hugging Face folder."""
     target: tyro.conf.Positional[Path]
     """Folder to write."""
     lanes: int | None = None
-    """Lanes to cut a dense model into; a Laneformer keeps its own."""
+    """Lanes to cut a dense model into; a Laneformer keeps its lanes."""
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
-    """Of the written weights."""
+    """Dtype of the written weights."""
     spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
-    """The model_type, and with it the names of the exchange switches, in config.json."""
+    """model_type in config.json, which decides the names of its exchange switches."""
     overwrite: bool = False
-    """Replace a checkpoint that TARGET already holds."""
+    """Replace a checkpoint in TARGET."""
 
 
 def convert(options: Options) -> str:
-    """Writes the folder and returns a line that says what it holds. Raises LaneformerError for anything that cannot be
-    done.
-    """
+    """Writes the folder and returns a line that sums it up. Raises LaneformerError."""
     if (options.target / "config.json").exists() and not options.overwrite:
         raise CheckpointError(
-            f"{options.target} already holds a checkpoint: choose another folder, or give --overwrite"
+            f"{options.target} already holds a checkpoint; choose another folder, or give --overwrite"
         )
     if options.target.absolute() == options.source.absolute():
-        raise CheckpointError("SOURCE and TARGET are the same folder: choose another TARGET")
+        raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
     model = load(options.source, None if options.dtype == "stored" else options.dtype, num_lanes=options.lanes)
     save_hf(model, options.target, spelling=options.spelling)
     beside = checkpoint_files(options.source)
@@ -61,9 +57,8 @@ def convert(options: Options) -> str:
     for name in copied:
         shutil.copyfile(beside / name, options.target / name)
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
-    if (
-        "chat_template.jinja" in copied and "generation_config.json" not in copied
-    ):  # where other programs look for the end of a turn
+    if "chat_template.jinja" in copied and "generation_config.json" not in copied:
+        # Other programs read the end of a turn there.
         ends = [*config.eos_token_id, *ChatTemplate.load(beside).ends]
         (options.target / "generation_config.json").write_text(
             json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8"

@@ -1,8 +1,8 @@
-"""`python -m scripts.convert_dense DENSE_DIR OUT_DIR --lanes L`: cuts a dense model into lanes of heads and neurons
-that work together.
+"""`python -m scripts.convert_dense DENSE_DIR OUT_DIR --lanes L`: cuts a dense model into lanes.
 
-The cut is a permutation of heads and neurons: with the tp layout the lanes give the dense logits, which is checked.
-With a delayed layout they do not, until the model is trained again: docs/conversion.md.
+Heads and neurons that work together share a lane. The cut is a permutation of heads and neurons: with the tp layout the
+lanes compute the dense logits, which is checked. With a delayed layout they do not, until the model is trained again:
+docs/conversion.md.
 """
 
 import json
@@ -38,47 +38,42 @@ from train.data.batches import Batches
 from train.data.store import TokenStore
 
 REPORT = "lanes.json"
-RANDOM = 5  # random assignments whose mean is reported
-TOLERANCE = 1e-4  # of the logits, relative to their largest: rounding of sums in another order stays far below
+RANDOM = 5  # random assignments to report the mean of
+TOLERANCE = 1e-4  # of the logits, relative to the largest; sums in another order differ by far less
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Cut a dense model into lanes, each with the heads and neurons that work together, as a Hugging Face folder."""
+    """Cut a dense model into lanes of heads and neurons that work together, and write it as a Hugging Face folder."""
 
     source: tyro.conf.Positional[Path]
-    """The dense model: a Llama, Qwen2.5 or Qwen3 folder, or a training run of a model with one lane."""
+    """Dense model: a Llama, Qwen2.5 or Qwen3 folder, or a training run of a model with one lane."""
     target: tyro.conf.Positional[Path]
-    """Folder to write: config.json, model.safetensors, the tokenizer, and lanes.json with what went where."""
+    """Folder to write: config.json, model.safetensors, the tokenizer, and lanes.json with the assignment."""
     lanes: int
-    """Lanes to cut it into (L), a divisor of its key/value heads and feed-forward columns."""
+    """Number of lanes (L), a divisor of the key/value heads and feed-forward columns."""
     layout: str = "dtp(1)"
-    """The layout it will be trained with: decides which modules read each other late, and is written to config.json."""
+    """Layout to train it with, written to config.json; it decides which modules read each other late."""
     assignment: Literal["affinity", "contiguous", "random"] = "affinity"
-    """affinity: see scripts/convert_dense_affinity.py; contiguous: as tensor parallelism cuts; random: to compare with.
-    """
+    """affinity: see scripts/convert_dense_affinity.py; contiguous: as in tensor parallelism; random: for comparison."""
     calibration: Path | None = None
-    """Folder of `python -m scripts.tokenize` whose training text shows what works together; without it random tokens
-    do, and less well.
-    """
+    """Folder of `python -m scripts.tokenize` with text to measure affinity on (default: random tokens)."""
     calibration_rows: int = 8
-    """Sequences of it, of up to 256 tokens."""
+    """Sequences of up to 256 tokens to measure on."""
     seed: int = 0
-    """Decides the random assignments, those that affinity begins with, and the calibration's rows."""
+    """Seed of the random assignments, also the initial ones of affinity, and of the calibration's rows."""
     overwrite: bool = False
-    """Replace a checkpoint that TARGET already holds."""
+    """Replace a checkpoint in TARGET."""
 
 
 def convert_dense(options: Options) -> str:
-    """Writes the folder and returns lines that say what it holds. Raises LaneformerError for anything that cannot be
-    done.
-    """
+    """Writes the folder and returns lines that sum it up. Raises LaneformerError."""
     if (options.target / "config.json").exists() and not options.overwrite:
         raise CheckpointError(
-            f"{options.target} already holds a checkpoint: choose another folder, or give --overwrite"
+            f"{options.target} already holds a checkpoint; choose another folder, or give --overwrite"
         )
     if options.target.absolute() == options.source.absolute():
-        raise CheckpointError("SOURCE and TARGET are the same folder: choose another TARGET")
+        raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
     config = lane_config(open_checkpoint(options.source).config, options)
     ids = calibration_ids(config, options)
     dense = lf.load(options.source, precision=Precision(param=open_checkpoint(options.source).dtype))
@@ -90,7 +85,8 @@ def convert_dense(options: Options) -> str:
     difference, scale = largest_difference(dense, model, ids[:2])
     if not difference <= TOLERANCE * scale:
         raise CheckpointError(
-            f"the lanes' logits are {difference:.3g} from the dense ones (of up to {scale:.3g}): nothing was written"
+            f"the lanes' logits differ by {difference:.3g} from the dense ones (of up to {scale:.3g}); nothing was"
+            " written, check the checkpoint in SOURCE"
         )
     lf.save_hf(model, options.target)
     beside = checkpoint_files(options.source)
@@ -100,33 +96,31 @@ def convert_dense(options: Options) -> str:
     (options.target / REPORT).write_text(
         json.dumps(report(options, lanes, scores, difference), indent=1) + "\n", encoding="utf-8"
     )
-    said = [
+    lines = [
         (
             f"{options.target}: {lf.parameter_count(config):,} parameters, {config.num_lanes} lanes, layout"
             f" {config.layout}, {options.assignment} assignment"
         ),
         (
-            f"with layout tp its logits are the dense ones to {difference:.2g} (largest {scale:.3g}) on {ids[:2].size}"
-            " tokens"
+            f"with layout tp its logits differ from the dense ones by {difference:.2g} at most (largest {scale:.3g}) on"
+            f" {ids[:2].size} tokens"
         ),
     ]
     if scores:
-        said.append(
-            "read late, per unit of what is read: " + ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
-        )
-    return "\n".join(said)
+        lines.append("read late, per unit read: " + ", ".join(f"{name} {score:.4f}" for name, score in scores.items()))
+    return "\n".join(lines)
 
 
 def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
-    """The dense model's config with lanes. Raises ConfigError unless it is dense, the lanes divide it and the layout is
-    known.
+    """The dense model's config with lanes. Raises ConfigError unless it is dense, the lanes divide it and the layout
+    exists.
     """
     if dense.num_lanes != 1 or any(own.at != m or own.scale != 1.0 for m, own in enumerate(dense.schedule.own)):
         raise ConfigError(
-            f"{options.source} has {dense.num_lanes} lanes and layout {dense.layout}: give a dense model (one lane, tp)"
+            f"{options.source} has {dense.num_lanes} lanes and layout {dense.layout}; give a dense model (one lane, tp)"
         )
     if options.lanes < 2:
-        raise ConfigError(f"lanes = {options.lanes}: a dense model is cut into at least 2")
+        raise ConfigError(f"--lanes must be at least 2, got {options.lanes}")
     return dense.replace(
         num_lanes=options.lanes,
         layout=options.layout,
@@ -137,45 +131,45 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
 
 
 def calibration_ids(config: lf.ModelConfig, options: Options) -> np.ndarray:
-    """Token ids int32 [rows, length]. Raises InputError or ConfigError for a folder that does not fit the model."""
+    """Calibration token ids, int32 [rows, length]. Raises InputError or ConfigError for a folder that does not fit."""
     length, rows = min(256, config.max_position_embeddings), options.calibration_rows
     if rows < 1:
-        raise ConfigError(f"calibration_rows = {rows}: it must be at least 1")
+        raise ConfigError(f"--calibration-rows must be at least 1, got {rows}")
     if options.calibration is None:
         return np.random.default_rng(options.seed).integers(0, config.vocab_size, (rows, length), np.int32)
     store = TokenStore.open(options.calibration)
     if store.manifest.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{options.calibration} has a vocabulary of {store.manifest.vocab_size}, the model one of"
-            f" {config.vocab_size}: tokenize with the model's own tokenizer.json"
+            f" {config.vocab_size}; tokenize with the model's tokenizer.json"
         )
     data = DataConfig(path=(options.calibration,), sequence_length=length, batch_size=rows)
     return Batches(data, [store], options.seed).batch_at(0)["ids"][:, :length]
 
 
 def chosen_lanes(options: Options, modules: list[Units], late: Late, sizes: list[int]) -> Lanes:
-    """Lane of every unit of every module, as the options ask for."""
+    """Lane of every unit of every module, by the chosen assignment."""
     if options.assignment == "contiguous":
         return contiguous(sizes, options.lanes)
     if options.assignment == "random":
         return random(sizes, options.lanes, options.seed)
     if not late:
         raise ConfigError(
-            f"layout {options.layout} delays nothing, so affinity has nothing to go by: give the layout that the model"
-            " will be trained with (--layout 'dtp(1)'), or --assignment contiguous"
+            f"layout {options.layout} delays nothing, so affinity is undefined; give the layout to train the model with"
+            " (--layout 'dtp(1)'), or --assignment contiguous"
         )
     return assign(modules, late, options.lanes, options.seed)
 
 
 def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Laneformer:
-    """The dense model's weights with every unit in its lane; inside a lane units keep their order."""
+    """The dense model's weights with every unit in its lane; units keep their order inside a lane."""
 
     def lane_first(path: str, w: np.ndarray) -> np.ndarray:
         names = path.split(".")
         name = names[-1].removesuffix("_bias")
         if name not in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
             shared = w.ndim == (2 if name in ("lm_head", "tok_embeddings") else 1)
-            return w if shared else w[0]  # a norm or head that the one lane had for itself
+            return w if shared else w[0]  # a norm or head of the only lane
         order = np.argsort(lanes[2 * int(names[1]) + (names[2] == "feed_forward")], kind="stable")
         if name in ("wo", "w2"):
             columns = w[0].reshape(w.shape[1], len(order), -1)[:, order]
@@ -189,7 +183,7 @@ def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Lanefo
 
 
 def largest_difference(dense: lf.Laneformer, model: lf.Laneformer, ids: np.ndarray) -> tuple[float, float]:
-    """Between the dense logits and those of the lanes under tp, and the largest dense logit."""
+    """Largest difference of the lanes' logits under tp to the dense ones, and the largest dense logit."""
     wanted = np.asarray(dense(ids), np.float64)
     found = np.asarray(
         lf.Laneformer(model.config.replace(layout="tp"), model.weights(), dense.precision)(ids), np.float64
@@ -198,7 +192,7 @@ def largest_difference(dense: lf.Laneformer, model: lf.Laneformer, ids: np.ndarr
 
 
 def missed_by(modules: list[Units], late: Late, lanes: Lanes, options: Options) -> dict[str, float]:
-    """What lanes miss of each other: with this assignment, with a contiguous one, the mean of random ones. Nothing
+    """Share of their inputs that lanes read late: this assignment, a contiguous one, and the mean of random ones. Empty
     without delay.
     """
     if not late:
@@ -217,7 +211,7 @@ def missed_by(modules: list[Units], late: Late, lanes: Lanes, options: Options) 
 
 
 def report(options: Options, lanes: Lanes, scores: dict[str, float], difference: float) -> dict:
-    """What lanes.json says. Per layer and lane: numbers of the dense model's key/value heads and neurons, in their new
+    """Content of lanes.json. Per layer and lane: indices of the dense model's key/value heads and neurons, in their new
     order.
     """
 

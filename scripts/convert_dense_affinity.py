@@ -1,16 +1,15 @@
-"""Which heads and neurons of a dense model belong in one lane: what lanes would miss of each other, and an assignment
-that misses little.
+"""Assigns heads and neurons of a dense model to lanes so that lanes read little of each other late.
 
-A unit is what cannot be cut: a key/value head with its query heads, or a feed-forward neuron. Under a delayed layout a
-unit j of module n in lane l sees late what the other lanes wrote in an earlier module m. What is missed so, as a share
-of all that is read, is (the question is that of Affinity-Aware Sharding, arXiv 2609.13846; the measure is our own):
+A unit cannot be cut: it is a key/value head with its query heads, or a feed-forward neuron. Under a delayed layout a
+unit j of module n in lane l reads late what the other lanes wrote in an earlier module m. The part read late, as a
+share of everything read, is (the question of Affinity-Aware Sharding, arXiv 2609.13846, with our own measure):
 
     sum over late pairs (m, n), units j of n and projections p of j of  late(m, n) * u_j / P * E |p D (o_m - o_m[l])|^2
     / E |p h|^2
 
-h: what module n reads, the stream after its norm; o_m: what m writes, o_m[l]: lane l's part of it; D: the norm's scale
-over the stream's root mean square; u_j: the share of unit j in the mean squares of what its module's units write; P:
-projections of j, q, k, v or gate, up; late: the share of m's output that has not landed when n reads it.
+h: input of module n, the stream after its norm; o_m: output of m, o_m[l]: lane l's part of it; D: the norm's scale over
+the stream's root mean square; u_j: share of unit j in the mean square output of its module's units; P: number of
+projections of j (q, k, v or gate, up); late: share of m's output that has not landed when n reads.
 """
 
 from itertools import combinations
@@ -26,26 +25,26 @@ from laneformer.blocks.rotary import rotary_tables
 from laneformer.layout import Schedule
 from laneformer.model import Laneformer, Layer
 
-RESTARTS = 2  # random first assignments, of which the best end is taken
-LEAST = 0.01  # a sweep over all modules that lowers what is missed by less than this share is the last
-Lanes = list[np.ndarray]  # of every module the lane of each unit
+RESTARTS = 2  # random initial assignments, of which the best result is used
+LEAST = 0.01  # relative improvement below which a sweep over all modules is the last
+Lanes = list[np.ndarray]  # per module the lane of each unit
 Late = dict[tuple[int, int], float]  # (module m, later module n) -> the share of m that n reads late
 
 
 class Units(NamedTuple):
-    """The units of one module on all tokens t; norms, energies and u of the formula above are folded into `reads`."""
+    """The units of one module on all tokens t; norms, energies and u of the formula are folded into `reads`."""
 
     reads: np.ndarray
-    """[units, rows, d]"""
+    """Rows of the scaled projections: [units, rows, d]."""
     activations: np.ndarray
-    """[t, units, channels]"""
+    """Activations of each channel: [t, units, channels]."""
     writes: np.ndarray
-    """[units, channels, d]: what each channel adds to the stream."""
+    """Contribution of each channel to the stream: [units, channels, d]."""
 
 
-class _Seen(NamedTuple):
-    """Of one module: activations, the mean square of what each unit's projections read, and the mean of 1 / mean square
-    of the stream.
+class _Observed(NamedTuple):
+    """Statistics of one module: activations, mean squares of each unit's projections, mean of 1 / mean square of the
+    stream.
     """
 
     activations: jax.Array
@@ -54,20 +53,19 @@ class _Seen(NamedTuple):
 
 
 def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
-    """The units of every module of a dense model (one lane), from what they do on these tokens."""
+    """The units of every module of a dense model (one lane), observed on these tokens."""
     config, weights = model.config, model.weights()
     rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
     for n, options in enumerate(config.layers):
         own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
-        bare = Attention(
-            own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision
-        )  # what wo multiplies
-        x, *seen = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
+        # Attention without wo: returns the activations that wo multiplies.
+        bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision)
+        x, *observed = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
         layer = f"layers.{n}."
         for names, norm, write, what in (
-            (("attention.wq", "attention.wk", "attention.wv"), "attention_norm", "attention.wo", seen[0]),
-            (("feed_forward.w1", "feed_forward.w3"), "ffn_norm", "feed_forward.w2", seen[1]),
+            (("attention.wq", "attention.wk", "attention.wv"), "attention_norm", "attention.wo", observed[0]),
+            (("feed_forward.w1", "feed_forward.w3"), "ffn_norm", "feed_forward.w2", observed[1]),
         ):
             gain = np.asarray(weights[layer + norm], np.float32).reshape(-1)
             modules.append(_units([weights[layer + name] for name in names], gain, weights[layer + write], what))
@@ -75,88 +73,88 @@ def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
 
 
 @jax.jit(static_argnums=4)
-def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) -> tuple[jax.Array, _Seen, _Seen]:
-    """The stream after a layer, and what its attention and its MLP did."""
+def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) -> tuple[jax.Array, _Observed, _Observed]:
+    """The stream after a layer, and the statistics of its attention and its MLP."""
     einsum, eps = layer.feed_forward.precision.einsum, layer.ffn_norm.eps
 
-    def seen(x: jax.Array, h: jax.Array, a: jax.Array, weights: list[jax.Array], units: int) -> _Seen:
+    def statistics(x: jax.Array, h: jax.Array, a: jax.Array, weights: list[jax.Array], units: int) -> _Observed:
         a = a.reshape(-1, units, a.shape[-1] // units)
         projections = (einsum("lbsd,lod->lbso", h, w).reshape(a.shape[0], units, -1) for w in weights)
-        return _Seen(
+        return _Observed(
             a, tuple(jnp.square(p).mean(0).sum(-1) for p in projections), (1 / (jnp.square(x).mean(-1) + eps)).mean()
         )
 
     h, attention = layer.attention_norm(x), layer.attention
     a, _ = bare(h, rotary)
-    first = seen(x, h, a, [attention.wq[...], attention.wk[...], attention.wv[...]], heads)
+    first = statistics(x, h, a, [attention.wq[...], attention.wk[...], attention.wv[...]], heads)
     x = x + einsum("lbsi,ldi->lbsd", a, attention.wo[...])
     h, mlp = layer.ffn_norm(x), layer.feed_forward
     a = jax.nn.silu(einsum("lbsd,lfd->lbsf", h, mlp.w1[...])) * einsum("lbsd,lfd->lbsf", h, mlp.w3[...])
-    second = seen(x, h, a, [mlp.w1[...], mlp.w3[...]], a.shape[-1])
+    second = statistics(x, h, a, [mlp.w1[...], mlp.w3[...]], a.shape[-1])
     return x + einsum("lbsf,ldf->lbsd", a, mlp.w2[...]), first, second
 
 
-def _units(weights: list[jax.Array], gain: np.ndarray, write: jax.Array, seen: _Seen) -> Units:
-    activations = np.asarray(seen.activations)
+def _units(weights: list[jax.Array], gain: np.ndarray, write: jax.Array, observed: _Observed) -> Units:
+    activations = np.asarray(observed.activations)
     units = activations.shape[1]
     writes = np.ascontiguousarray(np.asarray(write, np.float32)[0].T).reshape(units, -1, gain.size)
     written = _second_moments(activations, writes, np.eye(gain.size, dtype=np.float32))
     shares, reads = written / max(written.sum(), 1e-30), []
-    for weight, energy in zip(weights, seen.energies, strict=True):
+    for weight, energy in zip(weights, observed.energies, strict=True):
         rows = np.asarray(weight, np.float32).reshape(units, -1, gain.size) * gain
-        factor = shares * float(seen.scale) / (len(weights) * np.maximum(np.asarray(energy), 1e-30))
+        factor = shares * float(observed.scale) / (len(weights) * np.maximum(np.asarray(energy), 1e-30))
         reads.append(rows * np.sqrt(factor)[:, None, None])
     return Units(np.concatenate(reads, 1), activations, writes)
 
 
 def _second_moments(activations: np.ndarray, writes: np.ndarray, metric: np.ndarray) -> np.ndarray:
-    """E c^T metric c for what each unit writes, c = sum over channels of activation * write: [units]."""
+    """E c^T metric c for the output c = sum over channels of activation * write of each unit: [units]."""
     moments = np.einsum("tuc,tue->uce", activations, activations, optimize=True) / len(activations)
     return np.einsum("uce,ucd,ued->u", moments, writes @ metric, writes, optimize=True)
 
 
 def late_pairs(schedule: Schedule) -> Late:
-    """The pairs of modules between which the schedule delays anything."""
+    """Pairs of modules with a delayed exchange, and the delayed share."""
     shares = {(m, n): 1.0 - _landed(schedule, m, n) for m, n in combinations(range(schedule.num_modules), 2)}
     return {pair: share for pair, share in shares.items() if share > 0}
 
 
 def _landed(schedule: Schedule, m: int, n: int) -> float:
-    """The share of module m's output in other lanes that has landed when module n reads; at most 1."""
+    """Share of module m's output that has landed in other lanes when module n reads, at most 1."""
     share = 0.0
     for at, payload in schedule.landings:
         if at < n and payload.stream_mean_at is not None and payload.stream_mean_at >= m:
-            return 1.0  # the streams were averaged, m's part among them
+            return 1.0  # the averaged streams include m's part
         share += sum(weight * payload.channels for part, weight in payload.parts if part == m and at < n)
     return min(share, 1.0)
 
 
 def contiguous(sizes: list[int], count: int) -> Lanes:
-    """As tensor parallelism cuts: the first units in lane 0."""
+    """The assignment of tensor parallelism: the first units in lane 0."""
     return [np.repeat(np.arange(count), size // count) for size in sizes]
 
 
 def random(sizes: list[int], count: int, seed: int) -> Lanes:
-    """Every module shuffled by itself."""
+    """A random assignment, every module shuffled separately."""
     generator = np.random.default_rng(seed)
     return [generator.permutation(lanes) for lanes in contiguous(sizes, count)]
 
 
 class Assignment:
-    """Equally many units of every module in each of `count` lanes, and what the lanes miss of each other."""
+    """An assignment with equally many units of every module in each of `count` lanes, and the part it reads late."""
 
     def __init__(self, modules: list[Units], late: Late, lanes: Lanes, count: int):
         self.modules, self.late, self.count = modules, late, count
         self.lanes: Lanes = list(lanes)
         size = len(modules)
-        self.rest: list = [None] * size  # [lane, t, d]: what the other lanes write
+        self.rest: list = [None] * size  # [lane, t, d]: output of the other lanes
         self.rest_moments: list = [None] * size  # [lane, d, d]
-        self.metrics: list = [None] * size  # [lane, d, d]: sum of r r^T over the rows that a lane reads with
+        self.metrics: list = [None] * size  # [lane, d, d]: sum of r r^T over the rows of a lane's projections
         for m in range(size):
             self.place(m, lanes[m])
 
     def place(self, m: int, lanes: np.ndarray) -> None:
-        """Puts the units of module m into these lanes."""
+        """Assigns the units of module m to these lanes."""
         units, self.lanes[m] = self.modules[m], lanes
         t, d = len(units.activations), units.writes.shape[-1]
         parts = [
@@ -179,9 +177,7 @@ class Assignment:
         )
 
     def value(self, m: int) -> np.ndarray:
-        """What is missed less with a unit of module m in a lane than without it there, all others as they are: [units,
-        lanes].
-        """
+        """Decrease of `missed` with each unit of module m in each lane, all others unchanged: [units, lanes]."""
         units, value = self.modules[m], np.zeros((len(self.lanes[m]), self.count))
         for (writer, reader), late in self.late.items():
             for lane in range(self.count) if m in (writer, reader) else ():
@@ -198,7 +194,7 @@ class Assignment:
         return value
 
     def improve(self, m: int) -> None:
-        """Exchanges units of module m between lanes, as many at once as help."""
+        """Exchanges units of module m between lanes, as many at once as improve the measure."""
         value, before, before_missed = self.value(m), self.lanes[m], self.missed(m)
         most = len(before)
         while most:
@@ -209,9 +205,7 @@ class Assignment:
         self.place(m, before)
 
     def rename(self, first: int) -> None:
-        """The lanes of module `first` and of all later ones get the names under which least is missed of those
-        before.
-        """
+        """Renumbers the lanes of module `first` and of all later ones so that they read least of earlier ones late."""
         missed = np.zeros((self.count, self.count))  # lane before, lane from here on
         for (m, n), late in self.late.items():
             if m < first <= n:
@@ -225,8 +219,8 @@ class Assignment:
 
 
 def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
-    """`lanes` after at most `most` exchanges between each two lanes, those that add most to the sum of value[unit, its
-    lane].
+    """`lanes` after at most `most` exchanges between each pair of lanes, those that increase the sum of
+    value[unit, its lane] most.
     """
     lanes = lanes.copy()
     for one, other in combinations(range(value.shape[1]), 2):
@@ -243,9 +237,7 @@ def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
 
 
 def assign(modules: list[Units], late: Late, count: int, seed: int) -> Lanes:
-    """An assignment under which little is missed: from random ones, exchanges in each module and renamings in turn
-    until neither helps.
-    """
+    """A good assignment: from random ones, alternates exchanges in each module and renumbering until neither helps."""
     ends = []
     for restart in range(RESTARTS):
         state = Assignment(

@@ -19,14 +19,14 @@ ATTENTION, MLP, HIDDEN, EXPOSED, INK = "#4c78a8", "#72b7b2", "#f2a541", "#d1495b
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Draw when each module's output is added to its own lane, and when the other lanes' parts land."""
+    """Draw when each module's output is added to its own lane, and when the parts of other lanes land."""
 
     layout: tyro.conf.Positional[str] = "laneformer"
-    """A layout, with its arguments as in dtp(4) or desync(2)."""
+    """Layout with its arguments, as in dtp(4) or desync(2)."""
     layers: Annotated[int, tyro.conf.arg(metavar="N")] = 5
-    """Layers."""
+    """Number of layers."""
     lanes: Annotated[int, tyro.conf.arg(metavar="L")] = 3
-    """Lanes."""
+    """Number of lanes."""
     delay: int = 1
     """broadcast_delay of the layout laneformer, in layers."""
     early: bool = True
@@ -36,9 +36,9 @@ class Options:
 
 
 def schedule_of(options: Options) -> Schedule:
-    """The row of the table, for a model with that many layers and lanes."""
+    """The schedule of the layout, for a model with these layers and lanes."""
     if options.layers < 1 or options.lanes < 1:
-        raise ConfigError("--layers and --lanes must be at least 1")
+        raise ConfigError(f"--layers and --lanes must be at least 1, got {options.layers} and {options.lanes}")
     small = ModelConfig(
         vocab_size=8,
         hidden_size=2 * options.lanes,
@@ -68,7 +68,7 @@ def draw(options: Options) -> Path:
     schedule, lanes = schedule_of(options), options.lanes
     modules = schedule.num_modules
     spans = sorted((p.complete_at, landing.at, p) for landing in schedule.landings for p in [landing.payload])
-    rows: list[int] = []  # per row of the exchange band the time at which it is free again
+    rows: list[int] = []  # time at which each row of the exchange band is free again
     placed = []
     for start, end, payload in spans:
         row = next((i for i, free in enumerate(rows) if free < start + 0.9), len(rows))
@@ -91,7 +91,7 @@ def draw(options: Options) -> Path:
             axes.text(m, y + 0.34, name, ha="center", va="center", fontsize=7, color="white")
             own = schedule.own[m]
             together = any(schedule.own_lands_with(m, landing) for landing in schedule.landings)
-            if not together:  # otherwise the own part comes with the landing
+            if not together:  # otherwise the own part is in the landing
                 axes.annotate(
                     "",
                     (own.at + 0.42, y),
@@ -121,7 +121,7 @@ def draw(options: Options) -> Path:
     axes.legend(
         handles=[
             Patch(color=HIDDEN, label="sum over lanes, hidden behind modules"),
-            Patch(color=EXPOSED, label="every lane waits for it"),
+            Patch(color=EXPOSED, label="exposed: every lane waits"),
         ],
         loc="lower center",
         bbox_to_anchor=(0.5, -0.09),

@@ -1,7 +1,7 @@
-"""What one GPU can show, in stages, each with a budget of seconds; a failed one is reported and the others go on.
+"""Checks and measures everything that one GPU allows, in stages with a budget of seconds each; a failed stage is
+reported and the others continue.
 
-scripts/gpu_check.sh runs this. It needs nothing but Python: `--wheels` brings packages to a machine that can fetch
-none.
+scripts/gpu_check.sh runs this. It needs Python alone: `--wheels` supplies packages on a machine without a network.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "custom_calls" / "gpu" / "bench"
 RESERVE = 15  # seconds for the report
-# Warps, lines of 512 bytes in a slot, slots of a warp; the first is the one for everything, as the decode kernel has it
+# Warps, lines of 512 bytes per slot, slots per warp (and no fences); the first ring is the decode kernel's.
 RINGS = {
     "micro": (8, 8, 6),
     "ring_unfenced": (8, 8, 6, 1),
@@ -35,8 +35,7 @@ RINGS = {
 MODEL = "laneformer_2b"
 PYTHON = sys.executable
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
-# Stages run the same programs of XLA in processes of their own. Tests keep theirs to themselves: one that reads what
-# another has written by half warns, and warnings are errors there.
+# Stages share compiled programs. Tests do not: reading a half-written program warns, and warnings are errors there.
 CACHE = {"JAX_COMPILATION_CACHE_DIR": "{out}/xla", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
 # The reference must not be rounded to TF32, and several processes share the memory.
 TESTS = {
@@ -49,19 +48,16 @@ TEST_FILES = (
     "tests/custom_calls/gpu/test_steps.py",
     "tests/infer/engine/test_gpu.py",
 )
-# Tests are named as they end: a stage may run out of time. pytest-benchmark warns of xdist, which ends it.
+# -vv names each finished test, since a stage may run out of time. pytest-benchmark warns about xdist, an error here.
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:benchmark")
 SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
-NEEDED = {
-    "infer": "tyro",
-    "scripts.gpu_rank": "tyro",
-    "pytest": "xdist",
-}  # by programs of ours, or tests, that not every machine has
+# Packages that commands need and that a machine may lack.
+NEEDED = {"infer": "tyro", "scripts.gpu_rank": "tyro", "pytest": "xdist"}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands in turn, or together. `{out}` in a word is the folder of the results."""
+    """Commands to run in turn, or together. `{out}` in a word is the folder of the results."""
 
     name: str
     seconds: int
@@ -69,13 +65,13 @@ class Stage:
     environment: dict[str, str] = field(default_factory=lambda: CACHE)
     together: bool = False
     may_time_out: bool = False
-    """A checker that does not end in time has found nothing: no verdict, and no failure."""
+    """Running out of time is no verdict rather than a failure: a checker that found nothing so far."""
     if_failed: tuple[str, ...] = ()
-    """Stages that come next if it failed: they may tell why."""
+    """Stages to run next if this one failed, to diagnose it."""
 
 
 def stages() -> list[Stage]:
-    """All of them, what matters most first: the last ones are left out if the time is over."""
+    """All stages, the most important first; the last ones are skipped if time is up."""
 
     def nvcc(name: str, ring: tuple[int, int, int]) -> tuple[str, ...]:
         options = (
@@ -102,7 +98,7 @@ def stages() -> list[Stage]:
         return (PYTHON, "-m", "infer", "bench", "--checkpoint", MODEL, *options, "--json", f"{{out}}/{name}.json")
 
     def checker(name: str) -> Stage:
-        # Our kernels alone, and not the calls of the driver that XLA makes to see whether they fail.
+        # Checks the project's kernels alone, not the driver calls with which XLA probes for features.
         only = (
             "--kernel-name",
             "kns=laneformer",
@@ -115,8 +111,7 @@ def stages() -> list[Stage]:
         )
         return Stage(name, 90, (("compute-sanitizer", "--tool", name, *only, *SMALLEST),), TESTS, may_time_out=True)
 
-    # XLA reads all but one token of a prompt in blocks of powers of two, a program for each and each size of the cache:
-    # these need few.
+    # XLA reads a prompt in blocks of powers of two and compiles a program per block and cache size: these need few.
     long, sustained = ("--context", "1025"), ("--output-tokens", "1023", "--runs", "5", "--warmup-runs", "1")
     drawn = ("--backend", "cuda", "--dtype", "float16", *long, *sustained, "--temperature", "0.8")
     short = (
@@ -207,7 +202,7 @@ def stages() -> list[Stage]:
 class Outcome:
     stage: str
     status: str
-    """passed, failed, out of time, no verdict, left out"""
+    """passed, failed, out of time, no verdict, or left out"""
     seconds: float
     detail: str = ""
 
@@ -217,9 +212,7 @@ class Outcome:
 
 
 def missing(stage: Stage) -> list[str]:
-    """Programs and Python packages of a stage that this machine does not have, those apart that an earlier stage
-    builds.
-    """
+    """Programs and packages that a stage needs and this machine lacks, except those that an earlier stage builds."""
     programs = {command[0] for command in stage.commands} - {f"{{out}}/{name}" for name in RINGS}
     packages = {package for program, package in NEEDED.items() if any(program in command for command in stage.commands)}
     lacking = [program for program in programs if not shutil.which(program, path=SEARCH)]
@@ -234,16 +227,16 @@ def filled(command: Iterable[str], out: Path) -> list[str]:
 
 
 def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) -> Outcome:
-    """Runs a stage's commands in turn, or together; what they print goes to FOLDER/<stage>[-number].log."""
+    """Runs a stage's commands in turn, or together; their output goes to FOLDER/<stage>[-number].log."""
     if lacking := missing(stage):
         return Outcome(stage.name, "failed", 0, f"not found: {', '.join(lacking)}")
-    began, running, states = time.monotonic(), [], []
+    start, running, states = time.monotonic(), [], []
     single = len(stage.commands) == 1
     set_here = dict(zip(stage.environment, filled(stage.environment.values(), out), strict=True))
 
     def finish(number: int, process: subprocess.Popen) -> None:
         try:
-            states.append((number, process.wait(max(0.1, began + seconds - time.monotonic()))))
+            states.append((number, process.wait(max(0.1, start + seconds - time.monotonic()))))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver
@@ -273,12 +266,12 @@ def run(stage: Stage, out: Path, seconds: float, environment: dict[str, str]) ->
     late = any(code is None for _, code in states)
     status = "failed" if failed else "passed" if not late else "no verdict" if stage.may_time_out else "out of time"
     return Outcome(
-        stage.name, status, time.monotonic() - began, "; ".join(failed) or (f"over {seconds:.0f} s" if late else "")
+        stage.name, status, time.monotonic() - start, "; ".join(failed) or (f"over {seconds:.0f} s" if late else "")
     )
 
 
 def measurements(out: Path) -> list[dict]:
-    """The lines of the microbenchmarks; those that are not whole are left out."""
+    """The lines of the microbenchmarks, without truncated ones."""
     found = []
     for path in sorted(out.glob("micro*.log")):
         for line in path.read_text(errors="replace").splitlines():
@@ -290,7 +283,7 @@ def measurements(out: Path) -> list[dict]:
 
 
 def micro_table(lines: Iterable[dict]) -> list[str]:
-    """Rows of Markdown: a measurement, its conditions, its figures."""
+    """Rows of a Markdown table: measurement, conditions, figures."""
     rows = ["| measurement | conditions | median | min | p95 | unit | GB/s |", "|---|---|---|---|---|---|---|"]
     figures = ("test", "unit", "median", "min", "p95", "gb_per_s")
     for line in lines:
@@ -302,7 +295,7 @@ def micro_table(lines: Iterable[dict]) -> list[str]:
 
 
 def records(out: Path) -> dict[Path, list]:
-    """Of the decode benchmark, by file; a file that was not written to its end is left out."""
+    """Records of the decode benchmark, by file, without truncated files."""
     found = {}
     for path in sorted(out.glob("*.json")):
         try:
@@ -313,7 +306,7 @@ def records(out: Path) -> dict[Path, list]:
 
 
 def ratios(bench: dict[Path, list]) -> list[str]:
-    """How many times as fast one backend was as another in the same run: what the benchmark notes of it."""
+    """The benchmark's notes on the ratio of two backends in the same run."""
     notes = (note for found in bench.values() for record in found for note in record["notes"])
     return list(dict.fromkeys(note for note in notes if "ratio of the medians" in note))
 
@@ -326,9 +319,7 @@ def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
 
 
 def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
-    """Writes report.json and report.md; returns the latter's text without the microbenchmarks, of which there
-    are many.
-    """
+    """Writes report.json and report.md; returns the text of the latter without the microbenchmarks."""
     lines, bench = measurements(out), records(out)
     data = {
         "stages": [vars(outcome) for outcome in outcomes],
@@ -336,23 +327,23 @@ def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
         "bench": {path.stem: content for path, content in bench.items()},
     }
     (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = ["# What this GPU showed", "", "| stage | result | seconds | |", "|---|---|---|---|"]
+    text = ["# GPU check", "", "| stage | result | seconds | |", "|---|---|---|---|"]
     text += [f"| {o.stage} | {o.status} | {o.seconds:.0f} | {o.detail} |" for o in outcomes]
     if decoding:
         text += ["", "## Decoding", "", decoding]
     if compared := ratios(bench):
-        text += ["", "## One backend beside another", "", *(f"- {note}" for note in compared)]
+        text += ["", "## Backends compared", "", *(f"- {note}" for note in compared)]
     if (log := out / "trace.log").exists() and (spent := log.read_text(errors="replace")).startswith("| op |"):
         text += ["", "## Where the time of a token goes", "", spent.strip()]
     if (log := out / "rank.log").exists() and (rank := log.read_text(errors="replace")).count("| delay us |"):
-        text += ["", "## One rank of several, its peers played", "", rank[rank.index("| layout |") :].strip()]
+        text += ["", "## One rank of several, with emulated peers", "", rank[rank.index("| layout |") :].strip()]
     more = ["", "## Microbenchmarks", "", *micro_table(lines)] if lines else []
     (out / "report.md").write_text("\n".join([*text, *more]) + "\n")
     return "\n".join(text) + "\n"
 
 
 def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
-    """Puts the wheels of a folder where the stages' Python finds them."""
+    """Installs the wheels of a folder for the stages' Python."""
     site = out / "site"
     wheels = sorted(map(str, folder.glob("*.whl")))
     command = [
@@ -377,19 +368,19 @@ def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     known = {stage.name: stage for stage in stages()}
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder of the results")
-    parser.add_argument("--stages", default=",".join(known), help="those to run, with commas; default: all")
+    parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder for the results")
+    parser.add_argument("--stages", default=",".join(known), help="comma-separated stages to run (default: all)")
     parser.add_argument(
-        "--seconds", type=int, default=530, help="for everything; stages that find no time are left out"
+        "--seconds", type=int, default=530, help="seconds for everything; stages without time are left out"
     )
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to use, for a machine that can fetch none")
-    parser.add_argument("--dry-run", action="store_true", help="print the stages and what is missing for them")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install, for a machine without a network")
+    parser.add_argument("--dry-run", action="store_true", help="print the stages and the programs they lack")
     options = parser.parse_args(arguments)
     names = options.stages.split(",")
     if unknown := [name for name in names if name not in known]:
-        parser.error(f"--stages {options.stages}: there is no stage {unknown[0]}; take some of {', '.join(known)}")
+        parser.error(f"--stages {options.stages}: unknown stage {unknown[0]}; choose from {', '.join(known)}")
     if options.wheels and not any(options.wheels.glob("*.whl")):
-        parser.error(f"--wheels {options.wheels}: no wheels are there")
+        parser.error(f"--wheels {options.wheels} has no wheels; give a folder of *.whl files")
     out = options.out.resolve()
     if options.dry_run:
         for name in names:
@@ -400,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for command in known[name].commands:
                 print("  " + " ".join(filled(command, out)))
         return 0
-    began = time.monotonic()
+    start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH, "JAX_PLATFORMS": "cuda,cpu"}
     if options.wheels:
@@ -408,17 +399,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes, waiting = [], list(names)
     while waiting:
         name = waiting.pop(0)
-        left = options.seconds - RESERVE - (time.monotonic() - began)
+        left = options.seconds - RESERVE - (time.monotonic() - start)
         seconds = min(left, known[name].seconds)
         outcome = Outcome(name, "left out", 0, "no time") if left < 10 else run(known[name], out, seconds, environment)
         outcomes.append(outcome)
         if outcome.bad:
             waiting.sort(key=lambda other: other not in known[name].if_failed)
         print(f"{name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.detail}", flush=True)
-        report(out, outcomes)  # after each: a later one may be interrupted
+        report(out, outcomes)  # after each stage, since a later one may be interrupted
     benches = records(out)
     print(report(out, outcomes, bench_table(benches, environment) if benches else ""))
-    print(f"Microbenchmarks and all of the above: {out / 'report.md'}")
+    print(f"Full report with microbenchmarks: {out / 'report.md'}")
     return int(any(outcome.bad for outcome in outcomes))
 
 

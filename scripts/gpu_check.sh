@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that one GPU can show, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, the decode benchmark.
+# Everything that one GPU allows, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, the decode benchmark.
 #
 #   scripts/gpu_check.sh [FOLDER] [--stages a,b] [--seconds N] [--wheels FOLDER] [--dry-run]     PYTHON=python3.12 names another Python
 #

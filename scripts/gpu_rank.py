@@ -1,9 +1,8 @@
-"""python -m scripts.gpu_rank: one rank of several on one GPU, whose other lanes answer after a delay: time per token by
-layout and delay.
+"""python -m scripts.gpu_rank: time per token of one lane on one GPU, with emulated peers, by layout and delay.
 
-The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU for each lane; spare
-CTAs play the others (custom_calls/gpu/kernel/peers.h). What this shows is from which delay on a layout waits for its
-exchanges. It is no measurement of several GPUs.
+The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU per lane; spare CTAs
+emulate the other lanes, which answer after a delay (custom_calls/gpu/kernel/peers.h). The result shows the delay from
+which on a layout waits for its exchanges. It is not a measurement of several GPUs.
 """
 
 import json
@@ -30,35 +29,36 @@ from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.processes import Group
 
-PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, the lane takes 128
+PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, of which the lane uses 128
 LABEL = "emulated 1 of {lanes}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Time per token of one lane alone, its peers played."""
+    """Measure the time per token of one lane, with emulated peers."""
 
     recipe: tyro.conf.Positional[str] = "laneformer_2b"
-    """As for `python -m train`."""
+    """Model to run, named as for `python -m train`."""
     layouts: tuple[str, ...] = ("laneformer", "tp")
-    """Each with the recipe's other settings."""
+    """Layouts to run, each with the recipe's other settings."""
     delays: tuple[int, ...] = (0, 1, 2, 5, 10, 20)
-    """Microseconds from a push to the answers of the others."""
+    """Delays in microseconds from a push to the peers' answers."""
     context: int = 512
-    """Positions in the cache at the start; what stands in it is zeros."""
+    """Positions in the cache at the start, filled with zeros."""
     tokens: int = 200
-    """Generated in each run."""
+    """Tokens to generate in each run."""
     runs: int = 5
+    """Measured runs per layout and delay."""
     dtype: str = "bfloat16"
-    """Of weights and cache: bfloat16 or float16."""
+    """Dtype of weights and cache: bfloat16 or float16."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the figures there."""
+    """File to write the figures to."""
 
 
 def run(options: Options) -> str:
-    """The table."""
+    """Measures everything and returns the table."""
     if jax.default_backend() != "gpu":
-        raise ConfigError(f"this measures a GPU, JAX's devices here are {jax.default_backend()}")
+        raise ConfigError(f"JAX found no GPU, only {jax.default_backend()}; run this on a machine with a GPU")
     records = [record for layout in options.layouts for record in measure(options, layout)]
     if options.json:
         options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
@@ -66,11 +66,12 @@ def run(options: Options) -> str:
 
 
 def measure(options: Options, layout: str, **session_options) -> list[dict]:
-    """A record for each delay. session_options: of GpuSession, for tests."""
+    """One record per delay. session_options: of GpuSession, for tests."""
     config = recipe_config(options.recipe).replace(layout=layout)
     if options.context + options.tokens > config.max_position_embeddings:
         raise ConfigError(
-            f"--context {options.context} and --tokens {options.tokens} are more than the context of {options.recipe}"
+            f"--context {options.context} plus --tokens {options.tokens} must be at most the context of"
+            f" {options.recipe}, {config.max_position_embeddings}"
         )
     records = []
     for delay in options.delays:
@@ -120,7 +121,7 @@ def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuS
 
 
 def time_per_token(session: GpuSession, config: ModelConfig, options: Options, seed: int) -> float:
-    """Seconds from one token to the next, mean over a run, by the clock of the device."""
+    """Mean seconds from one token to the next in a run, by the device's clock."""
     plan, positions = session.plan, options.context + options.tokens
     shapes = [(1, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
     keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
@@ -142,7 +143,7 @@ def time_per_token(session: GpuSession, config: ModelConfig, options: Options, s
 
 
 def table(records: list[dict]) -> str:
-    """Markdown, with the conditions below."""
+    """Markdown table with the conditions below it."""
     lines = ["| layout | delay us | us per token median (min to max) | of a pure read |", "|---|---|---|---|"]
     for r in records:
         time = r["us_per_token"]
@@ -154,7 +155,7 @@ def table(records: list[dict]) -> str:
     r = records[0]
     conditions = (
         f"{r['status']}, not {r['status'].rsplit(' ', 1)[-1]} GPUs: {r['recipe']}, {r['weights']} weights, batch 1,"
-        f" greedy, context {r['context']}, {r['tokens']} tokens, {r['runs']} runs after one to warm up, {r['device']},"
+        f" greedy, context {r['context']}, {r['tokens']} tokens, {r['runs']} runs after one warm-up run, {r['device']},"
         f" jax {r['jax']}."
     )
     return "\n".join([*lines, "", conditions])

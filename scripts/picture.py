@@ -1,4 +1,4 @@
-"""Pictures with matplotlib, which is an extra: drawn without a display, the same bytes each time."""
+"""Pictures with matplotlib, an optional dependency: drawn without a display, reproducible byte for byte."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from laneformer.errors import InputError
 
 
 def pyplot():
-    """matplotlib.pyplot. Raises InputError, saying how to get it, where it is not installed."""
+    """Imports matplotlib.pyplot. Raises InputError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise InputError("pictures need matplotlib: pip install -e '.[plots]'") from None
+        raise InputError("pictures need matplotlib; install it with pip install -e '.[plots]'") from None
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "laneformer"}  # small files, the same each time
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "laneformer"}  # small, reproducible files
     import matplotlib.pyplot as plt
 
     return plt
@@ -21,6 +21,6 @@ def pyplot():
 def save(figure, path: Path) -> Path:
     """Writes the figure as .png or .svg and returns the path. Raises InputError for another kind of file."""
     if path.suffix not in (".png", ".svg"):
-        raise InputError(f"cannot draw {path}: name it .png or .svg")
+        raise InputError(f"cannot draw {path}; choose a name that ends in .png or .svg")
     figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path

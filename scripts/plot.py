@@ -1,4 +1,4 @@
-"""`python -m scripts.plot RUN...`: what training runs recorded, as a PNG or SVG."""
+"""`python -m scripts.plot RUN...`: plots the records of training runs as PNG or SVG."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,29 +15,28 @@ from scripts.picture import pyplot, save
 from train.metrics.records import read_lines
 
 MARKERS = "osD^vP*X"
-TIMES = 5  # records of the lanes that are shown of a single run
-COMMON = 0.98  # share of the values that a picture has room for, whatever the spikes
+TIMES = 5  # records of the lanes to show for a single run
+COMMON = 0.98  # share of the values inside the picture; spikes may be outside
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Draw what one or several training runs recorded, against the tokens they have seen."""
+    """Plot the records of one or several training runs against tokens."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or metrics.jsonl files."""
     panels: tuple[Literal["loss", "optimizer", "speed", "lanes"], ...] = ("loss",)
-    """loss: of training and validation; optimizer: learning rate and gradient norm; speed: tokens per second and, where
-    it was recorded, model FLOPs utilization; lanes: by depth, how alike the lanes' streams are and how large what lands
-    from the others is.
+    """loss: training and validation loss; optimizer: learning rate and gradient norm; speed: tokens per second and, if
+    recorded, model FLOPs utilization; lanes: similarity of the lanes' streams and size of landed parts, by depth.
     """
     out: Path | None = None
-    """Picture to write, .png or .svg; by default loss.png, or as the panels are called, in the first run's folder."""
+    """Picture to write, .png or .svg (default: named after the panels, such as loss.png, in the first run's folder)."""
     window: int = 20
-    """Steps in the running mean."""
+    """Steps of the running mean."""
 
 
 class Run:
-    """The records of one run, by kind. Raises InputError if there is nothing to draw."""
+    """The records of one run, by kind. Raises InputError if it has no training steps."""
 
     def __init__(self, path: Path, color: str):
         self.file, self.color = path / "metrics.jsonl" if path.is_dir() else path, color
@@ -45,7 +44,7 @@ class Run:
         lines = read_lines(self.file)
         self.steps = [line for line in lines if "loss" in line]
         if not self.steps:
-            raise InputError(f"{self.file} has no training steps: give the folder of a run that has started")
+            raise InputError(f"{self.file} has no training steps; give the folder of a run that has started")
         self.tokens = {line["step"]: line["tokens"] for line in self.steps}
         self.validations = [line for line in lines if "validation" in line]
         self.lanes = [line for line in lines if "lanes" in line]
@@ -54,7 +53,7 @@ class Run:
         self.borders = [(before["tokens"], after["phase"]) for before, after in changes]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and value of every step that recorded a number under `key`."""
+        """Tokens and value of every step with a number under `key`."""
         return _columns((line["tokens"], line[key]) for line in self.steps if line.get(key) is not None)
 
     def validation(self, tag: str) -> tuple[np.ndarray, np.ndarray]:
@@ -71,9 +70,9 @@ def _columns(pairs: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarr
 def draw(options: Options) -> Path:
     """Writes the picture and returns its path."""
     if not options.runs:
-        raise InputError("give at least one run folder")
+        raise InputError("no run given; name at least one run folder")
     if options.window < 1:
-        raise InputError(f"--window {options.window}: it must be at least 1")
+        raise InputError(f"--window must be at least 1, got {options.window}")
     runs = [Run(path, f"C{i}") for i, path in enumerate(options.runs)]
     rows = [_ROWS[panel](runs, options.window) for panel in options.panels]
     plt = pyplot()
@@ -88,7 +87,7 @@ def draw(options: Options) -> Path:
     return save(figure, options.out or runs[0].file.parent / f"{'-'.join(options.panels)}.png")
 
 
-Part = Callable[..., None]  # draws into its axes
+Part = Callable[..., None]  # draws into the given axes
 
 
 def _loss(runs: list[Run], window: int) -> list[Part]:
@@ -169,16 +168,15 @@ def _speed(runs: list[Run], window: int) -> list[Part]:
     parts = {"tokens_per_second": ("Tokens per second", 1, ""), "mfu": ("Model FLOPs utilization", 100, " %")}
     recorded = [key for key in parts if any(len(run.curve(key)[0]) for run in runs)]
     if not recorded:
-        raise InputError(f"{', '.join(str(run.file) for run in runs)}: no record of the speed")
+        raise InputError(f"{', '.join(str(run.file) for run in runs)}: no record of the speed; choose other --panels")
     return [part(key, *parts[key]) for key in recorded]
 
 
 def _lanes(runs: list[Run], window: int) -> list[Part]:
-    """One run: how it changes in training; several: their last records."""
+    """The lanes by depth: over training for one run, the last records for several runs."""
     if not any(run.lanes for run in runs):
         raise InputError(
-            f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; it comes with validations"
-            " (watch.lanes)"
+            f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; train with validation and watch.lanes"
         )
     if len(runs) == 1:
         records = runs[0].lanes
@@ -214,7 +212,7 @@ _ROWS = {"loss": _loss, "optimizer": _optimizer, "speed": _speed, "lanes": _lane
 
 
 def _faint_and_mean(axes, tokens: np.ndarray, values: np.ndarray, window: int, color: str, label: str) -> None:
-    """Every value faintly, and their mean over the `window` steps around."""
+    """Draws every value faintly, and the mean over `window` steps."""
     axes.plot(tokens, values, color=color, alpha=0.2, linewidth=0.8)
     if len(values):
         weights = np.full(min(window, len(values)), 1 / min(window, len(values)))
@@ -224,7 +222,7 @@ def _faint_and_mean(axes, tokens: np.ndarray, values: np.ndarray, window: int, c
 
 
 def _mark_borders_and_skips(axes, runs: list[Run], names: bool = False) -> None:
-    """A vertical line where a phase begins, with its name if asked for; a cross at the bottom for each skipped step."""
+    """Draws a vertical line at the start of each phase, optionally with its name, and a cross for each skipped step."""
     across = axes.get_xaxis_transform()
     owners: dict[tuple[float, str], list[str]] = {}
     for run in runs:

@@ -1,6 +1,4 @@
-"""`python -m scripts.plot_trace TRACE`: where the time of a token goes, from what `infer bench --trace` wrote; a table
-and a picture.
-"""
+"""`python -m scripts.plot_trace TRACE`: where the time of a token went, from a trace of `infer bench --trace`."""
 
 import gzip
 import json
@@ -15,22 +13,22 @@ import tyro
 from laneformer.errors import InputError, run_command
 from scripts.picture import pyplot, save
 
-FIRST, DRAWS = "embed", "head"  # ops that begin a pass, and that only a pass which draws a token has
+FIRST, DRAWS = "embed", "head"  # first op of a pass, and the op that only passes with a drawn token have
 BETWEEN = "between ops"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Show what the workers of a decode kernel (threads of a CPU, CTAs of a GPU) did during a token."""
+    """Show the time of a token by op and worker of a decode kernel (threads of a CPU, CTAs of a GPU)."""
 
     trace: tyro.conf.Positional[Path]
     """File of `python -m infer bench --trace`, .json or .json.gz."""
     layer: int | None = None
-    """The one to draw; by default one in the middle."""
+    """Layer to draw (default: the middle one)."""
     out: Path | None = None
-    """Picture to write, .png or .svg; by default the trace's name with .png."""
+    """Picture to write, .png or .svg (default: the trace's name with .png)."""
     picture: bool = True
-    """Without, the table alone, which needs no matplotlib."""
+    """Draw the picture, which needs matplotlib; without it the table alone is printed."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,23 @@ class Span:
     layer: int | None
     begin: float
     end: float
-    """Microseconds."""
+    """End of the span; both times in microseconds."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The tokens that were drawn after the first one, whose pass has the prompt in it."""
+    """Passes of all drawn tokens but the first, whose pass includes the prompt."""
 
     kind: str
-    """Of the workers."""
+    """Kind of worker: thread or CTA."""
     ops: list[str]
-    """In the order in which they first come."""
+    """Names of ops in order of first appearance."""
     passes: list[dict[int, list[Span]]]
-    """By worker, each pass of a token."""
+    """Spans by worker, for each pass."""
 
     @classmethod
     def read(cls, path: Path) -> "Trace":
-        """Raises InputError for a file that is no trace, or has no such token."""
+        """Reads a trace. Raises InputError for another kind of file, or a trace of fewer than two tokens."""
         try:
             with (
                 gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
@@ -69,11 +67,13 @@ class Trace:
                         Span(e["name"], e.get("args", {}).get("layer"), e["ts"], e["ts"] + e["dur"])
                     )
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration, EOFError, gzip.BadGzipFile) as error:
-            raise InputError(f"{path} is no trace of `python -m infer bench --trace` ({error!r})") from None
+            raise InputError(
+                f"{path} is not a trace ({error!r}); give a file of `python -m infer bench --trace`"
+            ) from None
         drawn = {worker: _drawn(spans) for worker, spans in workers.items()}
         count = min(map(len, drawn.values()))
         if count == 0:
-            raise InputError(f"{path} has no token after the first: trace at least two (--output-tokens)")
+            raise InputError(f"{path} has no token after the first; trace at least two (--output-tokens)")
         return cls(
             kind,
             list(dict.fromkeys(span.op for spans in drawn.values() for one in spans for span in one)),
@@ -82,12 +82,12 @@ class Trace:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of each pass, from the first worker's begin to the last one's end; microseconds, float64 [passes]."""
+        """Microseconds of each pass, from the first worker's begin to the last one's end: float64 [passes]."""
         spans = [[span for own in one.values() for span in own] for one in self.passes]
         return np.array([max(s.end for s in one) - min(s.begin for s in one) for one in spans])
 
     def times(self) -> dict[str, np.ndarray]:
-        """By op, and between ops: microseconds in each pass by each worker, float64 [passes, workers]."""
+        """Microseconds of each worker in each pass, by op and between ops: float64 [passes, workers]."""
         table = {
             op: np.array(
                 [[sum(s.end - s.begin for s in own if s.op == op) for own in one.values()] for one in self.passes]
@@ -99,7 +99,7 @@ class Trace:
 
 
 def _drawn(spans: list[Span]) -> list[list[Span]]:
-    """A worker's passes that draw a token, all but the first of them."""
+    """A worker's passes that draw a token, without the first."""
     passes: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: s.begin):
         if span.op == FIRST:
@@ -110,7 +110,7 @@ def _drawn(spans: list[Span]) -> list[list[Span]]:
 
 
 def table(trace: Trace) -> str:
-    """Microseconds of a token by op: of the mean worker and of the slowest one, medians over the tokens; Markdown."""
+    """Markdown table: microseconds of a token by op, of the mean and the slowest worker, medians over tokens."""
     times, whole = trace.times(), float(np.median(trace.lengths))
     rows = [f"| op | us of a token, mean {trace.kind} | slowest {trace.kind} | share |", "|---|---|---|---|"]
     for op, us in times.items():
@@ -121,15 +121,15 @@ def table(trace: Trace) -> str:
 
 
 def draw(trace: Trace, layer: int | None):
-    """The times as one bar; below it a layer of the median token, workers in rows. Raises InputError for a layer that
-    is not there.
+    """A bar of the times by op; below it one layer of the median token, workers in rows. Raises InputError for an
+    unknown layer.
     """
     layers = sorted(
         {span.layer for own in trace.passes[0].values() for span in own if span.layer is not None and span.op != DRAWS}
     )
     layer = layers[len(layers) // 2] if layer is None else layer
     if layer not in layers:
-        raise InputError(f"--layer {layer}: the trace has layers {layers[0]} to {layers[-1]}")
+        raise InputError(f"--layer must be between {layers[0]} and {layers[-1]}, got {layer}")
     plt = pyplot()
     figure, (bar, rows) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=(1, 3.5), layout="constrained")
     colors = {op: color for op, color in zip([*trace.ops, BETWEEN], plt.get_cmap("tab10").colors * 2, strict=False)} | {
@@ -158,7 +158,7 @@ def draw(trace: Trace, layer: int | None):
 
 
 def run(options: Options) -> str:
-    """The table and the picture's name."""
+    """Draws the picture; returns the table and the picture's path."""
     trace = Trace.read(options.trace)
     if not options.picture:
         return table(trace)

@@ -1,13 +1,14 @@
-"""Tokenize text into memory-mapped shards: local files and folders, or a Hugging Face dataset, also of conversations.
+r"""Tokenizes files, folders or a Hugging Face dataset, also of conversations, into memory-mapped shards.
 
-    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5 python -m
-    scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming --tokenizer
-    tokenizer.json python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat
-    --tokenizer data/web/tokenizer.json
+    python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5
+    python -m scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming \
+        --tokenizer tokenizer.json
+    python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat \
+        --tokenizer data/web/tokenizer.json
 
-The result depends on the text and the settings alone: documents come in a fixed order, and a document's hash decides
-whether it is held out for validation (so copies of one document never sit on both sides). Given again after it was
-stopped, a command goes on to the same result.
+The result depends on the text and the settings alone: documents are in a fixed order, and a document's hash decides
+whether it is held out for validation, so that copies of a document are in the same split. An interrupted command,
+run again, resumes and writes the same result.
 """
 
 import datetime
@@ -44,23 +45,23 @@ from train.tokenizing.writer import Job, is_finished, no_text, sample, write
 class Options:
     """Tokenize text files or a Hugging Face dataset into a folder of memory-mapped shards for `python -m train`.
 
-    A run that was stopped, by Ctrl-C, a kill or a full disk, goes on where it was when the same command is given again.
+    Run the same command again to resume after Ctrl-C, a kill or a full disk.
     """
 
     sources: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files, or folders that are searched through (hidden names and __pycache__ are left out)."""
+    """Files, or folders to search (without hidden names and __pycache__)."""
     out: Path
     """Folder to write."""
     glob: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Take only files with such a name, e.g. '*.py'; may be repeated. Without it: every file. What is not UTF-8 is
+    """Pattern of file names to include, such as '*.py'; may be repeated (default: all). Files that are not UTF-8 are
     skipped and counted.
     """
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Leave out files and folders with such a name, e.g. test or '*_pb2.py'; may be repeated."""
+    """Pattern of names of files and folders to exclude, such as test or '*_pb2.py'; may be repeated."""
     document_separator: str = ""
-    """Text between the documents of a file, such as '<|endoftext|>'. Without it a file is one document."""
+    """Text between the documents of a file, such as '<|endoftext|>' (default: a file is one document)."""
     dataset: str = ""
-    """A dataset for the Hugging Face `datasets` library instead of SOURCES: a hub name, or json, parquet, text with
+    """Dataset of the Hugging Face `datasets` library, instead of SOURCES: a hub name, or json, parquet or text with
     --data-files.
     """
     config: str = ""
@@ -70,56 +71,50 @@ class Options:
     split: str = "train"
     """Split of the dataset."""
     column: str = ""
-    """Column of the dataset that holds the text, or with --chat the messages. Without it: text, or with --chat the
-    first of messages, conversations, and pairs such as prompt and response that the dataset has.
+    """Column of the text or, with --chat, of the messages (default: text; with --chat the first of messages,
+    conversations, and pairs such as prompt and response in the dataset).
     """
     streaming: bool = False
-    """Read the dataset as it downloads, without a copy on disk and a first pass over it: for large ones.
-    --validation-fraction then needs a dataset of many documents.
+    """Read the dataset while it downloads, without a copy on disk or a first pass: for large datasets.
+    --validation-fraction then needs many documents.
     """
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A tokenizer.json to use. Without it a byte-level BPE is trained on the text."""
+    """tokenizer.json to use (default: train a byte-level BPE on the text)."""
     train_bpe: int = 4096
-    """Vocabulary of the trained BPE."""
+    """Vocabulary size of the trained BPE, in tokens."""
     bpe_sample_bytes: int = 20_000_000
-    """Train the BPE on about this many bytes of the text, chosen by hash (of a streamed dataset the first ones)."""
+    """Bytes of text to train the BPE on, about, chosen by hash (the first ones of a streamed dataset)."""
     end_token: str = END_OF_TEXT
     """Token after every document."""
     begin_token: str = ""
-    """Token before every document, for a tokenizer whose models expect one. Without it: none."""
+    """Token before every document, for tokenizers whose models expect one (default: none)."""
     fim_rate: float = 0.0
-    """Share of the training documents to rearrange for filling in the middle (arXiv 2207.14255), cut at random
+    """Share of the training documents to rearrange for fill-in-the-middle (arXiv 2207.14255), cut at random
     characters.
     """
     fim_spm_rate: float = 0.5
-    """Share of these in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
+    """Share of rearranged documents in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
     fim_tokens: tuple[str, str, str] = fim.TOKENS
     """Tokens before the prefix, the middle and the suffix."""
     chat: bool = False
-    """The rows of the dataset are conversations: write them with the tokenizer's chat template, the loss on the
-    assistant's words alone.
-    """
+    """Read rows as conversations, write them by the tokenizer's chat template, and count the loss on answers alone."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A Jinja chat template. Without it the one beside the tokenizer, or ChatML for a BPE that was trained by this
-    command.
-    """
+    """Jinja chat template (default: the one next to the tokenizer, or ChatML for a BPE trained by this command)."""
     chat_date: str = ""
-    """Day that a template which writes the date takes for today, as in 2025-01-31."""
+    """Date to write where the template writes today's, such as 2025-01-31."""
     prompt_column: str = ""
-    """With --chat: column of the prompt, a text or messages, where --answer-column has the assistant's answer."""
+    """With --chat: column of the prompt, a text or messages, for the answers in --answer-column."""
     answer_column: str = ""
-    """With --chat: column of the answer."""
+    """With --chat: column of the assistant's answer."""
     validation_fraction: float = 0.01
-    """Share of the documents that is held out as the split `validation`; 0 for none."""
+    """Share of the documents to hold out as split `validation`; 0: none."""
     shard_tokens: int = 1 << 27
     """Tokens per shard file."""
     overwrite: bool = False
-    """Replace what --out holds, and throw away unfinished work of other settings there."""
+    """Replace the content of --out, and discard unfinished work of other settings there."""
 
     def check(self) -> None:
-        """ConfigError on what cannot work. Not at construction: the command line prints its own kind of message for
-        that.
-        """
+        """Raises ConfigError for invalid options. Not at construction, where tyro would print the error in a box."""
         files, dataset = (
             ("glob", "exclude", "document_separator"),
             ("config", "data_files", "split", "column", "streaming", "chat"),
@@ -131,13 +126,13 @@ class Options:
             self._refuse(("train_bpe", "bpe_sample_bytes"), "a BPE trained here, not --tokenizer")
         elif self.end_token != END_OF_TEXT or self.begin_token or self.fim_tokens != fim.TOKENS:
             raise ConfigError(
-                "--end-token, --begin-token and --fim-tokens belong to --tokenizer: a trained BPE has "
+                "--end-token, --begin-token and --fim-tokens need --tokenizer; a trained BPE has "
                 + ", ".join(SPECIAL_TOKENS)
             )
         if self.chat:
             if not self.tokenizer:
                 raise ConfigError(
-                    "--chat needs --tokenizer, that of the model to train, as in --tokenizer data/web/tokenizer.json"
+                    "--chat needs the tokenizer of the model to train; name it with --tokenizer data/web/tokenizer.json"
                 )
             self._refuse(("fim_rate",), "plain text, not --chat")
             if bool(self.prompt_column) != bool(self.answer_column) or (self.prompt_column and self.column):
@@ -146,28 +141,28 @@ class Options:
                 self._today()
             except ValueError:
                 raise ConfigError(
-                    f"--chat-date {self.chat_date}: write year, month and day, as in 2025-01-31"
+                    f"--chat-date must be year, month and day, such as 2025-01-31, got {self.chat_date}"
                 ) from None
         else:
             self._refuse(("chat_template", "chat_date", "prompt_column", "answer_column"), "--chat")
         if self.train_bpe < ALPHABET:
-            raise ConfigError(f"--train-bpe {self.train_bpe}: a byte-level vocabulary has at least {ALPHABET} tokens")
-        if self.bpe_sample_bytes < 1 or self.shard_tokens < 1:
-            raise ConfigError("--bpe-sample-bytes and --shard-tokens: give at least 1")
+            raise ConfigError(
+                f"--train-bpe must be at least {ALPHABET}, every byte and special token, got {self.train_bpe}"
+            )
+        for name in ("bpe_sample_bytes", "shard_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("fim_rate", "fim_spm_rate"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: give a share of the documents, from 0 to 1")
+                raise ConfigError(f"{_flag(name)} must be a share between 0 and 1, got {getattr(self, name)}")
         if not self.fim_rate:
             self._refuse(("fim_spm_rate", "fim_tokens"), "--fim-rate")
         if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"--validation-fraction {self.validation_fraction}: give a share of the documents, at least 0 and"
-                " below 1"
-            )
+            raise ConfigError(f"--validation-fraction must be at least 0 and below 1, got {self.validation_fraction}")
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those of the dataset that were asked for."""
+        """Columns of the dataset chosen by the options."""
         pair = (self.prompt_column, self.answer_column) if self.prompt_column else ()
         return pair or ((self.column,) if self.column else () if self.chat else ("text",))
 
@@ -177,7 +172,7 @@ class Options:
     def _refuse(self, names: Sequence[str], owner: str) -> None:
         for option in fields(self):
             if option.name in names and getattr(self, option.name) != option.default:
-                raise ConfigError(f"{_flag(option.name)} goes with {owner}: leave it out")
+                raise ConfigError(f"{_flag(option.name)} applies to {owner} only; leave it out")
 
     def source(self) -> Files | Dataset:
         if self.sources:
@@ -193,15 +188,15 @@ class Options:
         )
 
     def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | None:
-        """The chat template to use; InputError where it needs a date that is not given."""
+        """The chat template to use, if any. Raises InputError if it needs a date and none is given, or the reverse."""
         if not self.chat:
             return None
         template = ChatTemplate.load(self.tokenizer.parent, self.chat_template, tokenizer=tokenizer, now=self._today)
         if template.says_date != bool(self.chat_date):
             raise InputError(
-                f"{template.name} writes the date: give --chat-date, the day to write for all"
+                f"{template.name} writes the date; give --chat-date, the day to write in all conversations"
                 if template.says_date
-                else f"{template.name} does not write the date: leave out --chat-date"
+                else f"{template.name} does not write the date; leave out --chat-date"
             )
         return template
 
@@ -217,7 +212,7 @@ def settings(
     tokenizer_file: bytes,
     template: ChatTemplate | None,
 ) -> dict[str, Any]:
-    """What the result depends on, for the manifest: a later run with the same is finished before it starts."""
+    """Everything that the result depends on, for the manifest: equal settings need no work."""
     if options.tokenizer:
         ids = {
             "tokenizer": hashlib.sha256(tokenizer_file).hexdigest(),
@@ -247,7 +242,7 @@ def tokenize(options: Options) -> str:
     """Writes the folder that the options describe, and returns a line that sums it up. Raises LaneformerError."""
     start = time.perf_counter()
     if options.out.exists() and not options.out.is_dir():
-        raise InputError(f"--out {options.out} is a file: give a folder")
+        raise InputError(f"--out {options.out} is a file; give a folder")
     source, tokenizer_file, tokenizer = options.source(), b"", None
     if options.tokenizer:
         try:

@@ -1,6 +1,6 @@
-"""`python -m train RECIPE [--section.option value ...]`: pretrains, or goes on with, the run that the recipe describes.
+"""`python -m train RECIPE [--section.option value ...]`: starts or resumes the run that the recipe describes.
 
-With --dry-run it only says what the run would take on a described cluster.
+With --dry-run it reports what the run would need on a described cluster, and trains nothing.
 """
 
 import shlex
@@ -11,7 +11,7 @@ from laneformer.errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a user's mistake, 130 or 143 stopped by a signal and saved."""
+    """Exit status: 0 done, 2 a user's mistake, 130 or 143 stopped by a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     resume = f"resume from the last checkpoint with: python -m train {shlex.join(arguments)}"
     return run_command(lambda: _run(arguments), interrupted=f"stopped without saving; {resume}")

@@ -1,6 +1,4 @@
-"""How fast recipes train on this hardware, beside a plain dense model of the same size: `python -m train.bench [RECIPE
-...]`.
-"""
+"""`python -m train.bench [RECIPE ...]`: training speed of recipes, next to a plain dense model of the same size."""
 
 import json
 import multiprocessing
@@ -31,37 +29,37 @@ from train.planning.cluster import peak_flops
 from train.recipes import parse
 from train.step import Trainer
 
-WARMUP = 3  # steps before those that are timed, beside the first, which compiles
+WARMUP = 3  # untimed steps after the first one, which compiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Times optimizer steps of recipes: each entry in a process of its own, the entries in turn, several times."""
+    """Time optimizer steps of recipes: every entry in a separate process, the entries in turn, several rounds."""
 
     recipes: tyro.conf.Positional[tuple[str, ...]] = ("stdlib",)
-    """Recipes, each with options of its own if quoted: stdlib "stdlib --mesh.host-devices 1 --mesh.lane 1"."""
+    """Recipes; quote one to add its options: stdlib "stdlib --mesh.host-devices 1 --mesh.lane 1"."""
     layouts: tuple[str, ...] = ()
-    """Run every recipe with these layouts instead of its own, as in: --layouts "dtp(4)" tp none."""
+    """Layouts to run every recipe with, instead of its own: --layouts "dtp(4)" tp none."""
     dense: bool = True
-    """Also a dense Flax model of the first recipe's sizes, same batch, on one device (train/dense.py)."""
+    """Also time a dense Flax model with the sizes and batch of the first recipe, on one device (train/dense.py)."""
     steps: int = 10
     """Timed steps per process."""
     rounds: int = 3
     """Processes per entry."""
     json: Path | None = None
-    """Also write all figures and conditions to this file."""
+    """File to write all figures and conditions to."""
 
     def __post_init__(self):
         for name in ("steps", "rounds"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: it must be at least 1")
+                raise ConfigError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not self.recipes:
-            raise ConfigError("name at least one recipe")
+            raise ConfigError("no recipe given; name at least one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One thing to time."""
+    """One recipe, layout or dense model to time."""
 
     name: str
     recipe: tuple[str, ...]
@@ -75,7 +73,7 @@ class Entry:
 
 
 def entries(bench: Bench) -> list[Entry]:
-    """What is timed, in order. Raises ConfigError for a recipe, option or layout that cannot work."""
+    """Everything to time, in order. Raises ConfigError for an invalid recipe, option or layout."""
     found = []
     for recipe in bench.recipes:
         words = tuple(shlex.split(recipe))
@@ -107,7 +105,7 @@ def run(bench: Bench) -> dict:
 
 
 def _in_a_process(entry: Entry, steps: int, cache: str) -> dict:
-    """What `_time` gives, from a process that has the hardware to itself. Raises LaneformerError where that fails."""
+    """Result of `_time` in a process that has the hardware to itself. Raises LaneformerError if it fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_worker, args=(entry, steps, cache, theirs))

@@ -1,4 +1,4 @@
-"""Saves and restores a run with Orbax: asynchronous, atomic, on any mesh."""
+"""Saves and restores a run with Orbax, asynchronously and atomically, on any mesh."""
 
 import itertools
 import os
@@ -24,14 +24,14 @@ from laneformer.processes import all_agree
 from train.config import TrainConfig, recorded
 from train.step import State
 
-OPTIMIZER = "optimizer"  # moments and the step counter, beside the params and meta that inference reads
+OPTIMIZER = "optimizer"  # moments and step counter; inference reads only params and meta
 
 
 class Checkpoints:
     """The saved steps of one run: RUN/checkpoints/STEP/{params, optimizer, meta}.
 
-    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. What
-    is read back must have the fingerprint noted when it was saved.
+    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. A
+    restored state must have the fingerprint recorded when it was saved.
     """
 
     def __init__(self, config: TrainConfig, tokenizer_sha256: str):
@@ -54,14 +54,12 @@ class Checkpoints:
         }
 
     def save(self, state: State, step: int) -> None:
-        """Starts writing the state and returns once it is copied. Raises CheckpointError if this or the previous save
-        failed.
-        """
+        """Starts writing the state, and returns once it is copied. Raises CheckpointError if any save failed."""
         self.wait()
         self.saving = step
         needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
         if free < needed:
-            raise self._failed(f"it takes {needed:,} bytes and the disk has {free:,} left")
+            raise self._failed(f"it needs {needed:,} bytes and the disk has {free:,} left")
         optimizer = {"state": state.optimizer, "step": state.step}
         phase = self.config.phase_at(step - 1)
         meta = self.meta | {
@@ -78,20 +76,20 @@ class Checkpoints:
         }
         with self._saving():
             if not self.manager.save(step, args=ocp.args.Composite(**items)):
-                raise self._failed("there is a later one")
+                raise self._failed("a later step is saved")
 
     def restore(self, wanted: Callable[[int], State]) -> State | None:
-        """The newest step that can be read, as wanted(step) says: shapes and places. None if nothing was ever saved.
+        """Restores the newest readable step with the shapes and shardings of wanted(step); None if nothing is saved.
 
-        Damaged steps newer than it are reported and moved aside. Raises CheckpointError, and moves nothing, if none can
-        be read.
+        Reports newer, damaged steps and moves them aside. Raises CheckpointError, and moves nothing, if no step is
+        readable.
         """
         damaged: dict[int, str] = {}
         for step in reversed(saved_steps(self.run)):
             state = None
             try:
                 state = self._read(step, wanted(step))
-            except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
+            except Exception as error:  # Orbax raises any type that its threads raise, even a bare Exception
                 damaged[step] = one_line(error)
             if not all_agree(state is not None):
                 damaged.setdefault(step, "another process could not read its part")
@@ -102,7 +100,7 @@ class Checkpoints:
         if damaged:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise CheckpointError(
-                f"no checkpoint in {self.run / STEPS} can be read ({reasons}): put back a copy, or start anew in"
+                f"no checkpoint in {self.run / STEPS} can be read ({reasons}); restore a copy, or start again in"
                 " another folder with --run"
             )
         return None
@@ -131,21 +129,21 @@ class Checkpoints:
         found = self.manager.restore(step, args=ocp.args.Composite(**items))
         for item in (PARAMS, OPTIMIZER):
             if fingerprint(found[item]) != found[META]["fingerprint"][item]:
-                raise CheckpointError(f"{item} is not what was saved: its fingerprint differs")
+                raise CheckpointError(f"{item} differs from what was saved: its fingerprint does not match")
         return State(found[PARAMS], found[OPTIMIZER]["state"], found[OPTIMIZER]["step"])
 
     def _move_aside(self, step: int, reason: str) -> None:
         if jax.process_index() == 0:
             names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
             aside = next(self.run / name for name in names if not (self.run / name).exists())
-            print(f"warning: the checkpoint of step {step} is damaged ({reason}): moved to {aside}", file=sys.stderr)
+            print(f"warning: the checkpoint of step {step} is damaged ({reason}); moved to {aside}", file=sys.stderr)
             os.rename(self.run / STEPS / str(step), aside)
         all_agree(True)
         self.manager.reload()
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Makes whatever Orbax raises a CheckpointError that names the step being saved."""
+        """Turns any error from Orbax into a CheckpointError that names the step being saved."""
         try:
             yield
         except CheckpointError:
@@ -155,19 +153,19 @@ class Checkpoints:
 
     def _failed(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; once it can, the same command goes on"
-            " from the step before"
+            f"cannot save step {self.saving} in {self.run / STEPS}: {reason}; fix that and run the same command again"
+            " to resume from the last checkpoint"
         )
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps that have a folder of their own in a run, ascending, damaged ones included."""
+    """Saved steps of a run, ascending, damaged ones included."""
     folder = run / STEPS
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
 def versions() -> dict[str, str | None]:
-    """What computed this run: packages, Python, and the project's git commit where there is one."""
+    """Versions that computed this run: packages, Python, and the project's git commit if there is one."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

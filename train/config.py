@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass of sections, shown by `python -m train RECIPE --help`."""
+"""The configuration of a training run: one frozen dataclass of sections, shown by `python -m train RECIPE --help`."""
 
 import dataclasses
 import fnmatch
@@ -18,218 +18,213 @@ FIRST = "pretrain"  # name of the first phase
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, in which portions."""
+    """Training data: its folders, and how they become batches."""
 
     path: tuple[Path, ...]
-    """Folder that `python -m scripts.tokenize` wrote, or several of them: a mixture."""
+    """Folders written by `python -m scripts.tokenize`; several make a mixture."""
     weights: tuple[float, ...] = ()
-    """Share of each folder in the rows, in the order of `path`; by default by their number of tokens."""
+    """Share of each folder in the rows, in the order of `path` (default: in proportion to their tokens)."""
     sequence_length: int
     """Tokens per sequence (s)."""
     batch_size: int
-    """Sequences per step, over all hosts, devices and accumulated parts."""
+    """Sequences per step, summed over hosts, devices and accumulated parts."""
     packing: Literal["concat", "best_fit"] = "concat"
     """concat: documents end to end, cut into rows; best_fit: rows of whole documents, padded (arXiv 2404.10830)."""
     attend_across_documents: bool = True
-    """Whether a token sees the earlier documents of its row."""
+    """Let a token attend to earlier documents of its row."""
     seed: int = 0
-    """Decides the order of the sequences."""
+    """Seed of the order of the sequences."""
     validation_path: tuple[Path, ...] = ()
-    """Further folders whose held-out text is measured, each under its own name."""
+    """Further folders to measure held-out loss on, each reported under its folder name."""
     validation_batches: int = 8
-    """Batches of held-out text per folder and validation, always the same ones; 0: none."""
+    """Batches of held-out text per folder in each validation, always the same ones; 0: no validation."""
 
     def __post_init__(self):
         for name in ("path", "validation_path"):
             if not isinstance(getattr(self, name), tuple):
-                raise ConfigError(f"data.{name} = {getattr(self, name)!r}: write a tuple of folders")
+                raise ConfigError(f"data.{name} must be a tuple of folders, got {getattr(self, name)!r}")
         if not self.path:
             raise ConfigError("data.path is empty: name at least one folder that python -m scripts.tokenize wrote")
         if self.weights and len(self.weights) != len(self.path):
             raise ConfigError(
-                f"data.weights has {len(self.weights)} numbers for the {len(self.path)} folders of data.path: give one"
-                " each"
+                f"data.weights must have one number per folder of data.path ({len(self.path)}), got {len(self.weights)}"
             )
         if any(not 0 < weight < math.inf for weight in self.weights):
             raise ConfigError(
-                f"data.weights = {self.weights}: every weight is a positive number; leave out a folder that is not"
-                " wanted"
+                f"data.weights must be positive numbers, got {self.weights}; leave out folders without weight"
             )
         if self.validation_batches < 0:
-            raise ConfigError(f"data.validation_batches = {self.validation_batches}: it must be at least 0")
+            raise ConfigError(f"data.validation_batches must be at least 0, got {self.validation_batches}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its learning rate over the steps of a phase."""
+    """Optimizer, and its learning rate over the steps of a phase."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """adamw (arXiv 1711.05101), or muon for each lane's matrices and adamw for the rest (arXiv 2502.16982)."""
+    """adamw (arXiv 1711.05101), or muon (arXiv 2502.16982) for each lane's matrices with adamw for the rest."""
     learning_rate: float = 3e-3
-    """Highest learning rate, after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
-    """After the warm-up: constant, then a linear decay (wsd, arXiv 2404.06395); half a cosine; or constant to the end.
-    """
+    """Rate after the warm-up: wsd (constant, then a linear decay, arXiv 2404.06395), cosine, or constant."""
     warmup_steps: int = 100
-    """Steps over which the rate rises linearly from 0."""
+    """Steps in which the rate rises linearly from 0."""
     decay_fraction: float = 0.2
-    """wsd: share of the phase's steps, at its end, over which the rate falls."""
+    """wsd: share of the phase's steps, at its end, in which the rate decays."""
     final_fraction: float = 0.0
-    """wsd and cosine: the rate at the end, as a share of the highest."""
+    """wsd and cosine: final rate, as a share of the peak."""
     beta1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay per step of the running mean of gradients."""
     beta2: float = 0.95
-    """Decay of the mean of squared gradients."""
+    """Decay per step of the running mean of squared gradients."""
     eps: float = 1e-8
-    """Added to the root of the mean square."""
+    """Constant added to the root of the mean square."""
     momentum: float = 0.95
-    """muon: decay of the momentum that is orthogonalised."""
+    """muon: decay per step of the momentum, which is then orthogonalised."""
     weight_decay: float = 0.1
-    """Decay of matrices per step, times the learning rate; norms and biases do not decay."""
+    """Decay of matrices per step, as a multiple of the learning rate; norms and biases do not decay."""
     clip_norm: float = 1.0
-    """Gradients with a greater norm over all weights are scaled down to it."""
+    """Largest gradient norm over all weights; gradients above it are scaled down to it."""
 
     def __post_init__(self):
         for name in ("learning_rate", "eps", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it must be a positive number")
+                raise ConfigError(f"optimizer.{name} must be a positive number, got {getattr(self, name)}")
         for name, top in (("beta1", 1), ("beta2", 1), ("momentum", 1), ("weight_decay", math.inf)):
             if not 0 <= getattr(self, name) < top:
-                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it must be at least 0 and below {top}")
+                raise ConfigError(f"optimizer.{name} must be at least 0 and below {top}, got {getattr(self, name)}")
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it lies in 0..1")
+                raise ConfigError(f"optimizer.{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.warmup_steps < 0:
-            raise ConfigError(f"optimizer.warmup_steps = {self.warmup_steps}: it must be at least 0")
+            raise ConfigError(f"optimizer.warmup_steps must be at least 0, got {self.warmup_steps}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Which devices hold what. A run may go on with other values: the losses then agree to rounding."""
+    """Devices of the run. A resumed run may change them: its losses then agree to rounding."""
 
     data: int = 1
-    """Devices on the data axis: batches, weights and optimizer state are split over it."""
+    """Devices on the data axis, which splits batches, weights and optimizer state."""
     lane: int | None = None
-    """Devices on the lane axis, a divisor of model.num_lanes; by default as many as there are."""
+    """Devices on the lane axis, a divisor of model.num_lanes (default: as many as are available)."""
     host_devices: int | None = None
-    """On a CPU: make this many devices of it, per process (real lanes and exchanges, without a GPU)."""
+    """CPU only: split the CPU into this many devices per process, to run real lanes and exchanges without a GPU."""
     distributed: bool = False
-    """Join the other processes of this job first: found through SLURM, Open MPI or Kubernetes, or named by
+    """Join the other processes of the job first, found through SLURM, Open MPI or Kubernetes, or given by
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What a run shows of itself, and when it gives up."""
+    """What a run logs besides its losses, and when it gives up."""
 
     max_skipped: int = 10
-    """Stop after this many steps in a row whose loss or gradient was not finite (each is skipped)."""
+    """Stop after this many consecutive skipped steps: steps whose loss or gradient is not finite."""
     max_rise: float = 3.0
-    """Stop when the median loss of 20 steps lies this many nats above the lowest such median of the phase."""
+    """Stop when the median loss of 20 steps is this many nats above the lowest such median of the phase."""
     lanes: bool = True
-    """At each validation: how alike the lanes' streams are by depth, and how large what lands is against what they add
-    themselves.
-    """
+    """Record by depth, at each validation, how similar the lanes' streams are, and the ratio of landed to own parts."""
     tensorboard: bool = False
     """Also write RUN/tensorboard (pip install -e '.[tensorboard]')."""
     wandb: str = ""
     """Also log to this Weights & Biases project (pip install -e '.[wandb]')."""
     samples_every: int = 0
-    """Steps between samples of text, written to samples.jsonl; 0: none."""
+    """Steps between text samples, written to samples.jsonl; 0: no samples."""
     prompts: tuple[str, ...] = ("",)
-    """What the samples continue."""
+    """Prompts that the samples continue."""
     sample_tokens: int = 64
     """Tokens per sample."""
     humaneval_every: int = 0
-    """Steps between evaluations on programming problems, greedy; 0: none."""
+    """Steps between greedy evaluations on programming problems; 0: no evaluations."""
     humaneval: Path | None = None
-    """File of the problems: HumanEval, HumanEval+, MBPP or MBPP+ as .jsonl or .jsonl.gz."""
+    """File of problems: HumanEval, HumanEval+, MBPP or MBPP+, as .jsonl or .jsonl.gz."""
     humaneval_problems: int = 0
-    """Only the first so many of them; 0: all."""
+    """Number of problems to use, from the first on; 0: all."""
     humaneval_tokens: int = 512
-    """Longest answer."""
+    """Tokens per answer, at most."""
     profile_at: int | None = None
-    """Record a jax.profiler trace from this step on, in RUN/profile."""
+    """Step at which to start a jax.profiler trace, written to RUN/profile."""
     profile_steps: int = 5
     """Steps in the trace."""
 
     def __post_init__(self):
         for name in ("samples_every", "humaneval_every", "humaneval_problems"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"watch.{name} = {getattr(self, name)}: it must be at least 0")
+                raise ConfigError(f"watch.{name} must be at least 0, got {getattr(self, name)}")
         for name in ("max_skipped", "sample_tokens", "humaneval_tokens", "profile_steps"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"watch.{name} = {getattr(self, name)}: it must be at least 1")
+                raise ConfigError(f"watch.{name} must be at least 1, got {getattr(self, name)}")
         if not self.max_rise > 0:
-            raise ConfigError(f"watch.max_rise = {self.max_rise}: it must be positive")
+            raise ConfigError(f"watch.max_rise must be positive, got {self.max_rise}")
         if self.humaneval_every and self.humaneval is None:
-            raise ConfigError("watch.humaneval_every needs watch.humaneval: name the file of problems")
+            raise ConfigError("watch.humaneval_every needs a file of problems; name it with watch.humaneval")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """A model cut from a dense one (python -m scripts.convert_dense) learns to be it again: see train/distill.py."""
+    """Distillation of a dense model into one cut from it by python -m scripts.convert_dense: see train/distill.py."""
 
     teacher: Path | None = None
-    """Checkpoint whose distribution is learned, a Hugging Face folder or a training run; none: the data alone."""
+    """Checkpoint to learn the distribution of: a Hugging Face folder or a training run (default: none)."""
     student: Path | None = None
-    """Checkpoint with the first weights; none: fresh ones."""
+    """Checkpoint with the initial weights (default: random weights)."""
     kl_weight: float = 1.0
-    """Weight of the divergence from the teacher beside the cross-entropy."""
+    """Weight of the KL divergence from the teacher, relative to the cross-entropy."""
     temperature: float = 1.0
-    """Softens both distributions in it (arXiv 1503.02531)."""
+    """Temperature of both distributions in the divergence (arXiv 1503.02531)."""
     anneal_steps: int = 0
-    """Steps over which the delay of a layout dtp(delta) grows from 0 to delta; 0: delta from the first step on."""
+    """Steps in which the delay of a layout dtp(delta) grows from 0 to delta; 0: delta from the first step on."""
     anneal_stages: int = 8
-    """Equal steps in which it grows, each of which is compiled."""
+    """Number of equal stages in which the delay grows; each one is compiled."""
 
     def __post_init__(self):
         if not 0 <= self.kl_weight < math.inf or not 0 < self.temperature < math.inf:
             raise ConfigError(
-                f"distill.kl_weight = {self.kl_weight} and distill.temperature = {self.temperature}: at least 0, and"
-                " above 0"
+                f"distill.kl_weight must be at least 0 and distill.temperature above 0, got {self.kl_weight} and"
+                f" {self.temperature}"
             )
         if self.anneal_steps < 0 or self.anneal_stages < 1:
             raise ConfigError(
-                f"distill.anneal_steps = {self.anneal_steps} and distill.anneal_stages = {self.anneal_stages}: at least"
-                " 0 and 1"
+                f"distill.anneal_steps must be at least 0 and distill.anneal_stages at least 1, got {self.anneal_steps}"
+                f" and {self.anneal_stages}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """One phase of a run: so many steps on such data with such a learning rate."""
+    """One phase of a run: its steps, data and optimizer."""
 
     steps: int
     """Optimizer steps."""
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     accumulate: int = 1
-    """Parts into which a step's batch is cut, one after the other, to save memory."""
+    """Parts of a step's batch, computed one after another to save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaterPhase(PhaseConfig):
-    """A phase after the first, and what it changes in the model. The context grows with data.sequence_length."""
+    """A phase after the first, and its changes to the model. The context grows with data.sequence_length."""
 
     sliding_window: int | None = None
-    """Keys that a sliding layer sees from now on; by default as before."""
+    """Keys that a sliding layer attends to from this phase on (default: unchanged)."""
     rope_theta: float | None = None
-    """Base of the rotary frequencies from now on; by default as before."""
+    """Base of the rotary frequencies from this phase on (default: unchanged)."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies from now on; by default as before."""
+    """Stretching of the rotary frequencies from this phase on (default: unchanged)."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase with everything settled; made by `TrainConfig.phases`."""
+    """A phase with its place in the run and its own model config; made by `TrainConfig.phases`."""
 
     name: str
     index: int
     first_step: int
-    """Steps of the run before it."""
+    """Steps of the run before this phase."""
     tokens_before: int
-    """Tokens of the run before it."""
+    """Tokens of the run before this phase."""
     steps: int
     model: ModelConfig
     data: DataConfig
@@ -238,7 +233,7 @@ class Phase:
 
     @property
     def last_step(self) -> int:
-        """Steps of the run when it is done."""
+        """Steps of the run at the end of this phase."""
         return self.first_step + self.steps
 
     @property
@@ -246,45 +241,46 @@ class Phase:
         return self.data.batch_size * self.data.sequence_length
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that the run has seen after `step` steps, in the rows that were read; padding counts."""
+        """Tokens read by the run in its first `step` steps, padding included."""
         return self.tokens_before + (step - self.first_step) * self.tokens_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(PhaseConfig):
-    """A pretraining run. Its first phase stands in its own fields, the others in `then`."""
+    """A pretraining run. Its own fields describe the first phase, `then` the later ones."""
 
     name: str
-    """Names the run, and its folder unless `run` says otherwise."""
+    """Name of the run, and of its folder unless `run` is given."""
     model: ModelConfig
     then: dict[str, LaterPhase] = field(default_factory=dict)
-    """The phases after the first, by name, in order."""
+    """Phases after the first, by name, in order."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     seed: int = 0
-    """Decides the first weights."""
+    """Seed of the initial weights."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-sum of the logits in the loss (arXiv 2204.02311), which keeps them from drifting.
+    """Weight in the loss of the mean squared log-sum-exp of the logits (arXiv 2204.02311), which keeps them from
+    drifting.
     """
     loss_chunk: int = 4096
-    """Tokens per device whose logits exist at once."""
+    """Tokens per device whose logits are in memory at once."""
     compute_dtype: ComputeDtype = "auto"
-    """Of matrix products; auto: bfloat16, but float32 on a CPU. Master weights, streams and sums are float32."""
+    """Dtype of matrix products; auto: float32 on a CPU, else bfloat16. Master weights, streams and sums are float32."""
     remat: Literal["none", "block", "dots"] = "none"
-    """What the backward pass computes again: nothing; all of a module (block); all but its matrix products (dots)."""
+    """What the backward pass recomputes: nothing (none), whole modules (block), or all but matrix products (dots)."""
     run: Path | None = None
-    """Folder for checkpoints and metrics; by default runs/NAME. The same command goes on where a run in it stopped."""
+    """Folder for checkpoints and metrics (default: runs/NAME). Run the same command again to resume a run in it."""
     log_every: int = 10
-    """Steps between lines of metrics on the terminal; metrics.jsonl has every step."""
+    """Steps between metric lines on the terminal; metrics.jsonl has every step."""
     validate_every: int = 100
     """Steps between validations; the last step of a phase is always validated."""
     save_every: int = 100
     """Steps between checkpoints; the last step of a phase is always saved."""
     keep: int = 2
-    """Newest checkpoints that are kept, beside the last one of every phase."""
+    """Number of newest checkpoints to keep, in addition to the last one of every phase."""
     keep_every: int = 0
-    """Also keep every checkpoint of a step that is a multiple of this; 0: none."""
+    """Also keep checkpoints at multiples of this many steps; 0: none."""
 
     def __post_init__(self):
         positive = {
@@ -294,27 +290,27 @@ class TrainConfig(PhaseConfig):
         optional = {"mesh.lane": self.mesh.lane, "mesh.host_devices": self.mesh.host_devices}
         _require_positive({**positive, **{name: value for name, value in optional.items() if value is not None}})
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed = {self.seed}: it lies in 0..{2**32 - 1}")
+            raise ConfigError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
         if self.keep_every < 0 or not 0 <= self.z_loss < math.inf:
-            raise ConfigError(f"keep_every = {self.keep_every} and z_loss = {self.z_loss}: both must be at least 0")
+            raise ConfigError(f"keep_every and z_loss must be at least 0, got {self.keep_every} and {self.z_loss}")
         _check_choices(self)
         if FIRST in self.then:
-            raise ConfigError(f"then.{FIRST}: the first phase has that name, choose another for the later one")
+            raise ConfigError(f"then.{FIRST} has the name of the first phase; choose another name")
         for phase in self.phases:
             _check_phase(phase, self)
         if self.distill.anneal_steps and parse_layout(self.model.layout)[0] != "dtp":
             raise ConfigError(
-                f"distill.anneal_steps needs a layout dtp(delta), not {self.model.layout}: that delay can grow in"
-                " fractions"
+                "distill.anneal_steps needs a delay that can grow in fractions; set model.layout to dtp(delta), not"
+                f" {self.model.layout}"
             )
         if self.distill.anneal_steps > self.steps:
-            raise ConfigError(f"distill.anneal_steps = {self.distill.anneal_steps} is more than steps = {self.steps}")
+            raise ConfigError(
+                f"distill.anneal_steps = {self.distill.anneal_steps} must be at most steps = {self.steps}"
+            )
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All phases in order, each with its own model config. Raises ConfigError if the model cannot work in one of
-        them.
-        """
+        """All phases in order, each with its own model config. Raises ConfigError for an invalid one."""
         phases, model, steps, tokens = [], self.model, 0, 0
         for index, (name, phase) in enumerate([(FIRST, self), *self.then.items()]):
             if index:
@@ -337,27 +333,27 @@ class TrainConfig(PhaseConfig):
         return self.phases[-1].last_step
 
     def phase_at(self, step: int) -> Phase:
-        """The phase that takes the run from `step` steps to `step` + 1; the last one when all are done."""
+        """The phase of the step after `step` steps; the last phase once all steps are done."""
         return next((phase for phase in self.phases if step < phase.last_step), self.phases[-1])
 
     @property
     def run_folder(self) -> Path:
-        """Where the run lies."""
+        """Folder of the run."""
         return self.run or Path("runs") / self.name
 
 
 def _require_positive(values: dict[str, int]) -> None:
     for name, value in values.items():
         if value < 1:
-            raise ConfigError(f"{name} = {value}: it must be at least 1")
+            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def _check_choices(value, prefix: str = "") -> None:
-    """Raises ConfigError for a text that is none of its field's Literal choices, in every section."""
+    """Raises ConfigError for a value outside its field's Literal choices, in any section."""
     for name, kind in get_type_hints(type(value)).items():
         inner = getattr(value, name)
         if get_args(kind) and getattr(kind, "__origin__", None) is Literal and inner not in get_args(kind):
-            raise ConfigError(f"{prefix}{name} = {inner!r}: known are {', '.join(get_args(kind))}")
+            raise ConfigError(f"unknown {prefix}{name} {inner!r}; choose {', '.join(get_args(kind))}")
         if isinstance(inner, DataConfig | OptimizerConfig):
             _check_choices(inner, f"{prefix}{name}.")
         if isinstance(inner, dict):
@@ -379,16 +375,16 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
     shares = phase.accumulate * config.mesh.data
     if data.batch_size % shares:
         raise ConfigError(
-            f"{where}data.batch_size = {data.batch_size} must be a multiple of accumulate x mesh.data = {shares}"
+            f"{where}data.batch_size must be a multiple of accumulate x mesh.data = {shares}, got {data.batch_size}"
         )
     if data.sequence_length > phase.model.max_position_embeddings:
         raise ConfigError(
-            f"data.sequence_length = {data.sequence_length} is longer than the model's context "
-            f"(model.max_position_embeddings = {phase.model.max_position_embeddings})"
+            f"data.sequence_length must be at most model.max_position_embeddings ="
+            f" {phase.model.max_position_embeddings}, got {data.sequence_length}"
         )
 
 
-# Fields that may change when a run goes on: they do not enter the result but by rounding.
+# Fields that a resumed run may change: they affect the result by rounding at most.
 _FREE = (
     "run",
     "name",
@@ -425,13 +421,10 @@ def recorded(config: TrainConfig) -> dict[str, object]:
 
 
 def check_same_run(before: dict[str, object], config: TrainConfig, run: Path) -> None:
-    """Raises ConfigError if `config` would not continue the run that `before` records, naming the options that
-    differ.
-    """
-    now, distils_nothing = recorded(config), dataclasses.asdict(DistillConfig())
-    before = {
-        f"distill.{name}": value for name, value in distils_nothing.items()
-    } | before  # a run from before there was this section
+    """Raises ConfigError, naming the options that differ, unless `config` continues the run that `before` records."""
+    now = recorded(config)
+    # Runs recorded before the section distill existed distilled nothing.
+    before = {f"distill.{name}": value for name, value in dataclasses.asdict(DistillConfig()).items()} | before
 
     def free(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in _FREE)
@@ -440,7 +433,7 @@ def check_same_run(before: dict[str, object], config: TrainConfig, run: Path) ->
         name for name in sorted(now.keys() | before.keys()) if not free(name) and before.get(name) != now.get(name)
     ]
     if changed:
-        listed = ", ".join(f"{name} ({before.get(name)!r} before, {now.get(name)!r} now)" for name in changed[:6])
+        listed = ", ".join(f"{name} (was {before.get(name)!r}, now {now.get(name)!r})" for name in changed[:6])
         raise ConfigError(
-            f"{run} holds a run with other settings: {listed}; give the same, or another folder with --run"
+            f"{run} holds a run with other settings: {listed}; restore them, or choose another folder with --run"
         )

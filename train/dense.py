@@ -1,4 +1,4 @@
-"""A plain dense Llama in Flax NNX, the way a user of Flax writes one: what `python -m train.bench` compares with."""
+"""A plain dense Llama in Flax NNX, as a user of Flax would write it: the baseline of `python -m train.bench`."""
 
 from collections.abc import Callable
 
@@ -63,7 +63,7 @@ class DenseModel(nnx.Module):
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the two halves of each head [b, s, h, k] as pairs (RoPE, arXiv 2104.09864)."""
+    """Rotates the two halves of each head [b, s, h, k] as pairs (RoPE, arXiv 2104.09864)."""
     cos, sin = rotary
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -72,9 +72,7 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 def dense_step(
     config: ModelConfig, dtype: str, learning_rate: float, clip_norm: float
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that does one AdamW step on ids [b, s + 1] and returns the mean loss; the model and optimizer live in
-    it.
-    """
+    """A function that does one AdamW step on ids [b, s + 1] and returns the mean loss; it holds model and optimizer."""
     model = DenseModel(config, dtype, nnx.Rngs(0))
     transformation = optax.chain(
         optax.clip_by_global_norm(clip_norm), optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1)

@@ -1,8 +1,8 @@
 """Distillation: a model cut into lanes learns the distribution of the dense model it was cut from, while its delay
 grows.
 
-The teacher runs in a program of its own before each step and hands its logits over as part of the batch, so that a step
-stays one program of state and batch. All logits of a batch exist at once, twice: for long sequences and large
+The teacher runs as a separate program before each step, and its logits are part of the batch, so that a step stays one
+program of state and batch. All logits of a batch are in memory at once, twice: for long sequences and large
 vocabularies use small batches.
 """
 
@@ -28,8 +28,8 @@ from laneformer.weights import parameter_table
 from train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
-RECORD = "distill.json"  # of a run: the fingerprint of its teacher
-# What a run may choose for itself: everything else of the student's config decides its weights, or what they compute.
+RECORD = "distill.json"  # in a run folder: the fingerprint of its teacher
+# Fields a run may choose; every other field of the student's config determines its weights or what they compute.
 _FREE = (
     "layout",
     "broadcast_delay",
@@ -47,7 +47,7 @@ _FREE = (
 def distilled_sums(
     model: Laneformer, batch: dict[str, jax.Array], *, weight: float, temperature: float, z_loss: float, remat: str
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The objective and its parts, summed over tokens as `Laneformer.loss` does, with the teacher's part:
+    """The objective and its parts, summed over tokens as in `Laneformer.loss`, with the teacher's part:
 
     sum of token weight * (nll + z_loss lse^2 + weight T^2 KL(teacher || student)), both softened by the temperature T
     (Hinton et al., arXiv 1503.02531). The part `kl` is the sum of token weight * KL in nats.
@@ -65,12 +65,11 @@ def distilled_sums(
 
 
 def annealed(config: TrainConfig, phase: Phase, step: int) -> Phase:
-    """The phase with the layout that it has in the step after `step`: dtp(0) at first, its own after
-    distill.anneal_steps.
+    """The phase with its layout in the step after `step`: dtp(0) at first, its own after distill.anneal_steps.
 
-    The delay grows in equal stages, each with a program of its own. So every step runs one layout of the table, the
-    same for whoever loads or resumes it, at the price of compiling once per stage; weights traced through the program
-    would keep the reductions of all delays in every step.
+    The delay grows in equal stages, each compiled separately. So every step runs one layout of the table, the same when
+    loaded or resumed. The alternative, mixing weights as inputs of one program, would keep the reductions of all delays
+    in every step.
     """
     distill = config.distill
     if step >= distill.anneal_steps:
@@ -80,14 +79,12 @@ def annealed(config: TrainConfig, phase: Phase, step: int) -> Phase:
 
 
 def final_delay(model: ModelConfig) -> float:
-    """delta of a layout dtp(delta), in modules."""
+    """The delay delta of a layout dtp(delta), in modules."""
     return float(parse_layout(model.layout)[1][0])
 
 
 class Distillation:
-    """The teacher of a run, and the weights that it begins with. Raises CheckpointError or ConfigError for what does
-    not fit.
-    """
+    """The teacher of a run, and its initial weights. Raises CheckpointError or ConfigError if either does not fit."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, precision: Precision):
         self.config, self.mesh, self.teacher = config, mesh, None
@@ -101,9 +98,7 @@ class Distillation:
             self.teacher = Laneformer(opened.config, weights, precision)
 
     def first_weights(self) -> dict[str, jax.Array] | None:
-        """The student's weights in float32, on the devices that hold them; None where the run begins with fresh
-        ones.
-        """
+        """The student's weights in float32, on the devices that hold them; None if the run starts with random ones."""
         if self.config.distill.student is None:
             return None
         table = parameter_table(self.config.model)
@@ -119,14 +114,12 @@ class Distillation:
         return batch | {TEACHER: _logits(self.teacher, ids, segments, self.mesh)}
 
     def record(self, run: Path, new: bool) -> None:
-        """Notes whose distribution a new run learns. Raises CheckpointError where a run would go on with another
-        teacher.
-        """
+        """Records the teacher of a new run. Raises CheckpointError if a resumed run has another teacher."""
         if self.teacher is None:
             return
         file, now = run / RECORD, {"teacher": fingerprint(self.teacher.weights())}
         if jax.process_index() > 0:
-            return  # all of them compute the fingerprint, one keeps it
+            return  # every process computes the fingerprint, one records it
         if new:
             part = file.with_name(file.name + ".part")
             part.write_text(json.dumps(now) + "\n", encoding="utf-8")
@@ -136,18 +129,18 @@ class Distillation:
             before = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run"
+                f"{file} is damaged or missing ({error}); restore it, or choose another folder with --run"
             ) from None
         if before != now:
             raise CheckpointError(
-                f"distill.teacher = {self.config.distill.teacher}: not the weights that {run} began with; give those"
-                " (one step of a run is RUN/checkpoints/STEP), or another folder with --run"
+                f"distill.teacher = {self.config.distill.teacher} does not have the weights that {run} started with;"
+                " restore them (one step of a run is RUN/checkpoints/STEP), or choose another folder with --run"
             )
 
 
 @partial(jax.jit, static_argnums=3)
 def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | None, mesh: Mesh) -> jax.Array:
-    """Every device does rows of its own, where the batch has enough of them, with the whole teacher."""
+    """Logits of the teacher, which every device holds; the rows are split over all devices if the batch allows it."""
     rows = P((DATA, LANE)) if ids_bs.shape[0] % mesh.size == 0 else P(DATA)
 
     def local(teacher, ids_bs, segments_bs):
@@ -160,9 +153,8 @@ def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | Non
 
 
 def _put(weight, where: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(
-        weight.shape, where, lambda index: weight[index].copy()
-    )  # the reader uses its memory again
+    # A copy, because the reader reuses its memory.
+    return jax.make_array_from_callback(weight.shape, where, lambda index: weight[index].copy())
 
 
 def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
@@ -174,8 +166,7 @@ def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
     ]
     if wrong:
         raise ConfigError(
-            f"distill.student = {path} is another model than the recipe's: it has {', '.join(wrong)}; set those"
-            " options so"
+            f"distill.student = {path} differs from the recipe's model; set the options to its {', '.join(wrong)}"
         )
 
 
@@ -183,11 +174,11 @@ def _check_teacher(path: Path, found: ModelConfig, config: TrainConfig) -> None:
     if found.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, the model one of"
-            f" {config.model.vocab_size}: their logits must be of the same tokens"
+            f" {config.model.vocab_size}; choose a teacher with the same tokens"
         )
     longest = max(phase.data.sequence_length for phase in config.phases)
     if longest > found.max_position_embeddings:
         raise ConfigError(
-            f"data.sequence_length = {longest} is longer than the context of distill.teacher = {path}"
-            f" ({found.max_position_embeddings})"
+            f"data.sequence_length must be at most the context of distill.teacher = {path},"
+            f" {found.max_position_embeddings}, got {longest}"
         )

@@ -1,6 +1,4 @@
-"""What a run measures between its steps: held-out loss per set, what the lanes do, samples of text, programming
-problems.
-"""
+"""Measurements between steps: held-out loss per set, statistics of the lanes, text samples, programming problems."""
 
 import json
 import math
@@ -25,7 +23,7 @@ class Evaluation:
     """The measurements of one phase. Every process of the job must call `measure` with the same steps."""
 
     def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, sets: dict[str, HeldOut]):
-        """sets: held-out text by tag. Raises InputError for prompts that the model cannot take."""
+        """sets: held-out text by tag. Raises InputError for prompts that do not fit the model."""
         self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
         watch, run = config.watch, config.run_folder
         live = LiveEngine(phase.model, trainer.mesh, trainer.precision, run / "tokenizer.json")
@@ -33,7 +31,7 @@ class Evaluation:
         self.problems = Problems(live, watch, run / "humaneval") if watch.humaneval_every else None
 
     def close(self) -> None:
-        """Gives back what measuring took from the machine."""
+        """Releases the sandbox of the programming problems."""
         if self.problems is not None:
             self.problems.judge.close()
 
@@ -42,7 +40,7 @@ class Evaluation:
         return any(self._due(step, every) for every in self._every())
 
     def measure(self, params: Params, step: int, log: RunLog) -> None:
-        """Measures what is due after this step, and logs it."""
+        """Runs the measurements that are due after this step, and logs them."""
         if self.sets and self._due(step, self.config.validate_every):
             log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
             if self.config.watch.lanes and self.phase.model.num_lanes > 1:
@@ -54,7 +52,7 @@ class Evaluation:
             log.record(step, {"humaneval": found}, f"{found['passed']} of {found['total']} programming problems solved")
 
     def _every(self) -> list[int]:
-        """Steps between the measurements that are asked for."""
+        """Steps between the requested measurements."""
         watch, asked = self.config.watch, [self.config.validate_every] * bool(self.sets)
         return asked + [every for every in (watch.samples_every, watch.humaneval_every) if every]
 
@@ -62,21 +60,19 @@ class Evaluation:
         return step == self.phase.last_step or step % every == 0
 
     def _validate(self, params: Params, tag: str, step: int, log: RunLog) -> dict[str, float]:
-        """Mean loss over the held-out batches in nats per token, and bits per byte where every token of the text
-        counts.
-        """
+        """Mean held-out loss in nats per token, and bits per byte if every token of the text counts."""
         held_out = self.sets[tag]
         sums = [jax.device_get(self.trainer.evaluate(params, self._put(rows))) for rows in held_out.batches]
         found = {"loss": float(sum(s["nll"] for s in sums) / sum(s["weight"] for s in sums))}
-        said = f"validation loss {found['loss']:.4f}"
+        line = f"validation loss {found['loss']:.4f}"
         if held_out.tokens_per_byte is not None:
             found["bits_per_byte"] = found["loss"] / math.log(2) * held_out.tokens_per_byte
-            said += f", {found['bits_per_byte']:.4f} bits per byte"
-        log.record(step, {}, said + (f" ({tag})" if len(self.sets) > 1 else ""))
+            line += f", {found['bits_per_byte']:.4f} bits per byte"
+        log.record(step, {}, line + (f" ({tag})" if len(self.sets) > 1 else ""))
         return found
 
     def _lanes(self, params: Params) -> dict[str, list[float | None]]:
-        """By time in the schedule: see `Laneformer.lane_statistics`."""
+        """Statistics by time in the schedule: see `Laneformer.lane_statistics`."""
         rows = next(iter(self.sets.values())).batches[0]
         found = {name: x.tolist() for name, x in jax.device_get(self.trainer.lanes(params, self._put(rows))).items()}
         ratio = [landed / own if own else None for landed, own in zip(found["landed"], found["own"], strict=True)]
@@ -90,23 +86,26 @@ class Problems:
     """Programming problems solved with weights that are being trained, greedily: see infer/evaluate/humaneval.py."""
 
     def __init__(self, live: LiveEngine, watch: WatchConfig, folder: Path):
-        """folder: gets STEP.json with every verdict. Raises ConfigError or InputError where this cannot work, and
-        without a sandbox.
+        """folder: where to write STEP.json with every verdict.
+
+        Raises ConfigError or InputError in a job of several processes, without a tokenizer, or without a sandbox.
         """
         if jax.process_count() > 1:
             raise ConfigError(
-                "watch.humaneval_every works in one process: leave it out, and evaluate checkpoints with python -m"
+                "watch.humaneval_every works in one process only; leave it out, and evaluate checkpoints with python -m"
                 " infer humaneval"
             )
         if live.tokenizer is None:
-            raise InputError("watch.humaneval_every needs text: the data has no tokenizer.json that can be read")
+            raise InputError(
+                "watch.humaneval_every needs a tokenizer, and the data has no readable tokenizer.json; leave it out"
+            )
         self.live, self.folder, self.tokens = live, folder, watch.humaneval_tokens
         problems = load_problems(watch.humaneval)
         self.problems = problems.first(watch.humaneval_problems) if watch.humaneval_problems else problems
         self.judge = Judge()
 
     def solve(self, params: Params, step: int) -> dict[str, float]:
-        """passed, total, and pass@1 of the model as it is."""
+        """passed, total and pass@1 of the model with these weights."""
         report = evaluate(
             self.live.holding(params), self.problems, max_new_tokens=self.tokens, judge=self.judge
         ).as_json()

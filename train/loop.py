@@ -1,6 +1,4 @@
-"""The training loop: phase after phase, resumes exactly, measures, validates, saves, and stops cleanly when
-asked to.
-"""
+"""The training loop: runs the phases in order, resumes exactly, validates, saves, and stops cleanly on a signal."""
 
 import math
 import os
@@ -33,7 +31,7 @@ from train.step import State, Trainer, precision_of
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; its state is saved."""
+    """The run stopped after a signal; its state is saved."""
 
     def __init__(self, number: int, step: int):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}, which is saved")
@@ -43,9 +41,9 @@ class Interrupted(Exception):
 def train(config: TrainConfig) -> None:
     """Runs `config` to the end of its last phase, from the newest checkpoint of its folder if there is one.
 
-    Leaves RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. The same config gives bitwise the
-    same losses and weights however often it is stopped, on the same number of devices; on others to rounding. Raises
-    LaneformerError for a user's mistake and Interrupted after SIGINT or SIGTERM.
+    Writes RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. On the same number of devices the
+    same config gives bitwise the same losses and weights however often it is stopped, on another number the same to
+    rounding. Raises LaneformerError for a user's mistake and Interrupted after SIGINT or SIGTERM.
     """
     if config.mesh.host_devices:
         lf.use_host_devices(config.mesh.host_devices)
@@ -68,7 +66,7 @@ def train(config: TrainConfig) -> None:
         first = 0 if state is None else int(state.step)
         if first >= config.total_steps:
             if speaks:
-                print(f"{run}: all {config.total_steps} steps are done; nothing to do")
+                print(f"{run}: all {config.total_steps} steps are done, nothing to do")
             return
         with fail_together():
             distillation.record(run, new=first == 0)
@@ -90,23 +88,22 @@ def train(config: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class PhaseData:
-    """What a phase reads: training batches, and held-out ones by tag."""
+    """The data of a phase: training batches, and held-out batches by tag."""
 
     batches: Batches
     held_out: dict[str, HeldOut]
 
     @classmethod
     def open(cls, phase: Phase, stores: Stores) -> Self:
-        """Raises InputError or ConfigError for stores that do not give what the phase asks for."""
+        """Raises InputError or ConfigError if the stores cannot supply the phase."""
         train, extra = ([stores[path] for path in paths] for paths in (phase.data.path, phase.data.validation_path))
-        seed = (
-            phase.data.seed + 1_000_003 * phase.index
-        )  # a later phase that reads the same folder reads it in another order
+        # A later phase that reads the same folder reads it in another order.
+        seed = phase.data.seed + 1_000_003 * phase.index
         return cls(Batches(phase.data, train, seed), validation_sets(phase.data, train, extra))
 
 
 class _Loop:
-    """One step after another; the metrics of a step are fetched while the next one runs."""
+    """Runs step after step; fetches the metrics of a step while the next one runs."""
 
     def __init__(
         self,
@@ -118,19 +115,12 @@ class _Loop:
         log: RunLog,
         stop: list[int],
     ):
-        self.config, self.mesh, self.data, self.checkpoints, self.log, self.stop = (
-            config,
-            mesh,
-            data,
-            checkpoints,
-            log,
-            stop,
-        )
-        self.distillation = distillation
-        self.asked_by_any = False  # a process wants to stop, and all know it
+        self.config, self.mesh, self.data, self.distillation = config, mesh, data, distillation
+        self.checkpoints, self.log, self.stop = checkpoints, log, stop
+        self.asked_by_any = False  # a process asked to stop, and all processes know it
 
     def run(self, phase: Phase, state: State | None, first: int) -> State:
-        """The phase from step `first` to its end. Raises Interrupted when asked to stop."""
+        """Runs the phase from step `first` to its end. Raises Interrupted after a signal."""
         clock, data = self.log.clock, self.data[phase.name]
         self.phase, self.batches = phase, data.batches
         trainer = self.trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
@@ -156,7 +146,7 @@ class _Loop:
             return self._steps(state, stream, profile)
 
     def _compile(self, phase: Phase) -> None:
-        """The step's program, and its record. phase: with the layout that it has now."""
+        """Compiles the step and records its program. phase: with the layout of this step."""
         trainer = self.trainer if phase is self.phase else Trainer(self.config, phase, self.mesh, self.batches.keys)
         lowered = trainer.lower_step()
         self.step, self.compiled = lowered.compile(), phase
@@ -170,7 +160,7 @@ class _Loop:
             try:
                 with clock("data"):
                     before, batch = next(stream)
-            except (LaneformerError, OSError):  # of the data: whoever repairs it goes on from here
+            except (LaneformerError, OSError):  # from the data: save, so that the run resumes here once it is repaired
                 if pending is not None and jax.process_count() == 1:
                     self._fetch(*pending)
                     self._save(state, step)
@@ -212,7 +202,7 @@ class _Loop:
                 raise Interrupted(self.stop[0] if self.stop else signal.SIGTERM, step)
 
     def _stopping(self) -> bool:
-        """Whether to stop after this step. Several processes agree through the steps they have all done."""
+        """Whether to stop after this step. Several processes agree through the steps that all have done."""
         return bool(self.stop) if jax.process_count() == 1 else self.asked_by_any
 
     def _fetch(self, step: int, values: dict, wait: float) -> None:
@@ -228,15 +218,13 @@ class _Loop:
 
 
 def _mesh(config: TrainConfig) -> Mesh:
-    """The mesh of the run. Raises ConfigError for one that cannot be, or that leaves devices of a job unused: a process
-    might have none.
-    """
+    """The mesh of the run. Raises ConfigError if it is impossible, or leaves devices of a job of processes unused."""
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     if jax.process_count() > 1 and mesh.size < jax.device_count():
         lane = math.gcd(mesh.shape[LANE], jax.device_count())
         also = "" if config.mesh.lane in (None, lane) else f" --mesh.lane {lane}"
         raise ConfigError(
-            f"mesh {mesh.shape[DATA]} x {mesh.shape[LANE]} uses {mesh.size} of the job's {jax.device_count()} devices:"
+            f"mesh {mesh.shape[DATA]} x {mesh.shape[LANE]} uses {mesh.size} of the job's {jax.device_count()} devices;"
             f" set --mesh.data {jax.device_count() // lane}{also}, or start fewer processes"
         )
     return mesh
@@ -244,7 +232,7 @@ def _mesh(config: TrainConfig) -> Mesh:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM append to; a second SIGINT interrupts at once."""
+    """Yields the list of received SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
     received: list[int] = []
 
     def ask(number, _frame):
@@ -263,15 +251,13 @@ def _stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _answer_to_ctrl_c() -> Iterator[None]:
-    """Says at the first Ctrl-C what it does. In a thread: Python's own handlers wait until XLA has compiled, for
-    seconds or minutes.
-    """
+    """Prints a line at the first Ctrl-C, from a thread: Python's own handlers wait until XLA has compiled."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def answer():
         if os.read(reader, 1) == bytes([signal.SIGINT]):
-            print("stopping after this step; Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
+            print("stopping after this step; press Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=answer, name="answer_to_ctrl_c", daemon=True)
     thread.start()
@@ -280,7 +266,7 @@ def _answer_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writer)  # which ends a thread that has read nothing
+        os.close(writer)  # ends the thread if it is still reading
         thread.join()
         os.close(reader)
 
@@ -299,19 +285,15 @@ def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> st
     ]
     if unused := jax.device_count() - mesh.size:
         lines.append(
-            f"{unused} of {jax.device_count()} devices stay unused: --mesh.data and --mesh.lane say which share of them"
-            " works"
+            f"{unused} of {jax.device_count()} devices are unused; set --mesh.data and --mesh.lane to use them"
         )
     for phase in config.phases:
-        tokens, there = (
-            phase.steps * phase.tokens_per_step,
-            sum(stores[path].tokens("train") for path in phase.data.path),
-        )
+        tokens = phase.steps * phase.tokens_per_step
+        there = sum(stores[path].tokens("train") for path in phase.data.path)
         lines.append(
             f"{f'phase {phase.name}: ' if config.then else ''}{tokens:,} tokens = {tokens / there:.2f} epochs of"
             f" {', '.join(map(str, phase.data.path))} ({there:,} tokens), {phase.steps} steps of"
             f" {phase.data.batch_size} x {phase.data.sequence_length}"
         )
-    return "\n".join(
-        [*lines, f"going on after step {first} of {config.run_folder}" if first else f"new run in {config.run_folder}"]
-    )
+    lines.append(f"resuming {config.run_folder} after step {first}" if first else f"new run in {config.run_folder}")
+    return "\n".join(lines)

@@ -12,7 +12,7 @@ from train.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step of a phase of `steps` steps: a linear warm-up, then what `config.schedule` says."""
+    """Learning rate by step for a phase of `steps` steps: a linear warm-up, then `config.schedule`."""
     top, end = config.learning_rate, config.learning_rate * config.final_fraction
     decay = math.ceil(config.decay_fraction * steps) if config.schedule == "wsd" else 0
     warmup = min(config.warmup_steps, steps - decay)
@@ -28,9 +28,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
     """Clipping by the norm over all weights, AdamW or Muon, and decay of matrices and embeddings; at learning rate 1.
 
-    muon orthogonalises each lane's share of a matrix on its own, as it is a matrix of its own to the lane, and scales
-    the result to the size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982).
-    Embeddings, head, norms and biases stay AdamW's.
+    muon orthogonalises each lane's share of a matrix separately and scales the result to the size of an AdamW update,
+    so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head, norms and biases use AdamW.
     """
     table = parameter_table(model)
     decays = {path: weight.group != "vector" for path, weight in table.items()}
@@ -47,7 +46,7 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """For weights [l, out, in]."""
+    """Muon for weights [l, out, in]."""
 
     def dimensions(params):
         return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=2, output_axis=1), params)

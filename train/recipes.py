@@ -1,4 +1,4 @@
-"""Finds a recipe by name and lets the command line change any of its fields."""
+"""Finds a recipe by name and changes its fields from the command line."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ from laneformer.config import RopeScaling
 from laneformer.errors import ConfigError, call_recipe
 from train.config import TrainConfig
 
-HOUSE = "configs"  # the package whose RECIPES table names our own
+HOUSE = "configs"  # package whose RECIPES maps the names of the project's recipes
 T = TypeVar("T")
 
 
@@ -40,7 +40,7 @@ def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T
 
 
 def list_recipes(house: str = HOUSE) -> str:
-    """One line per recipe: its name and what it is for."""
+    """One line per recipe: its name and the first line of its docstring."""
     lines = []
     for name, place in importlib.import_module(house).RECIPES.items():
         module, function = place.split(":")
@@ -50,9 +50,9 @@ def list_recipes(house: str = HOUSE) -> str:
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainConfig:
-    """RECIPE [--section.option value ...] as a config; prints help and exits where that is asked for.
+    """Reads RECIPE [--section.option value ...] into a config; prints help and exits on --help.
 
-    Raises ConfigError for an unknown recipe or option and for values that cannot work.
+    Raises ConfigError for an unknown recipe or option, or an invalid value.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
@@ -62,19 +62,18 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
         )
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
-        raise ConfigError(f"the recipe comes first: {program} RECIPE [--section.option value ...]")
+        raise ConfigError(f"{arguments[0]} precedes the recipe; write {program} RECIPE [--section.option value ...]")
     return read_options(
         find_recipe(arguments[0]), f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff
     )
 
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
-    """`default` with the fields that the arguments change; markers: of tyro.conf. Raises ConfigError for what cannot be
-    read.
-    """
-    said, width = io.StringIO(), contextlib.nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
+    """`default` with the fields that the arguments change. markers: of tyro.conf. Raises ConfigError."""
+    message = io.StringIO()
+    width = contextlib.nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
     try:
-        with contextlib.redirect_stderr(said), width, _SPELLINGS:
+        with contextlib.redirect_stderr(message), width, _SPELLINGS:
             return tyro.cli(
                 type(default),
                 prog=program,
@@ -85,14 +84,12 @@ def read_options(default: T, program: str, arguments: Sequence[str], *markers) -
     except SystemExit as stop:
         if not stop.code:
             raise  # help
-        raise ConfigError(f"{_unboxed(said.getvalue())}; {program} --help shows all options") from None
+        raise ConfigError(f"{_unboxed(message.getvalue())}; {program} --help lists all options") from None
 
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Lets tyro write a message in one line: it breaks long ones anywhere, and what stood at the break could not be
-    copied.
-    """
+    """Lets tyro write a message in one line; it would wrap a long one anywhere, also inside a value."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -113,9 +110,7 @@ _ROPE_FORMS = {
 
 @_SPELLINGS.primitive_rule
 def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """`--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, so that it can be given where the
-    recipe has none.
-    """
+    """Reads `--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, for recipes that have none."""
     if info.type not in (RopeScaling, RopeScaling | None):
         return None
 
@@ -151,13 +146,11 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def _unboxed(text: str) -> str:
-    """What a box drawn by tyro, coloured or in ASCII, says between its title and the next rule, in one line; and what
-    it suggests.
-    """
+    """The message in a box that tyro draws, in one line, with the options that it suggests."""
     lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
-    said = parts[1] if len(parts) > 1 else " ".join(parts)
-    said = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", said)
+    message = parts[1] if len(parts) > 1 else " ".join(parts)
+    message = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", message)
     offers = itertools.dropwhile(lambda line: not line.startswith(("Perhaps you meant", "Arguments similar to")), lines)
     names = dict.fromkeys(line.split()[0] for line in offers if re.match(r"--\w", line))
-    return f"{said}; perhaps you meant {' or '.join(names)}" if names else said
+    return f"{message}; perhaps you meant {' or '.join(names)}" if names else message

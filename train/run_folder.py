@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what is recorded in it, and the data that belongs to it."""
+"""The run folder: its lock, its record of settings, and the token folders it reads."""
 
 import fcntl
 import json
@@ -21,79 +21,80 @@ Stores = dict[Path, TokenStore]
 
 
 def open_stores(config: TrainConfig) -> Stores:
-    """Every token folder of the run. Raises InputError or ConfigError unless one tokenizer made them all and the model
-    has room for it.
+    """Opens every token folder of the run.
+
+    Raises InputError or ConfigError unless one tokenizer made them all and the model's vocabulary has room for it.
     """
     paths = [path for phase in config.phases for path in (*phase.data.path, *phase.data.validation_path)]
     stores = {path: TokenStore.open(path) for path in dict.fromkeys(paths)}
     wanted, whose = any_of(stores).manifest.tokenizer_sha256, str(any_of(stores).path)
-    if begun(config.run_folder):
+    if has_started(config.run_folder):
         wanted, whose = _read_record(config.run_folder)["tokenizer_sha256"], f"the run in {config.run_folder}"
     for store in stores.values():
         store.require_tokenizer(wanted, whose)
         if config.model.vocab_size < store.manifest.vocab_size:
             raise ConfigError(
-                f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.manifest.vocab_size} tokens"
-                f" of {store.path}: set --model.vocab-size {store.manifest.vocab_size}"
+                f"model.vocab_size = {config.model.vocab_size} is smaller than the vocabulary of {store.path}; set"
+                f" --model.vocab-size {store.manifest.vocab_size}"
             )
     return stores
 
 
 def any_of(stores: Stores) -> TokenStore:
-    """A store to ask for the tokenizer, which they share."""
+    """One of the stores, to read the tokenizer that they share."""
     return next(iter(stores.values()))
 
 
 @contextmanager
 def only_one(run: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system gives back even after a kill. Raises ConfigError if another process has
-    it.
+    """Holds the run's lock, which the system releases even after a kill.
 
-    And LaneformerError where there can be no such folder.
+    Raises ConfigError if another process holds it or the folder cannot be made, LaneformerError if the lock cannot be
+    written.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = "it is a file" if run.exists() else error.strerror
-        raise ConfigError(f"{run} cannot be a folder ({why}): give another with --run") from None
-    with writing(run / ".lock", "give another folder with --run"):
+        raise ConfigError(f"cannot make folder {run} ({why}); choose another with --run") from None
+    with writing(run / ".lock", "choose another folder with --run"):
         file = open(run / ".lock", "w")  # noqa: SIM115  closed below
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another process trains in {run}: wait for it, or give another folder with --run"
+                f"another process is training in {run}; wait for it, or choose another folder with --run"
             ) from None
         yield
 
 
-def begun(run: Path) -> bool:
-    """Whether a step of the run is recorded. What failed before that binds nobody to its settings."""
+def has_started(run: Path) -> bool:
+    """Whether a step of the run is recorded. Until then its settings may still change."""
     metrics = run / METRICS
     return bool(saved_steps(run)) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _read_record(run: Path) -> dict:
-    """run.json. Raises CheckpointError unless it says what a run began with."""
+    """Content of run.json. Raises CheckpointError unless it has the settings that the run started with."""
     file = run / "run.json"
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         wanted = {"config": dict, "tokenizer_sha256": str, "train_tokens_sha256": dict}
         if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in wanted.items()):
-            raise ValueError(f"it does not say {', '.join(wanted)}")
+            raise ValueError(f"it needs {', '.join(wanted)}")
         return record
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is damaged or missing ({error}): put it back, or choose another folder with --run"
+            f"{file} is damaged or missing ({error}); restore it, or choose another folder with --run"
         ) from None
 
 
 def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
-    """Raises CheckpointError where the run has saved steps that are gone: it would begin anew, and drop its metrics.
+    """Raises CheckpointError if the run saved steps that are missing now: it would start over and drop its metrics.
 
-    The run makes the folder before its first step, and does not begin its second save before the first is complete.
-    save_every: that it began with.
+    The run makes the folder before its first step, and starts its second save after the first is complete.
+    save_every: the value that the run started with.
     """
     run = config.run_folder
     folder, last = run / STEPS, last_step(run / METRICS)
@@ -101,34 +102,34 @@ def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
     second = sorted({save_every, 2 * save_every, *ends, ends[-1] + 1})[1]
     if last > (second if folder.exists() else 0) and not saved_steps(run):
         raise CheckpointError(
-            f"{folder} holds no checkpoint, but {run / METRICS} goes to step {last}: put the checkpoints back, or"
+            f"{folder} holds no checkpoint, but {run / METRICS} has steps up to {last}; restore the checkpoints, or"
             " choose another folder with --run"
         )
 
 
 def record_run(config: TrainConfig, stores: Stores) -> None:
-    """Writes run.json and the tokenizer's files for a new run, or checks that this is the run that the folder holds."""
+    """Writes run.json and the tokenizer's files for a new run, or checks that `config` continues the folder's run."""
     run = config.run_folder
     record, saved = run / "run.json", run / STEPS
     if saved.is_symlink() and not saved.exists():
         raise CheckpointError(
-            f"{saved} is a link to {saved.readlink()}, which is not there: put it back, or remove the link"
+            f"{saved} links to {saved.readlink()}, which does not exist; restore it, or remove the link"
         )
     digests = {phase.name: [stores[path].digest("train") for path in phase.data.path] for phase in config.phases}
-    if begun(run):
+    if has_started(run):
         before = _read_record(run)
         check_same_run(before["config"], config, run)
         for phase in config.phases:
             if before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
                 raise InputError(
-                    f"{', '.join(map(str, phase.data.path))}: not the tokens that {run} began with; tokenize the same"
-                    " text, or choose another folder with --run"
+                    f"{', '.join(map(str, phase.data.path))} does not hold the tokens that {run} started with; restore"
+                    " them, or choose another folder with --run"
                 )
         _check_checkpoints(config, before["config"].get("save_every", config.save_every))
     if saved_steps(run):
         return
     with writing(run, "choose another folder with --run"):
-        for file in TOKENIZER_FILES:  # instruction data brings the chat template
+        for file in TOKENIZER_FILES:  # only instruction data has a chat template
             for store in stores.values():
                 if (store.path / file).exists():
                     shutil.copyfile(store.path / file, run / file)

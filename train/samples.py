@@ -1,4 +1,4 @@
-"""Text samples during training: the same prompts and the same noise each time, so that only the weights differ."""
+"""Text samples during training, with the same prompts and noise each time, so that only the weights differ."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +20,10 @@ SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 class LiveEngine:
-    """An engine over weights that are being trained, where they lie on the training mesh. Compiled once, with its first
-    request.
-    """
+    """An engine over the weights in training, in place on the training mesh; compiled once, at its first request."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, precision: Precision, tokenizer: Path):
-        """tokenizer: a tokenizer.json; where it is none, the engine takes and gives token ids alone."""
+        """tokenizer: a tokenizer.json; without a readable one the engine takes and returns token ids."""
         self.config, self.mesh, self.precision = config, mesh, precision
         try:
             self.tokenizer = Tokenizer(tokenizer, config.bos_token_id)
@@ -39,7 +37,7 @@ class LiveEngine:
         model = Laneformer(self.config, params, self.precision, self.mesh)
         if self._engine is None:
             self._engine = Engine(model, "xla", tokenizer=self.tokenizer)
-        else:  # a new engine would compile anew
+        else:  # a new engine would compile again
             nnx.update(self._engine.model, nnx.state(model))
         return self._engine
 
@@ -48,18 +46,19 @@ class Samples:
     """Continues prompts with weights that are being trained."""
 
     def __init__(self, live: LiveEngine, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling = SAMPLING):
-        """prompts: without a tokenizer token ids, as in "3,1,4"; samples then have no text.
+        """prompts: texts; without a tokenizer token ids such as "3,1,4", and samples then have no text.
 
-        The empty prompt is the beginning of a document: the begin-of-text token, or else the end-of-text token of the
-        one before. Raises InputError for a prompt that the model cannot take.
+        The empty prompt starts a document: the begin-of-text token, or else the end-of-text token of the document
+        before. Raises InputError for a prompt that does not fit the model.
         """
         self.live, self.config, self.tokenizer = live, live.config, live.tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.prompts = {prompt: self._encode(prompt) for prompt in prompts}
 
     def draw(self, params: dict[str, jax.Array]) -> list[dict]:
-        """Records {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}; params: path ->
-        weight, on the mesh.
+        """One record per prompt: {"sample": i, "prompt", "text" (with a tokenizer), "tokens", "finish_reason"}.
+
+        params: path -> weight, on the mesh.
         """
         engine, records = self.live.holding(params), []
         for i, (prompt, ids) in enumerate(self.prompts.items()):
@@ -67,7 +66,7 @@ class Samples:
                 ids,
                 max_new_tokens=self.max_new_tokens,
                 sampling=self.sampling,
-                tokens_per_dispatch=self.max_new_tokens,  # not by the clock: all hosts must run the same programs
+                tokens_per_dispatch=self.max_new_tokens,  # fixed, because all hosts must run the same programs
             ).result
             text = {} if self.tokenizer is None else {"text": result.text}
             records.append(
@@ -91,24 +90,24 @@ class Samples:
                 ids = [int(word) for word in prompt.split(",")]
             except ValueError:
                 raise InputError(
-                    f"watch.prompts: {prompt!r} is no list of token ids, as in 3,1,4, and the data has no"
-                    " tokenizer.json for text"
+                    f"watch.prompts: {prompt!r} is not a list of token ids, and the data has no tokenizer.json; write"
+                    " ids such as 3,1,4"
                 ) from None
         else:
             ids = starts[:1]
         if not ids:
             raise InputError(
-                "watch.prompts: the empty prompt needs a model with bos_token_id or eos_token_id; give another prompt"
+                "watch.prompts: the empty prompt needs a model with bos_token_id or eos_token_id; choose another prompt"
             )
         context = self.config.max_position_embeddings
         if len(ids) >= context:
-            raise InputError(f"watch.prompts: {prompt!r} has {len(ids)} tokens and the context {context}: shorten it")
+            raise InputError(f"watch.prompts: {prompt!r} has {len(ids)} tokens, the context {context}; shorten it")
         check_ids(self.config, np.array([ids]))
         return np.array(ids, np.int32)
 
 
 def texts(records: Sequence[dict]) -> dict[str, str]:
-    """Each sample by name, for a `Sink`: prompt and answer, or the ids where there is no text."""
+    """Name -> prompt and answer of each sample, for a `Sink`; ids where there is no text."""
     return {
         f"samples/{r['sample']}": f"{r['prompt']}{r.get('text', ' -> ' + ','.join(map(str, r['tokens'])))}"
         for r in records

@@ -1,6 +1,4 @@
-"""The training state and one optimizer step: loss, gradients, update, all in one compiled program over the (data, lane)
-mesh.
-"""
+"""The training state and one optimizer step: loss, gradients and update in one compiled program over the mesh."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +19,11 @@ from train.distill import TEACHER, distilled_sums, final_delay
 from train.optimizer import learning_rate, make_optimizer
 
 Batch = dict[str, jax.Array]
-DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # what train/data/batches.py's rows can hold
+DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # of a batch: train/data/batches.py
 
 
 def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
-    """Dtypes of the computation on these devices."""
+    """Dtypes of the run's computation on these devices."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return Precision(
         compute="float32"
@@ -37,7 +35,7 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
 @jax.tree_util.register_dataclass
 @dataclass
 class State:
-    """All that a step changes. params: path -> float32 master weight; step: int32 scalar, steps done."""
+    """Everything that a step changes. params: path -> float32 master weight; step: int32 scalar, steps done."""
 
     params: dict[str, jax.Array]
     optimizer: optax.OptState
@@ -48,8 +46,8 @@ class Trainer:
     """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`,
     `lanes(params, batch)`.
 
-    keys: what a batch holds, see train/data/batches.py. A batch is ids int32 [b, s + 1], position t of which predicts
-    token t + 1, and where the data has them weights float32 [b, s] of the targets and segments int32 [b, s + 1].
+    keys: arrays of a batch, see train/data/batches.py: ids int32 [b, s + 1], whose position t predicts token t + 1, and
+    optionally weights float32 [b, s] of the targets and segments int32 [b, s + 1].
     """
 
     def __init__(self, config: TrainConfig, phase: Phase, mesh: Mesh, keys: Sequence[str] = ("ids",)):
@@ -73,25 +71,25 @@ class Trainer:
         self.lanes = jax.jit(self._lanes, in_shardings=(params, rows), out_shardings=everywhere)
 
     def init(self) -> State:
-        """The state before the first step, made on the devices that hold it."""
+        """The state before the first step, created on the devices that hold it."""
         return jax.jit(self._init, out_shardings=self.state_shardings)()
 
     def adopt(self, state: State, before: Phase) -> State:
-        """The state that phase `before` ended with, for this one: its moments too, unless the optimizer is another."""
+        """The final state of phase `before`, for this phase: with its moments, unless the kind of optimizer changes."""
         if before.optimizer.kind == self.phase.optimizer.kind:
             return state
         fresh = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.optimizer)(state.params)
         return replace(state, optimizer=fresh)
 
     def abstract_state(self) -> State:
-        """Shapes, dtypes and places of the state, for restoring it."""
+        """Shapes, dtypes and shardings of the state, for restoring it."""
         shapes = jax.eval_shape(self._init)
         return jax.tree.map(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.state_shardings
         )
 
     def lower_step(self) -> jax.stages.Lowered:
-        """The step's program before it is compiled; nothing of the model's size is made."""
+        """The step's program before compilation; allocates nothing of the model's size."""
         batch = {key: jax.ShapeDtypeStruct(self._shape(key), DTYPES[key]) for key in self.keys}
         if self.config.distill.teacher is not None:
             data = self.phase.data
@@ -101,8 +99,9 @@ class Trainer:
         return self.step.lower(self.abstract_state(), batch, jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32))
 
     def put_batch(self, rows_of: Callable[[slice], dict[str, np.ndarray]], keys: Iterable[str] | None = None) -> Batch:
-        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}; keys: by
-        default the trainer's.
+        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}.
+
+        keys: arrays of the batch (default: the trainer's).
         """
         read: dict[tuple, dict[str, np.ndarray]] = {}  # devices that share rows share one read
 
@@ -119,7 +118,7 @@ class Trainer:
         }
 
     def put_asked(self, asked: bool) -> jax.Array:
-        """Whether this process wants the run to stop, int32 [devices]: `step` tells all processes of it."""
+        """Whether this process asks the run to stop, int32 [devices]; `step` returns the maximum to all processes."""
         return jax.make_array_from_callback(
             (self.mesh.size,), self.asked_sharding, lambda i: np.full(1, asked, np.int32)
         )
@@ -140,7 +139,7 @@ class Trainer:
         table = parameter_table(self.phase.model)
 
         def place(keys, leaf):
-            """Moments lie as their weight does; counters are everywhere."""
+            """Moments are sharded like their weight; counters are replicated."""
             path = getattr(keys[-1], "key", None)
             if path in table and leaf.shape == table[path].shape:
                 return sharding(table[path].spec, leaf.shape, self.mesh)
@@ -149,7 +148,7 @@ class Trainer:
         return jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._init))
 
     def _sums(self, params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The objective and its parts, summed over the batch's tokens: see Laneformer.loss."""
+        """The objective and its parts, summed over the batch's tokens, as in Laneformer.loss."""
         if TEACHER in batch:
             distill, also = self.config.distill, {"z_loss": self.config.z_loss, "remat": self.config.remat}
             return distilled_sums(
@@ -174,7 +173,7 @@ class Trainer:
         )
 
     def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        """Gradients of the mean objective over the batch, and the update by them unless they are not finite."""
+        """Updates by the gradients of the mean objective over the batch, unless they are not finite."""
         accumulate, differentiate = self.phase.accumulate, jax.value_and_grad(self._sums, has_aux=True)
 
         def parts_of(x: jax.Array) -> jax.Array:  # every part has rows of every data shard
@@ -195,7 +194,7 @@ class Trainer:
             )
             (sums, grads), _ = jax.lax.scan(add, (zeros, jax.tree.map(jnp.zeros_like, state.params)), parts)
         with jax.named_scope("optimizer"):
-            tokens = jnp.maximum(sums["weight"], 1e-6)  # a batch of padding alone has no gradient
+            tokens = jnp.maximum(sums["weight"], 1e-6)  # a batch of padding alone has gradient 0
             grads = jax.tree.map(lambda g: g / tokens, grads)
             loss, norm = sums["nll"] / tokens, optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)

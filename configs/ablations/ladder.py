@@ -1,8 +1,8 @@
 """Grids after the Ladder-Residual paper (arXiv 2501.06589), for nodes of 8 GPUs. Not run yet.
 
-From its abstract: standard and Ladder Transformers of 1.2B parameters trained from scratch and compared at equal
-tokens, Desync-Residual as the second family. Everything else was not at hand to check and counts as our choice, marked
-"ours": sizes of the layers, tokens, data, batch and learning rate.
+From its abstract: standard and Ladder Transformers of 1.2B parameters, trained from scratch and compared at equal
+tokens, and Desync-Residual as the second family. Everything else is our choice, marked "ours": sizes of the layers,
+tokens, data, batch and learning rate.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ DATA = Path("data/fineweb_edu")  # ours: as in configs/small.py
 
 
 def ladder_1p2b() -> Grid:
-    """1.26B parameters, 22 layers in 8 lanes, 100B tokens, 13 variants, one seed: a node of 8 GPUs, 90 hours a cell
-    (projected).
+    """1.26B parameters, 22 layers in 8 lanes, 100B tokens, 13 variants, one seed: a node of 8 GPUs, 90 h per cell.
 
-    The time is that of the FLOPs at 30 % of the peak of 8 H100. Several nodes share the work with --only and a --run of
-    their own each; cells put together in one folder are found there.
+    Projected: the time of the FLOPs at 30 % of the peak of 8 H100. Several nodes can share the work, each with --only
+    and a separate --run; copy their cells into one folder for the report.
     """
     return Grid(
         name="1p2b",
         base=TrainConfig(
             name="1p2b",
             steps=100_000_000_000 // (2048 * CONTEXT),  # ours: 100B tokens in batches of 4.2M
-            model=ModelConfig(  # ours: the proportions of public models of this size
+            # Ours: the proportions of public models of this size.
+            model=ModelConfig(
                 vocab_size=32_000,
                 hidden_size=2048,
                 intermediate_size=5632,
@@ -43,9 +43,8 @@ def ladder_1p2b() -> Grid:
                 broadcast_delay=2,
             ),
             data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=2048),
-            optimizer=OptimizerConfig(
-                learning_rate=3e-4, schedule="cosine", warmup_steps=2000, final_fraction=0.1
-            ),  # ours
+            # Ours.
+            optimizer=OptimizerConfig(learning_rate=3e-4, schedule="cosine", warmup_steps=2000, final_fraction=0.1),
             accumulate=64,
             mesh=MeshConfig(data=1, lane=8),
             remat="block",
@@ -61,9 +60,7 @@ def ladder_1p2b() -> Grid:
 
 
 def ladder_350m() -> Grid:
-    """`ladder_1p2b` at 349M parameters and 24 layers, 7B tokens, 13 variants x 2 seeds: a node of 8 GPUs, 2 hours a
-    cell (projected).
-    """
+    """`ladder_1p2b` at 349M parameters and 24 layers, 7B tokens, 13 variants x 2 seeds: 8 GPUs, 2 h per cell."""
     large = ladder_1p2b()
     model = large.base.model.replace(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_key_value_heads=8

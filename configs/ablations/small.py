@@ -1,6 +1,4 @@
-"""Grids for one GPU or a few, on web text. None has been run yet; their times are projected from FLOPs at 30 % of an
-H100's peak.
-"""
+"""Grids for one or a few GPUs, on web text. Not run yet; times are projected from FLOPs at 30 % of an H100's peak."""
 
 import dataclasses
 from pathlib import Path
@@ -16,11 +14,10 @@ CONTEXT = 1024
 
 
 def web_30m() -> Grid:
-    """27.5M parameters, 12 layers in 8 lanes, 0.6B tokens, 20 variants x 3 seeds: one GPU, about 6 minutes a cell, 6
-    hours (projected).
+    """27.5M parameters, 12 layers in 8 lanes, 0.6B tokens, 20 variants x 3 seeds: one GPU, 6 min per cell (projected).
 
     Needs data/fineweb_edu_8k: python -m scripts.tokenize --out data/fineweb_edu_8k --dataset HuggingFaceFW/fineweb-edu
-    --config sample-10BT --streaming --train-bpe 8192. Twenty tokens per parameter, and everything else, are our choice.
+    --config sample-10BT --streaming --train-bpe 8192. All settings are our choice, also 20 tokens per parameter.
     """
     return Grid(
         name="30m",
@@ -55,9 +52,9 @@ def web_30m() -> Grid:
 
 
 def web_120m() -> Grid:
-    """The model and the 2.5B tokens of `laneformer_120m`, 13 variants x 2 seeds: one GPU, 2 hours a cell (projected).
+    """The model and the 2.5B tokens of `laneformer_120m`, 13 variants x 2 seeds: one GPU, 2 h per cell (projected).
 
-    With several GPUs as many cells side by side: --devices 0 1 2 3. The data are those of the recipe
+    With several GPUs, --devices 0 1 2 3 trains as many cells at a time. The data are those of the recipe
     (configs/small.py).
     """
     base = laneformer_120m()

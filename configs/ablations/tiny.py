@@ -1,4 +1,4 @@
-"""The grid that a laptop can run: a model of 0.6 million parameters on Python's standard library."""
+"""A grid for a laptop: a model of 0.6 million parameters on Python's standard library."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from train.config import DataConfig, OptimizerConfig, TrainConfig
 
 
 def tiny() -> Grid:
-    """8 layers in 4 lanes, 0.23M tokens, 16 variants x 3 seeds: a CPU, about a minute a cell and core.
+    """8 layers in 4 lanes, 0.23M tokens, 16 variants x 3 seeds: a CPU, about a minute per cell and core.
 
-    Muon, because AdamW gets nowhere in so few steps; its learning rate is the better of two for tp. Needs
+    Muon, because AdamW does not converge in 450 steps; its learning rate is the better of two for tp. Needs
     data/stdlib_1k: the text of `make run` with a vocabulary of 1,024 (docs/ablations.md has the command).
     """
     return Grid(
@@ -42,9 +42,8 @@ def tiny() -> Grid:
         ),
         variants=(
             *layouts(),
-            *cross(
-                ("tp", "dtp(4)"), num_lanes=(2, 8)
-            ),  # tp too: Muon works on each lane's matrices, so lanes alone change something
+            # tp too: Muon updates each lane's matrices separately, so the number of lanes matters by itself.
+            *cross(("tp", "dtp(4)"), num_lanes=(2, 8)),
         ),
         seeds=(0, 1, 2),
         projected=LANEFORMER_2B,

@@ -1,6 +1,4 @@
-"""Which engines there are, and the environment that each needs: packages from PyPI in a folder of its own, never among
-ours.
-"""
+"""The engines, and the environment that each needs: packages from PyPI in a separate folder."""
 
 import os
 import subprocess
@@ -12,16 +10,15 @@ from pathlib import Path
 from laneformer.errors import ConfigError
 from scripts.peers.protocol import CPP_WRAPPER, XLA
 
-INSTALLED = "laneformer-peer"  # file in an environment, written when everything is in it
+INSTALLED = "laneformer-peer"  # file in an environment, written once it is complete
 
-# Each line is one call of pip.
+# Each entry is one call of pip.
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "llama.cpp": (("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),  # compiled here, for this machine
+    "llama.cpp": (("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),  # compiled for this machine
     "torch": (("torch==2.13.0", "numpy"),),
     "openvino": (
         ("openvino==2026.4.1", "torch==2.13.0", "transformers==5.5.4", "optimum==2.3.0", "nncf==3.4.0"),
-        # It also asks for torchvision, which it does not need here and which would have to be of the same build as
-        # torch.
+        # Without its dependency torchvision, which is unused here and would have to match the build of torch.
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
 }
@@ -35,17 +32,17 @@ class Engine:
     name: str
     module: str
     environment: str | None = None
-    """One of ENVIRONMENTS; None for the Python that runs this."""
+    """One of ENVIRONMENTS; None for the current Python."""
     option: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables of the process."""
 
     def python(self, folder: Path) -> str | None:
-        """The interpreter to run it with; None if its environment is not there, or of other versions."""
+        """The interpreter to run the engine with; None if its environment is missing or of other versions."""
         return sys.executable if self.environment is None else installed(folder, self.environment)
 
 
-INDUCTOR = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)  # no pool of processes beside the measured one
+INDUCTOR = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)  # no pool of processes next to the measured one
 OURS = Engine("laneformer", "scripts.peers.ours")
 PEERS = {
     engine.name: engine
@@ -60,7 +57,7 @@ PEERS = {
 
 
 def installed(folder: Path, name: str) -> str | None:
-    """The Python of an environment that is complete and has what ENVIRONMENTS says now."""
+    """The Python of an environment; None unless it is complete and matches ENVIRONMENTS."""
     marker = folder / name / INSTALLED
     return (
         str(folder / name / "bin" / "python")
@@ -70,16 +67,16 @@ def installed(folder: Path, name: str) -> str | None:
 
 
 def set_up(folder: Path, names: list[str]) -> str:
-    """Makes environments, and says a line of each. Raises ConfigError if one of them failed, after the others."""
+    """Installs environments; returns a line for each. Raises ConfigError if any failed, after trying all."""
     lines, failed = [], []
     for name in names:
         log = folder / f"{name}.log"
         if installed(folder, name):
-            lines.append(f"{name}: was there")
+            lines.append(f"{name}: already installed")
         elif _install(folder / name, name, log):
             lines.append(f"{name}: installed")
         else:
-            failed.append(f"{name}: pip failed, {log} has what it said")
+            failed.append(f"{name}: pip failed, see {log}")
     if failed:
         raise ConfigError("; ".join([*failed, *lines]))
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Writes a dense Llama with random bfloat16 weights as a GGUF file, version 3, which llama.cpp reads; needs numpy
-alone.
+"""Writes a dense Llama with random bfloat16 weights as a GGUF file, version 3, for llama.cpp; needs numpy alone.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -14,9 +13,9 @@ import numpy as np
 from scripts.peers.protocol import LONGEST, Shape
 
 VERSION, ALIGNMENT = 3, 32
-UINT32, FLOAT32, STRING = 4, 6, 8  # types of values
-F32, BF16 = 0, 30  # types of tensors
-MOSTLY_BF16 = 32  # type of a file
+UINT32, FLOAT32, STRING = 4, 6, 8  # value types
+F32, BF16 = 0, 30  # tensor types
+MOSTLY_BF16 = 32  # file type
 BLOCK = 4_194_301  # a prime, so that the rows of a matrix differ
 
 
@@ -29,9 +28,8 @@ def write(path: Path, shape: Shape) -> None:
     offset = 0
     for name, sizes in listed:
         kind, count = _kind(sizes), math.prod(sizes)
-        header += _string(name) + struct.pack(
-            f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), kind, offset
-        )  # rows are the last size
+        # GGUF lists the sizes from the innermost on.
+        header += _string(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), kind, offset)
         offset += _padded(count * (4 if kind == F32 else 2))
     ones = np.ones(shape.hidden, np.float32).tobytes()
     normal = 0.02 * np.random.default_rng(0).standard_normal(BLOCK, np.float32)
@@ -43,12 +41,12 @@ def write(path: Path, shape: Shape) -> None:
             if _kind(sizes) == F32:
                 file.write(ones)
             else:
-                np.resize(np.roll(block, number * 10_007), count).tofile(file)  # from another place for each matrix
+                np.resize(np.roll(block, number * 10_007), count).tofile(file)  # another offset for each matrix
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and sizes [outputs, inputs] of each, in the order of the file."""
+    """Name and sizes [outputs, inputs] of each tensor, in the order of the file."""
     d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "token_embd.weight", (shape.vocab, d)
     yield "output_norm.weight", (d,)
@@ -70,7 +68,7 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _fields(shape: Shape) -> dict[str, tuple[int, int | float | str]]:
-    """Type and value of each."""
+    """Type and value of each metadata field."""
     numbers = {
         "context_length": LONGEST,
         "embedding_length": shape.hidden,

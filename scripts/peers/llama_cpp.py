@@ -1,6 +1,4 @@
-"""llama.cpp through the functions of its C interface: bfloat16 weights in its own buffers, not mapped from the file,
-cache float16.
-"""
+"""llama.cpp through its C interface: bfloat16 weights in memory, not mapped from the file, and a float16 cache."""
 
 import os
 import time
@@ -12,7 +10,7 @@ import numpy as np
 from scripts.peers import gguf_file
 from scripts.peers.protocol import Task, serve
 
-BATCH = 512  # tokens of a prompt that are computed together
+BATCH = 512  # tokens of a prompt per batch
 
 
 class LlamaCpp:

@@ -1,8 +1,6 @@
-"""OpenVINO: a Llama that optimum-intel converts, bfloat16 with its cache as state; products in the dtype that OpenVINO
-chooses here.
+"""OpenVINO: a bfloat16 Llama converted by optimum-intel with its cache as state; OpenVINO chooses the compute dtype.
 
-That is bfloat16 where the processor multiplies it. Elsewhere asking for it makes a token eight times as expensive as
-float32 does.
+It chooses bfloat16 on processors that multiply it natively. Elsewhere, bfloat16 takes eight times as long as float32.
 """
 
 import shutil
@@ -19,7 +17,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "u8": "uint8"}
 
 
 def convert(folder: Path, s: Shape) -> None:
-    """Writes the model with random weights. Every layer has its own: OpenVINO keeps equal constants once."""
+    """Writes the model with random weights, different in every layer, since OpenVINO stores equal constants once."""
     import torch
     from optimum.exporters.openvino import export_from_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,7 +81,7 @@ class OpenVino:
         if before not in self._kept:
             self._request.reset_state()
             self._compute(1, 0)
-            # As if one token stood there many times: a true prompt takes minutes where bfloat16 is emulated.
+            # The cache of one token, repeated: a real prompt takes minutes where bfloat16 is emulated.
             self._kept = {
                 before: [np.repeat(state.state.data, before, axis=2) for state in self._request.query_state()]
             }
@@ -96,7 +94,7 @@ class OpenVino:
         return times
 
     def _compute(self, token: int, position: int) -> int:
-        """The next token."""
+        """Computes the next token."""
         self._request.infer(
             {
                 "input_ids": np.array([[token]]),

@@ -1,6 +1,4 @@
-"""Our own engine in the same harness, with random weights: the decode kernel, or with the option "xla" XLA's program in
-float32.
-"""
+"""Our engine in the same harness, with random weights: the decode kernel or, with option "xla", XLA in float32."""
 
 import os
 import time
@@ -19,12 +17,12 @@ from scripts.peers.protocol import XLA, Task, serve
 
 
 def full_attention(config: ModelConfig) -> ModelConfig:
-    """The same with every layer full: the other engines know no sliding layers."""
+    """The same model with full attention in every layer, since the other engines lack sliding windows."""
     return config.replace(sliding_window=None, sliding_window_n_layers=0, unclamped_layers=(), swa_layers=None)
 
 
 class Resuming(CpuBackend):
-    """Computes a prompt once: the next request with the same one finds it in the cache, all but its last token."""
+    """Computes a prompt once; a next request with the same prompt reuses the cache for all but its last token."""
 
     _absorbed = b""
 
@@ -37,7 +35,7 @@ class Ours:
     def __init__(self, task: Task):
         config = full_attention(model_config(task.checkpoint))
         if task.option == XLA:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA has a thread for each core
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA uses a thread per core
             self._backend = XlaBackend(RandomSource(config, "float32"))
         else:
             self._backend = Resuming(RandomSource(config, "bfloat16"), threads=task.threads)

@@ -1,6 +1,4 @@
-"""The driver's side of an engine: a process that is stopped whenever it is not asked, so that its threads cannot spin
-beside another's.
-"""
+"""The driver's side of an engine: a process that is stopped between requests, so that its threads cannot spin."""
 
 import json
 import os
@@ -16,11 +14,11 @@ from scripts.peers.environments import Engine
 from scripts.peers.protocol import Task
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOSING = 10  # seconds that a process has to end by itself
+CLOSING = 10  # seconds for a process to end before it is killed
 
 
 class EngineError(ConfigError):
-    """An engine that ended, or did not answer."""
+    """An engine ended, or did not answer."""
 
     def __init__(self, engine: str, text: str):
         super().__init__(f"{engine} {text}")
@@ -31,8 +29,9 @@ class Process:
     """An engine with a loaded model. A context manager."""
 
     def __init__(self, engine: Engine, python: str, task: Task, seconds: float):
-        """task: its option is the engine's. seconds: how long loading, and then any answer, may take. Raises
-        EngineError.
+        """task: its option is replaced by the engine's. seconds: limit for loading and for each answer.
+
+        Raises EngineError.
         """
         self.name, self.seconds = engine.name, seconds
         self._log = Path(task.folder) / f"{engine.name}.log"
@@ -56,19 +55,19 @@ class Process:
             raise
 
     def decode(self, prompt: int, tokens: int) -> dict:
-        """The program's answer, as scripts/peers/protocol.py has it. Raises EngineError."""
+        """The engine's answer, see scripts/peers/protocol.py. Raises EngineError."""
         self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(f"decode {prompt} {tokens}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, as reading shows
+            pass  # it has ended, which reading detects
         answer = self._answer(f"decoding {tokens} tokens")
         self._signal(signal.SIGSTOP)
         return answer
 
     def close(self) -> None:
-        """Ends it, whatever state it is in."""
+        """Ends the process in any state."""
         self._process.stdin.close()
         self._signal(signal.SIGCONT)
         try:
@@ -85,14 +84,12 @@ class Process:
         self.close()
 
     def _answer(self, doing: str) -> dict:
-        """The next line."""
+        """Reads the next line."""
         output, until = self._process.stdout.fileno(), time.monotonic() + self.seconds
         while b"\n" not in self._rest:
             if not select.select([output], [], [], max(0, until - time.monotonic()))[0]:
                 self._signal(signal.SIGKILL)
-                raise EngineError(
-                    self.name, f"did not answer in {self.seconds:.0f} s while {doing}; what it said is in {self._log}"
-                )
+                raise EngineError(self.name, f"did not answer in {self.seconds:.0f} s while {doing}; see {self._log}")
             read = os.read(output, 1 << 16)
             if not read:
                 raise EngineError(self.name, f"ended while {doing}: {self._end()}")
@@ -101,13 +98,13 @@ class Process:
         return json.loads(line)
 
     def _end(self) -> str:
-        """How it ended, and its last words."""
+        """How the process ended, and the last line of its output."""
         status = self._process.wait()
         how = f"status {status}" if status >= 0 else signal.Signals(-status).name
         if status == -signal.SIGKILL:
-            how += ", as when the memory is not enough"
-        words = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(words) if line.strip()), "nothing was said")
+            how += ", perhaps out of memory"
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         return f"{how}; {last} ({self._log})"
 
     def _signal(self, number: int) -> None:

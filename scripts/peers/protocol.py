@@ -1,9 +1,9 @@
-"""What the driver and the engines' programs say to each other. Standard library only: every environment imports it.
+"""The protocol between the driver and the engines' programs. Standard library only: every environment imports it.
 
-A program gets its task as JSON on the command line. When its model is loaded it says {"ready": conditions}, and then
-answers every line `decode PROMPT TOKENS` on its standard input with {"gaps": [...], "cpu_seconds": ..., "peak_bytes":
-...}, until that ends: seconds from each token to the next, and of the process its processor time for it and its
-resident memory at the peak so far. What libraries print goes to standard error.
+A program gets its task as JSON on the command line. It reports {"ready": conditions} when its model is loaded, and then
+answers every line `decode PROMPT TOKENS` on standard input, until that ends, with {"gaps": [...], "cpu_seconds": ...,
+"peak_bytes": ...}: seconds from each token to the next, processor time of the request, and peak resident memory so far.
+Output of libraries goes to standard error.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ from typing import Protocol
 
 XLA, CPP_WRAPPER = "xla", "cpp_wrapper"  # options
 PR_SET_PDEATHSIG = 1
-LONGEST = 131_072  # context that files of models say, whatever is asked of them
+LONGEST = 131_072  # context length in the files of models, for any request
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense Llama: with random weights nothing else of a model matters to its speed."""
+    """Sizes of a dense Llama, which decide its speed with random weights."""
 
     hidden: int
     layers: int
@@ -42,25 +42,25 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For files made of it."""
+        """Name for files of this shape."""
         sizes = "-".join(f"{name}{value}" for name, value in dataclasses.asdict(self).items() if type(value) is int)
         return f"{sizes}{'-tied' if self.tied else ''}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a program loads."""
+    """The model that a program loads, and its settings."""
 
     checkpoint: str
-    """The recipe or folder that the shape is of."""
+    """Recipe or folder with this shape."""
     shape: Shape
     positions: int
-    """Room in the cache."""
+    """Positions in the cache."""
     threads: int
     folder: str
-    """Files made for this and later runs go there."""
+    """Folder for files that later runs reuse."""
     option: str = ""
-    """One word that the program knows."""
+    """Option of the program, one word."""
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -75,39 +75,35 @@ class Decoder(Protocol):
     """A loaded model."""
 
     conditions: dict
-    """versions, weights, compute and kv (dtypes), threads, and what else its speed depends on."""
+    """versions, weights, compute and kv (dtypes), threads, and other conditions of its speed."""
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
-        """Times of time.perf_counter at which each of `tokens` was drawn, greedily, one after another, after `prompt`
-        tokens.
+        """Draws `tokens` greedily after `prompt` tokens; returns the time.perf_counter time of each.
 
-        What stands in the cache from an earlier request of the same size may stay there, so that only the prompt's last
-        token is computed.
+        May reuse the cache of an earlier request of the same size and compute only the prompt's last token.
         """
 
 
 def serve(load: Callable[[Task], Decoder]) -> None:
     """Loads the model of the task on the command line and answers requests until standard input ends."""
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # a stopped process would not see that its driver was killed
+    # A stopped process cannot notice that its driver was killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(message: dict) -> None:
+    def send(message: dict) -> None:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     model = load(Task.read(sys.argv[1]))
-    tell(
-        {"ready": model.conditions | {"load_seconds": time.perf_counter() - began, "python": platform.python_version()}}
-    )
+    load_seconds = time.perf_counter() - start
+    send({"ready": model.conditions | {"load_seconds": load_seconds, "python": platform.python_version()}})
     for line in sys.stdin:
         prompt, tokens = (int(word) for word in line.split()[1:])
         cpu = time.process_time()
         times = model.decode(prompt, tokens)
-        tell(
+        send(
             {
                 "gaps": [b - a for a, b in itertools.pairwise(times)],
                 "cpu_seconds": time.process_time() - cpu,

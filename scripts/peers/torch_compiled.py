@@ -1,4 +1,4 @@
-"""PyTorch: a plain Llama with a cache of fixed size, compiled by inductor with its weights frozen."""
+"""PyTorch: a plain Llama with a cache of fixed size, compiled by inductor with frozen weights."""
 
 import time
 
@@ -42,7 +42,7 @@ class Layer(nn.Module):
         )
         keys.index_copy_(2, position, rotate(k, cos, sin).view(1, s.kv_heads, 1, s.head_dim))
         values.index_copy_(2, position, v.view(1, s.kv_heads, 1, s.head_dim))
-        # Query heads that share keys take the place of query positions, so that no key is repeated.
+        # Query heads that share keys are passed as query positions, so that no key is repeated.
         grouped = rotate(q, cos, sin).view(1, s.kv_heads, s.heads // s.kv_heads, s.head_dim)
         x = x + F.linear(F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(1, -1), self.out)
         gate, up = F.linear(self.mlp_norm(x), self.gate_up).chunk(2, -1)
@@ -67,7 +67,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin().to(self.embedding.dtype))
 
     def forward(self, token: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """token and position int64 [1]. Returns the next token."""
+        """token and position int64 [1] -> the next token."""
         x = F.embedding(token, self.embedding)
         cos, sin = self.cos[position], self.sin[position]
         mask = (torch.arange(len(self.cos)) <= position).view(1, 1, 1, -1)
@@ -81,13 +81,12 @@ class Compiled:
         torch.set_num_threads(task.threads)
         torch.set_default_dtype(torch.bfloat16)
         torch.manual_seed(0)
-        wrapper = task.option == CPP_WRAPPER  # the code around the kernels in C++ too
+        wrapper = task.option == CPP_WRAPPER  # also the code around the kernels in C++
         torch._inductor.config.freezing = True
         torch._inductor.config.cpp_wrapper = wrapper
         self._model = torch.compile(Llama(task.shape, task.positions).eval())
         size = (1, task.shape.kv_heads, task.positions, task.shape.head_dim)
-        # The cache has the length that is asked for from the start, full of numbers: a prompt would need a second
-        # compiled program.
+        # A cache of full length with random contents, since computing a prompt would need a second compiled program.
         self._keys, self._values = ([torch.randn(size) for _ in range(task.shape.layers)] for _ in "kv")
         self.decode(1, 2)  # compiles
         self.conditions = {

@@ -1,7 +1,6 @@
-"""`python -m train.ablate RECIPE`: which layout buys how much speed for how much loss. Trains a grid of variants and
-seeds, then reports.
+"""`python -m train.ablate RECIPE`: trains a grid of variants and seeds, and reports speed against loss by layout.
 
-The same command goes on after any stop, and never trains a finished cell again.
+It resumes after any interruption, and never trains a finished cell again.
 """
 
 import ctypes
@@ -32,52 +31,47 @@ from train.run_folder import only_one
 
 HOUSE = "configs.ablations"
 PROGRAM = "python -m train.ablate"
-COMPILED = "compiled"  # of a grid's folder: XLA's programs, which the seeds of a variant share
+COMPILED = "compiled"  # in a grid's folder: compiled programs, which the seeds of a variant share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Trains the cells of a grid that are not finished yet, and writes report.md, results.jsonl and pictures into its
-    folder.
-    """
+    """Train the unfinished cells of a grid, and write report.md, results.jsonl and pictures into its folder."""
 
     run: Path | None = None
-    """Folder of the grid; by default runs/ablations/NAME."""
+    """Folder of the grid (default: runs/ablations/NAME)."""
     jobs: int = 1
-    """Processes side by side on a CPU, each with its share of the cores."""
+    """Processes at a time on a CPU, each with an equal share of the cores."""
     devices: tuple[str, ...] = ()
-    """GPUs of each process that runs at the same time, as CUDA_VISIBLE_DEVICES has them: --devices 0 1 2 3, or
-    --devices 0,1 2,3.
-    """
+    """GPUs of each of the processes at a time, as in CUDA_VISIBLE_DEVICES: --devices 0 1 2 3, or --devices 0,1 2,3."""
     seeds: tuple[int, ...] = ()
-    """Other seeds than the recipe's."""
+    """Seeds to train, instead of the recipe's."""
     only: tuple[str, ...] = ()
-    """Train and report only the variants whose names match one of these patterns, the reference always: --only 'dtp*'
-    none.
-    """
+    """Patterns of the names of variants to train and report; the reference always is: --only 'dtp*' none."""
     dry_run: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("--list",))] = False
-    """Show the cells, their tokens and the time they will take, and train nothing."""
+    """List the cells, their tokens and their expected time, and train nothing."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Write the report of what is finished, and train nothing."""
+    """Write the report of the finished cells, and train nothing."""
     measured: Path | None = None
-    """Speeds that were measured, for the report: a JSON file of {variant: tokens per second}, see docs/ablations.md."""
+    """Measured speeds for the report: a JSON file of {variant: tokens per second}, see docs/ablations.md."""
     cell: str = ""
-    """Train this one cell in this process, as a grid does with each of them: the folder's name."""
+    """Folder name of a single cell to train, in this process."""
     base: tyro.conf.FlagConversionOff[TrainConfig]
-    """The training run that all cells share."""
+    """Training run that all cells share."""
 
     def __post_init__(self):
         if self.jobs < 1:
-            raise ConfigError(f"--jobs {self.jobs}: it must be at least 1")
+            raise ConfigError(f"--jobs must be at least 1, got {self.jobs}")
         if self.jobs > 1 and self.devices:
-            raise ConfigError("--jobs is for CPUs, --devices for GPUs: give one of them")
+            raise ConfigError("--jobs is for CPUs and --devices for GPUs; give one of them")
         if self.measured is not None and not self.measured.is_file():
-            raise ConfigError(f"--measured {self.measured}: there is no such file")
+            raise ConfigError(f"--measured {self.measured} does not exist; give a JSON file of speeds")
 
 
 def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
-    """RECIPE [options] as options and the grid that they lead to; prints help and exits where that is asked for. Raises
-    ConfigError.
+    """Reads RECIPE [options] into options and the grid they describe; prints help and exits on --help.
+
+    Raises ConfigError.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
@@ -86,7 +80,7 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
         )
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
-        raise ConfigError(f"the recipe comes first: {PROGRAM} RECIPE [options]")
+        raise ConfigError(f"{arguments[0]} precedes the recipe; write {PROGRAM} RECIPE [options]")
     grid = find_recipe(arguments[0], HOUSE, Grid)
     options = read_options(Options(base=grid.base), f"{PROGRAM} {arguments[0]}", arguments[1:])
     base = dataclasses.replace(options.base, run=options.run) if options.run else options.base
@@ -99,7 +93,7 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
             fnmatch.fnmatchcase(grid.reference, p) for p in options.only
         ):
             known = ", ".join(v.name for v in grid.variants)
-            raise ConfigError(f"--only {' '.join(options.only)}: no variant has such a name; there are {known}")
+            raise ConfigError(f"--only {' '.join(options.only)} matches no variant; choose from {known}")
     kept = {v.name for v in variants}
     probes = {name: delays for name, delays in grid.probe.items() if name in kept}
     return options, dataclasses.replace(
@@ -108,7 +102,7 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
 
 
 def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
-    """What the options ask for. Exit status: 0, 1 where a cell failed, 130 or 143 after a signal."""
+    """Lists, reports or trains, by the options. Exit status: 0, 1 if a cell failed, 130 or 143 after a signal."""
     if options.cell:
         train_cell(grid, options.cell)
         return 0
@@ -127,7 +121,7 @@ def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
         for cell, reason in runner.failed.items():
             print(f"failed: {cell.name}: {reason}", file=sys.stderr)
         if stopped:
-            print(f"stopped; to go on: {PROGRAM} {shlex.join(arguments)}", file=sys.stderr)
+            print(f"stopped; resume with: {PROGRAM} {shlex.join(arguments)}", file=sys.stderr)
             return 128 + stopped
         if runner.done:
             print(write_report(grid, options.measured))
@@ -135,24 +129,24 @@ def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
 
 
 def slots(options: Options, grid: Grid) -> list[dict[str, str]]:
-    """Environment of each process that runs at the same time."""
+    """Environment variables of each of the processes at a time."""
     if options.devices:
         return [{"CUDA_VISIBLE_DEVICES": given} for given in options.devices]
     share = max(1, (os.cpu_count() or 1) // options.jobs)
-    # The size of XLA:CPU's thread pool. Host devices need one of their own (laneformer/mesh.py).
+    # Threads of XLA:CPU's pool. Host devices set their own (laneformer/mesh.py).
     return [{} if options.jobs == 1 or grid.base.mesh.host_devices else {"PJRT_NPROC": str(share)}] * options.jobs
 
 
 def command(cell: Cell, arguments: Sequence[str]) -> list[str]:
-    """The program that trains one cell."""
+    """The command line that trains one cell."""
     return [sys.executable, "-m", "train.ablate", *arguments, "--cell", cell.folder.name]
 
 
 def train_cell(grid: Grid, folder: str) -> None:
-    """Trains, or goes on with, the cell whose folder has that name, and probes it. Raises as `train` does."""
+    """Trains or resumes the cell whose folder has this name, and probes it. Raises as `train` does."""
     cell = next((cell for cell in grid.cells if cell.folder.name == folder), None)
     if cell is None:
-        raise ConfigError(f"--cell {folder}: no cell of grid {grid.name} has this folder")
+        raise ConfigError(f"--cell {folder}: grid {grid.name} has no such cell; choose a folder of --list")
     jax.config.update("jax_compilation_cache_dir", str((grid.folder / COMPILED).absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     train(cell.config)
@@ -161,12 +155,10 @@ def train_cell(grid: Grid, folder: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Lets the system kill this process when the grid's does not live any more: the next one will want to go on with
-    the cell.
-    """
+    """Makes the system kill this process when the grid's process ends, so that the next grid can resume the cell."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a run goes on after it
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a run resumes after it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

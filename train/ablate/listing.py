@@ -1,4 +1,4 @@
-"""What a grid will train: its cells, their tokens, and the time they will take."""
+"""The listing of a grid: its cells, their tokens, and the time to train them."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from train.metrics.run_log import METRICS
 
 
 def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False) -> str:
-    """The cells as a table, one row each, and what they add up to; short: the sums alone."""
+    """The cells as a table, one row each, and their totals; short: the totals alone."""
     states = {cell: _state(cell) for cell in grid.cells}
     todo = [cell for cell, state in states.items() if state != "done"]
-    begun = sum(state.startswith("step") for state in states.values())
+    started = sum(state.startswith("step") for state in states.values())
     tokens = sum(phase.steps * phase.tokens_per_step for phase in grid.base.phases)
     minutes, source = _minutes(grid, [cell for cell in grid.cells if cell not in todo])
     lines = [
@@ -23,14 +23,14 @@ def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False)
             f" {tokens:,} tokens ({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,} parameters;"
             f" in {grid.folder}"
         ),
-        f"{len(grid.cells) - len(todo)} cells are finished and kept, {begun} go on, {len(todo) - begun} are new"
-        + (f"; {other} folders of other settings stay as they are" if (other := others(grid)) else ""),
+        f"{len(grid.cells) - len(todo)} cells are finished, {started} to resume, {len(todo) - started} new"
+        + (f"; {other} folders of other settings are left alone" if (other := others(grid)) else ""),
     ]
     if todo and minutes is not None:
         whole = duration(60 * minutes * len(todo) / len(slots))
-        lines.append(f"about {duration(60 * minutes)} a cell ({source}): {whole} with {len(slots)} at a time")
+        lines.append(f"about {duration(60 * minutes)} per cell ({source}): {whole} with {len(slots)} at a time")
     elif todo:
-        lines.append("time: not known before the first cell is done")
+        lines.append("time: unknown until the first cell is done")
     if short:
         return "\n".join(lines)
     width = max(len(cell.name) for cell in states)
@@ -52,16 +52,16 @@ def _state(cell: Cell) -> str:
 
 
 def others(grid: Grid) -> int:
-    """Folders that belong to no cell of the grid as it is now."""
+    """Number of folders that belong to no cell of the grid."""
     folder, ours = grid.folder / CELLS, {cell.folder.name for cell in grid.cells}
     return sum(path.name not in ours for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else 0
 
 
 def _minutes(grid: Grid, done: Sequence[Cell]) -> tuple[float | None, str]:
-    """Minutes per cell and where the figure is from."""
+    """Minutes per cell, and the source of the figure."""
     seconds = [
         sum(sum(line["time"].values()) for line in read_lines(cell.folder / METRICS) if "time" in line) for cell in done
     ]
     if seconds:
-        return statistics.median(seconds) / 60, "median of those that are finished"
+        return statistics.median(seconds) / 60, "median of the finished cells"
     return grid.minutes, "on the hardware that the recipe names"

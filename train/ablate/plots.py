@@ -1,5 +1,5 @@
-"""Pictures of an ablation. A layout family has one colour in all of them, delays are shades of it, and names stand at
-the data.
+"""Pictures of an ablation. A layout family has one colour in all of them, delays are shades of it, and names are
+next to the data.
 """
 
 import io
@@ -15,8 +15,7 @@ from laneformer.layout import LAYOUTS
 from train.ablate.grid import Grid
 from train.ablate.results import DEVICES, PER_NODE, Summary
 
-# Those that stay apart the best go to the layouts that are compared the most; a layout that is new takes one of the
-# rest.
+# The most distinct colours are for the layouts compared most often; a new layout gets one of MORE_COLORS.
 COLORS = {
     "tp": "#222222",
     "parallel": "#8c564b",
@@ -32,7 +31,7 @@ Panel = Callable[[Any], None]  # draws into its axes
 
 
 def draw(grid: Grid, found: Sequence[Summary], folder: Path) -> dict[Path, str]:
-    """Writes the pictures that the results allow -> title by file. Raises InputError where matplotlib is missing."""
+    """Writes the pictures that the results allow; returns file -> title. Raises InputError without matplotlib."""
     pictures: dict[str, tuple[str, list[Panel]]] = {
         "curves": ("loss over training, mean over seeds", [_curves(found), _curves_minus(grid, found)]),
         "loss": (f"final validation loss, {_seeds(found)}", [_against_delay(grid, found), _against_lanes(grid, found)]),
@@ -40,7 +39,7 @@ def draw(grid: Grid, found: Sequence[Summary], folder: Path) -> dict[Path, str]:
             "quality of the small model against speed of the large one",
             [_frontier(grid, found, device) for device in DEVICES],
         ),
-        "exposed": ("what a token waits for", [_exposed(found)]),
+        "exposed": ("exchanges that a token waits for", [_exposed(found)]),
     }
     if any(s.lanes > 1 and s.mean_by_time("similarity") for s in found):
         pictures["lanes"] = (
@@ -49,7 +48,7 @@ def draw(grid: Grid, found: Sequence[Summary], folder: Path) -> dict[Path, str]:
         )
     if probed := [s for s in found if any(result.probe for result in s.results)]:
         pictures["probe"] = (
-            "which delay hurts where, trained models of the first seed",
+            "sensitivity to delays by layer, trained models of the first seed",
             [_probe(probed, late) for late in (True, False)],
         )
     return {
@@ -59,7 +58,7 @@ def draw(grid: Grid, found: Sequence[Summary], folder: Path) -> dict[Path, str]:
 
 
 def color(s: Summary) -> np.ndarray:
-    """The family's colour; of dtp, the lighter the shorter the delay."""
+    """The family's colour; for dtp, lighter for shorter delays."""
     from matplotlib.colors import to_rgb
 
     others = [name for name in LAYOUTS if name not in COLORS]
@@ -74,9 +73,9 @@ def color(s: Summary) -> np.ndarray:
 def _save(path: Path, title: str, panels: Sequence[Panel]) -> Path:
     try:
         from matplotlib.figure import Figure
-        from PIL import Image  # comes with matplotlib
+        from PIL import Image  # a dependency of matplotlib
     except ImportError:
-        raise InputError("pictures need matplotlib: pip install -e '.[plots]'") from None
+        raise InputError("pictures need matplotlib; install it with pip install -e '.[plots]'") from None
     figure = Figure(figsize=(6.6 * len(panels) + 1.4 * (len(panels) == 1), 5.4), layout="constrained")
     figure.suptitle(title, fontsize="large")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -85,9 +84,8 @@ def _save(path: Path, title: str, panels: Sequence[Panel]) -> Path:
         panel(axes)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
-    Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(
-        path, optimize=True
-    )  # a third of the size
+    # 128 colours take a third of the size.
+    Image.open(drawn).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     return path
 
 
@@ -99,9 +97,7 @@ def _seeds(found: Sequence[Summary]) -> str:
 def _names_at_end(
     axes, found: Sequence[Summary], ys: Sequence[float], xs: Sequence[float] | None = None, names: Sequence[str] = ()
 ) -> None:
-    """Names right of the axes, each joined to the end of its curve (or to its x), moved apart where they would
-    touch.
-    """
+    """Names right of the axes, each joined to the end of its curve (or to its x), moved apart if they overlap."""
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     ends = [(axes.get_xlim()[1] if xs is None else xs[i], y) for i, y in enumerate(ys)]
     heights = axes.transAxes.inverted().transform(axes.transData.transform(ends))[:, 1] if ends else np.empty(0)
@@ -161,7 +157,7 @@ def _curves(found: Sequence[Summary]) -> Panel:
 
 
 def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """What the left picture cannot show: the distances between curves."""
+    """Distances between the curves, which the left picture cannot show."""
 
     def draw(axes):
         reference = next((s for s in found if s.name == grid.reference), None)
@@ -201,7 +197,7 @@ def _reference_band(axes, grid: Grid, found: Sequence[Summary]) -> None:
 
 
 def _against_delay(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """With as many lanes as the base has: a column per variant, in groups of equal delay."""
+    """Variants with as many lanes as the base: a column each, in groups of equal delay."""
 
     def draw(axes):
         shown = [s for s in found if s.lanes == grid.base.model.num_lanes]
@@ -214,11 +210,11 @@ def _against_delay(grid: Grid, found: Sequence[Summary]) -> Panel:
             groups.setdefault(s.delay, []).append(column)
         for delay, columns in groups.items():
             axes.axvline(columns[-1] + 0.5, color="0.8", linewidth=0.8)
-            said = "never" if delay is None else str(delay)
+            label = "never" if delay is None else str(delay)
             axes.text(
                 np.mean(columns),
                 0.985,
-                said,
+                label,
                 transform=axes.get_xaxis_transform(),
                 ha="center",
                 va="top",
@@ -242,7 +238,7 @@ def _against_delay(grid: Grid, found: Sequence[Summary]) -> Panel:
 
 
 def _against_lanes(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """Layouts that were trained with several numbers of lanes."""
+    """Layouts trained with several numbers of lanes."""
 
     def draw(axes):
         layouts: dict[str, list[Summary]] = {}
@@ -294,8 +290,8 @@ def _against_lanes(grid: Grid, found: Sequence[Summary]) -> Panel:
 
 
 def _frontier(grid: Grid, found: Sequence[Summary], device: str) -> Panel:
-    """Loss against projected speed, with as many devices as the base has lanes; the line joins those that nothing beats
-    in both.
+    """Loss against projected speed, with as many devices as the base has lanes; the line joins the Pareto-optimal
+    variants.
     """
 
     def draw(axes):
@@ -351,8 +347,8 @@ def _exposed(found: Sequence[Summary]) -> Panel:
 
 
 _DEPTH = (
-    ("similarity", "mean cosine between the streams of two lanes", "How alike the lanes are", "linear"),
-    ("landed_over_own", "root mean square, others' parts / own part", "How large what lands is", "log"),
+    ("similarity", "mean cosine between the streams of two lanes", "Similarity of the lanes", "linear"),
+    ("landed_over_own", "root mean square, others' parts / own part", "Size of landed parts", "log"),
 )
 
 

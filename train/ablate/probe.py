@@ -1,8 +1,8 @@
-"""Which delay hurts where: a trained model measured with the exchange of one layer alone moved to another time.
+"""Sensitivity to delays by layer: the loss of a trained model with the exchange of one layer moved to another time.
 
 Every probed loss has the same weights, the same held-out tokens and the same schedule but for one layer, so that a
-difference of 0.001 nats is a difference. It says how much the trained model leans on that exchange, not what a model
-trained with it would reach.
+difference of 0.001 nats is meaningful. It measures how much the trained model depends on that exchange, not what a
+model trained with the delay would reach.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from train.data.batches import validation_sets
 from train.run_folder import open_stores
 from train.step import Trainer
 
-PROBE = "probe.json"  # of a cell's folder
-BATCHES = 16  # of held-out text, at most
+PROBE = "probe.json"  # in a cell's folder
+BATCHES = 16  # batches of held-out text, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rescheduled(ModelConfig):
-    """A model that runs a schedule of its own instead of its layout's."""
+    """A model that runs a given schedule instead of its layout's."""
 
     table: Schedule
 
@@ -39,13 +39,13 @@ class Rescheduled(ModelConfig):
 
 
 def exchanged_late(schedule: Schedule, layer: int, delay: int) -> Schedule:
-    """The schedule in which the layer's exchanges land `delay` modules after they are issued, at the latest before the
+    """The schedule with the layer's exchanges landing `delay` modules after they are issued, at the latest before the
     final norm.
 
-    Raises ConfigError for a layout whose exchanges average the streams: such a landing has no meaning at another time.
+    Raises ConfigError for a layout whose exchanges average the streams, since such a landing cannot move.
     """
     if any(payload.stream_mean_at is not None for payload in schedule.payloads):
-        raise ConfigError(f"layout {schedule.name} averages its streams: its exchanges cannot be probed at other times")
+        raise ConfigError(f"layout {schedule.name} averages its streams and cannot be probed; remove it from `probe`")
 
     def move(landing: Landing) -> Landing:
         issued = landing.payload.complete_at
@@ -55,9 +55,7 @@ def exchanged_late(schedule: Schedule, layer: int, delay: int) -> Schedule:
 
 
 def probe(cell: Cell) -> None:
-    """Writes probe.json of a trained cell: {"loss", "tokens", "by_layer": {delay: [loss with layer n alone exchanged so
-    late]}}.
-    """
+    """Writes probe.json of a trained cell: {"loss", "tokens", "by_layer": {delay: [loss with layer n delayed]}}."""
     file = cell.folder / PROBE
     if file.exists():
         return
@@ -66,10 +64,10 @@ def probe(cell: Cell) -> None:
     sets = validation_sets(phase.data, [stores[path] for path in phase.data.path], [])
     if not sets:
         raise ConfigError(
-            f"{cell.name}: probing needs held-out text: set data.validation_batches, or take the variant out of `probe`"
+            f"probing {cell.name} needs held-out text; set data.validation_batches, or remove the variant from `probe`"
         )
     held_out = next(iter(sets.values())).batches
-    rows = held_out[:: math.ceil(len(held_out) / BATCHES)]  # of all parts of the text, which lies in file order
+    rows = held_out[:: math.ceil(len(held_out) / BATCHES)]  # spread over the text, which is in file order
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     params = lf.load(cell.folder, mesh=mesh).weights()
 

@@ -1,4 +1,4 @@
-"""The report of a grid: report.md with a table and what it means, results.jsonl, and pictures, in the grid's folder."""
+"""The report of a grid, in its folder: report.md with a table and its explanation, results.jsonl, and pictures."""
 
 import os
 import platform
@@ -19,8 +19,8 @@ REPORT = "report.md"
 
 
 def write_report(grid: Grid, measured: Path | None = None) -> str:
-    """Writes everything from the cells that are finished, and returns the table. Raises InputError where none is, or
-    one is damaged.
+    """Writes the report of the finished cells, and returns the table. Raises InputError if none is finished or one is
+    damaged.
     """
     results = collect(grid)
     found = summarize(grid, results, read_measured(measured, grid))
@@ -46,7 +46,7 @@ def write_report(grid: Grid, measured: Path | None = None) -> str:
     part = grid.folder / (REPORT + ".part")
     part.write_text("\n".join(lines), encoding="utf-8")
     os.replace(part, grid.folder / REPORT)
-    return "\n".join([*table(grid, found), "", f"{grid.folder / REPORT}, {RESULTS} beside it, {len(shown)} pictures"])
+    return "\n".join([*table(grid, found), "", f"{grid.folder / REPORT}, {RESULTS} next to it, {len(shown)} pictures"])
 
 
 def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
@@ -57,9 +57,9 @@ def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
         f"{len(results)} of {len(grid.cells)} cells are finished"
         + (f"; **{missing} are missing**" if missing else "")
         + f". Every cell: {tokens:,} tokens in {base.total_steps:,} steps, the same rows of"
-        f" {', '.join(map(str, base.data.path))} in the same order; the seed decides the first weights alone. Model:"
+        f" {', '.join(map(str, base.data.path))} in the same order; the seed affects the initial weights alone. Model:"
         f" {lf.parameter_count(base.model):,} parameters, {base.model.num_hidden_layers} layers, hidden size"
-        f" {base.model.hidden_size}, {base.model.num_lanes} lanes where nothing else is said; {base.optimizer.kind},"
+        f" {base.model.hidden_size}, {base.model.num_lanes} lanes unless stated otherwise; {base.optimizer.kind},"
         f" learning rate {base.optimizer.learning_rate:g}. Written {time.strftime('%Y-%m-%d')} with jax"
         f" {jax.__version__}, Python {platform.python_version()}.",
         *([f"{count} folders in it belong to other settings and are not counted."] if (count := others(grid)) else []),
@@ -100,15 +100,15 @@ def table(grid: Grid, found: Sequence[Summary]) -> list[str]:
 
 
 def number(mean: float, spread: float | None, sign: str = "") -> str:
-    """4.1234 ± 0.0056."""
+    """A mean and its spread, as in 4.1234 ± 0.0056."""
     return f"{mean:{sign}.4f}" + ("" if spread is None else f" ± {spread:.4f}")
 
 
 def _difference(grid: Grid, s: Summary) -> str:
     if s.name == grid.reference or s.difference is None:
         return ""
-    said = number(s.difference, s.difference_spread, "+")
-    return f"**{said}**" if s.clear else said
+    text = number(s.difference, s.difference_spread, "+")
+    return f"**{text}**" if s.clear else text
 
 
 def _legend(grid: Grid) -> list[str]:
@@ -123,10 +123,7 @@ def _legend(grid: Grid) -> list[str]:
             " with the same seed. Bold where its 95 % interval, by Student's t over at least three seeds, leaves out"
             " 0; of twenty equal variants one is bold by chance."
         ),
-        (
-            "- **delay**: modules (half layers) from a module to the moment when the other lanes have its output; the"
-            " longest there is."
-        ),
+        ("- **delay**: modules (half layers) from a module until the other lanes have its output; the longest of all."),
         (
             "- **reduces per pass**, **exposed**: all-reduces of one forward pass of the trained model, and how many of"
             " them every lane waits for, because no module runs in between. A replicate or lane head adds one of both."
@@ -140,18 +137,18 @@ def _legend(grid: Grid) -> list[str]:
 
 
 def _diagnostics(found: Sequence[Summary]) -> list[str]:
-    """Lanes by depth, and the probes."""
+    """Sections on the lanes by depth and on the probes."""
     lines = []
     rows = [(s, [x for x in s.mean_by_time("similarity") if x is not None]) for s in found if s.lanes > 1]
     rows = [(s, similarity) for s, similarity in rows if similarity]
     if rows:
         lines += [
-            "## What the lanes do",
+            "## Lanes by depth",
             "",
             (
                 "Mean cosine between the streams of two lanes, as module 1, the middle one and the head's norm read"
-                " them (1: the lanes are copies of each other), and what lands over what a lane adds of its own, root"
-                " mean squares, in the middle half of the modules."
+                " them (1: the lanes are copies of each other), and the ratio of landed parts to own part (root mean"
+                " squares) in the middle half of the modules."
             ),
             "",
             "| layout | cosine at module 1 | middle | end | landed / own |",
@@ -170,13 +167,13 @@ def _diagnostics(found: Sequence[Summary]) -> list[str]:
         layers = len(next(iter(probes[0][1]["by_layer"].values())))
         lines += [
             "",
-            "## Which delay hurts where",
+            "## Sensitivity to delays by layer",
             "",
             (
-                "The trained model of the first seed, with the exchanges of one layer alone landing after another delay"
-                " than it was trained with: how much its loss rises, in 0.001 nats. Same weights, same held-out tokens."
-                " This is how much a finished model leans on that exchange being where it is, not what training with it"
-                " would reach."
+                "Rise in loss, in 0.001 nats, of the trained model of the first seed when the exchanges of one layer"
+                " alone land after another delay than it was trained with. Same weights, same held-out tokens. This"
+                " measures how much a trained model depends on that exchange, not what training with the delay would"
+                " reach."
             ),
             "",
             f"| trained as | delay of one layer | {' | '.join(f'layer {n}' for n in range(layers))} |",

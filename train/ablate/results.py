@@ -1,4 +1,4 @@
-"""What the finished cells of a grid found, one record each, and what they say together about every variant."""
+"""Results of the finished cells of a grid, one record each, and their summary by variant."""
 
 import dataclasses
 import json
@@ -21,23 +21,16 @@ from train.metrics.records import read_lines
 from train.metrics.run_log import METRICS
 
 RESULTS = "results.jsonl"
-DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # whose speed is projected
+DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # to project the speed on
 PER_NODE = 8
-STUDENT = {
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    7: 2.447,
-    8: 2.365,
-    9: 2.306,
-}  # 97.5 % quantile of t by number of seeds
-CONTEXT = 1536  # positions before the token whose time is projected, as in `infer roofline`
+# 97.5 % quantile of Student's t by number of seeds.
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
+CONTEXT = 1536  # positions before the projected token, as in `infer roofline`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished cell. Losses in nats per token, `similarity` and `landed_over_own` by time in the schedule as in
+    """One finished cell. Losses in nats per token; `similarity` and `landed_over_own` by time in the schedule, as in
     metrics.jsonl.
     """
 
@@ -46,11 +39,11 @@ class Result:
     layout: str
     lanes: int
     model: dict
-    """What the variant changes in the base's model."""
+    """Fields of the base's model that the variant changes."""
     steps: int
     tokens: int
     loss: float
-    """Of the last validation, on the first set."""
+    """Loss of the last validation on the first set."""
     bits_per_byte: float | None
     validation: dict
     """The last validation on every set."""
@@ -59,14 +52,14 @@ class Result:
     similarity: list[float | None]
     landed_over_own: list[float | None]
     probe: dict | None
-    """What train/ablate/probe.py found."""
+    """Content of probe.json (train/ablate/probe.py)."""
     seconds: float
-    """Of the cell's processes, compiling and measuring included."""
+    """Wall time of the cell's processes, compiling and measuring included."""
     folder: str
 
 
 def read_result(cell: Cell) -> Result | None:
-    """What a cell found; None if it is not finished. Raises InputError for a damaged record."""
+    """Result of a cell; None if it is not finished. Raises InputError for a damaged record."""
     if not finished(cell):
         return None
     lines = read_lines(cell.folder / METRICS)
@@ -74,8 +67,7 @@ def read_result(cell: Cell) -> Result | None:
     checks = [(line["step"], line["validation"]) for line in lines if "validation" in line]
     if not checks:
         raise InputError(
-            f"{cell.folder} has no validation: an ablation needs held-out text and data.validation_batches of at"
-            " least 1"
+            f"{cell.folder} has no validation; give data with held-out text and data.validation_batches of at least 1"
         )
     first = next(iter(checks[-1][1]))
     lanes = [line["lanes"] for line in lines if "lanes" in line]
@@ -102,11 +94,11 @@ def read_result(cell: Cell) -> Result | None:
 
 
 def collect(grid: Grid) -> list[Result]:
-    """The finished cells' results, which are also written to results.jsonl. Raises InputError if there is none."""
+    """Results of the finished cells, also written to results.jsonl. Raises InputError if no cell is finished."""
     found = [result for cell in grid.cells if (result := read_result(cell)) is not None]
     if not found:
         raise InputError(
-            f"no cell of grid {grid.name} is finished in {grid.folder}: train first (leave out --report-only)"
+            f"no cell of grid {grid.name} is finished in {grid.folder}; train first, without --report-only"
         )
     part = grid.folder / (RESULTS + ".part")
     part.write_text("".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in found), encoding="utf-8")
@@ -116,8 +108,8 @@ def collect(grid: Grid) -> list[Result]:
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds, beside the reference. Spreads are sample standard deviations, None with fewer than
-    two seeds.
+    """One variant over its seeds, compared with the reference. Spreads are sample standard deviations, None with fewer
+    than two seeds.
     """
 
     variant: Variant
@@ -126,15 +118,15 @@ class Summary:
     lanes: int
     schedule: Schedule
     delay: int | None
-    """See `delay_of`."""
+    """Longest delay in modules, from `delay_of`."""
     losses: dict[int, float]
-    """By seed."""
+    """Final loss by seed."""
     reference: dict[int, float]
-    """Losses of the reference, by seed."""
+    """Final loss of the reference by seed."""
     speed: dict[str, float]
-    """Tokens per second by device of DEVICES, projected."""
+    """Projected tokens per second, by device of DEVICES."""
     devices: int
-    """Over which the lanes are spread there."""
+    """Devices that the lanes are spread over in the projection."""
     measured: float | None
     results: tuple[Result, ...]
 
@@ -152,7 +144,7 @@ class Summary:
 
     @cached_property
     def differences(self) -> list[float]:
-        """Loss minus the reference's of the same seed."""
+        """Loss minus the reference's loss with the same seed."""
         return [loss - self.reference[seed] for seed, loss in self.losses.items() if seed in self.reference]
 
     @cached_property
@@ -165,7 +157,7 @@ class Summary:
 
     @cached_property
     def clear(self) -> bool:
-        """Whether the 95 % interval of the mean difference, by Student's t over at least three seeds, leaves out 0."""
+        """Whether the 95 % interval of the mean difference (Student's t, at least three seeds) excludes 0."""
         n = len(self.differences)
         return n >= 3 and abs(self.difference) > STUDENT.get(n, 2.2) * self.difference_spread / math.sqrt(n)
 
@@ -209,7 +201,7 @@ def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] 
 
 
 def delay_of(schedule: Schedule) -> int | None:
-    """The longest that a module's output takes to the other lanes, in modules; None where nothing ever arrives.
+    """The longest delay, in modules, of a module's output to the other lanes; None if nothing is exchanged.
 
     Outputs and channels that are never sent do not count.
     """
@@ -218,15 +210,14 @@ def delay_of(schedule: Schedule) -> int | None:
     longest, synced = 0, -1
     for landing in schedule.landings:
         first = min(m for m, _ in landing.payload.parts)
-        if landing.payload.stream_mean_at is not None:  # brings everything since the last one
+        if landing.payload.stream_mean_at is not None:  # carries everything since the last one
             first, synced = synced + 1, landing.at
         longest = max(longest, landing.at - first)
     return longest
 
 
 def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
-    """{variant: tokens per second} of a JSON file, or of the records that `infer bench --layouts` writes, by their
-    layouts.
+    """Variant -> tokens per second, from a JSON file of that form or from the records of `infer bench --layouts`.
 
     Raises InputError for anything else.
     """
@@ -239,12 +230,13 @@ def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
                 (r["conditions"]["model"]["layout"], r["metrics"]["decode_tps"]["sustained_median"]) for r in speeds
             ]
             if len(speeds := dict(pairs)) < len(pairs):
-                raise ValueError("several records of one layout: measure one backend at one context")
+                raise ValueError("several records of one layout, measure one backend at one context")
         found = {str(name): float(speed) for name, speed in speeds.items()}
     except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        expected = "{variant: tokens per second} or records of infer bench --layouts"
-        raise InputError(f"--measured {file}: {error}; it holds {expected}") from None
+        expected = "{variant: tokens per second} or the records of infer bench --layouts"
+        raise InputError(f"--measured {file}: {error}; give a JSON file of {expected}") from None
     unknown = sorted(found.keys() - {v.name for v in grid.variants})
     if unknown:
-        raise InputError(f"--measured {file}: {', '.join(unknown)} is no variant of grid {grid.name}")
+        known = ", ".join(v.name for v in grid.variants)
+        raise InputError(f"--measured {file}: grid {grid.name} has no variant {', '.join(unknown)}; choose {known}")
     return found

@@ -1,6 +1,4 @@
-"""Trains the cells of a grid: a few processes at a time, any of which may fail or be killed, watched on the
-terminal.
-"""
+"""Trains the cells of a grid, a few processes at a time, any of which may fail or be killed."""
 
 import json
 import os
@@ -20,16 +18,16 @@ from train.ablate.probe import PROBE
 from train.metrics.run_log import METRICS
 from train.run_folder import TokenStore
 
-LOG = "log.txt"  # of a cell's folder: what its process printed
-POLL = 0.5  # seconds between two looks at the processes
-SAY_EVERY = 60  # seconds between lines about progress where there is no terminal
-TAIL = 8192  # bytes that hold the last records of a run
-GRACE = 120  # seconds that a stopped cell has to save
+LOG = "log.txt"  # in a cell's folder: the output of its process
+POLL = 0.5  # seconds between polls of the processes
+PRINT_EVERY = 60  # seconds between lines about progress without a terminal
+TAIL = 8192  # bytes at the end of metrics.jsonl that hold the last records
+GRACE = 120  # seconds for a stopped cell to save
 
 
 @dataclass
 class Progress:
-    """How far a cell is, from the end of its metrics."""
+    """Progress of a cell, from the end of its metrics."""
 
     step: int = 0
     loss: float | None = None
@@ -50,7 +48,7 @@ def progress(cell: Cell) -> Progress:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # damaged: whoever opens the run says so
+            continue  # damaged, which is an error when the run is opened
         found.step = max(found.step, record.get("step", 0))
         found.loss = record.get("loss", found.loss)
         if "validation" in record:
@@ -62,9 +60,7 @@ def progress(cell: Cell) -> Progress:
 
 
 def finished(cell: Cell) -> bool:
-    """Whether the cell has nothing left to do: trained on these tokens to the last step, measured, saved, and probed if
-    asked for.
-    """
+    """Whether the cell is trained on these tokens to the last step, measured, saved, and probed if the grid says so."""
     total = cell.config.total_steps
     if not (cell.folder / "checkpoints" / str(total)).is_dir() or progress(cell).step < total:
         return False
@@ -72,9 +68,7 @@ def finished(cell: Cell) -> bool:
 
 
 def _same_tokens(cell: Cell) -> bool:
-    """False where the tokens are there and are others, for the trainer to refuse. Tokens that are gone do not unmake a
-    result.
-    """
+    """False if the data holds other tokens now, which the trainer refuses. Missing data leaves a result valid."""
     try:
         recorded = json.loads((cell.folder / "run.json").read_text(encoding="utf-8"))["train_tokens_sha256"]
         now = {
@@ -88,7 +82,7 @@ def _same_tokens(cell: Cell) -> bool:
 
 @dataclass
 class Job:
-    """A cell that a process trains."""
+    """A cell in training, and its process."""
 
     cell: Cell
     slot: int
@@ -97,10 +91,10 @@ class Job:
 
 
 class Runner:
-    """Trains cells in processes of their own, one per slot.
+    """Trains cells in separate processes, one per slot.
 
-    slots: environment variables of each process that runs at the same time, which give it its devices. command: a
-    cell's program.
+    slots: environment variables of each of the processes that run at the same time, which select its devices.
+    command: the command line that trains a cell.
     """
 
     def __init__(self, cells: Sequence[Cell], slots: Sequence[dict[str, str]], command: Callable[[Cell], list[str]]):
@@ -109,11 +103,11 @@ class Runner:
         self.waiting = [cell for cell in self.cells if cell not in self.done]
         self.jobs: list[Job] = []
         self.failed: dict[Cell, str] = {}
-        self.spent: list[float] = []  # seconds of the cells that were trained from their beginning
+        self.spent: list[float] = []  # seconds of every cell trained to its end
         self.board = Board(self)
 
     def run(self) -> int | None:
-        """Trains what is not finished. Returns the number of the signal that stopped it, or None."""
+        """Trains the cells that are not finished. Returns the number of the signal that stopped it, or None."""
         with _stop_signals() as received, self.board:
             try:
                 while (self.waiting or self.jobs) and not received:
@@ -139,10 +133,10 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
                 )
             self.jobs.append(Job(cell, slot, process, time.monotonic()))
-            self.board.say(f"{cell.name}: {f'goes on after step {before}' if before else 'starts'}")
+            self.board.print(f"{cell.name}: {f'resumes after step {before}' if before else 'starts'}")
 
     def _collect(self) -> None:
         for job in [job for job in self.jobs if job.process.poll() is not None]:
@@ -152,16 +146,18 @@ class Runner:
                 self.done.append(job.cell)
                 self.spent.append(seconds)
                 loss = progress(job.cell).validation
-                said = "" if loss is None else f", validation loss {loss:.4f}"
-                self.board.say(f"{job.cell.name}: done in {seconds:.0f} s{said}; {len(self.done)} of {len(self.cells)}")
+                final = "" if loss is None else f", validation loss {loss:.4f}"
+                self.board.print(
+                    f"{job.cell.name}: done in {seconds:.0f} s{final}; {len(self.done)} of {len(self.cells)}"
+                )
             else:
                 self.failed[job.cell] = reason = _reason(job)
-                self.board.say(f"{job.cell.name}: FAILED, {reason} (see {job.cell.folder / LOG})")
+                self.board.print(f"{job.cell.name}: FAILED, {reason} (see {job.cell.folder / LOG})")
 
     def _stop(self, received: list[int]) -> None:
-        """Asks the processes to save and end; a second signal, or a process that takes too long, ends them at once."""
+        """Asks the processes to save and end; kills them at a second signal or after GRACE seconds."""
         asked = len(received)
-        self.board.say(f"stopping: {len(self.jobs)} cells save first")
+        self.board.print(f"stopping: {len(self.jobs)} cells save first")
         for job in self.jobs:
             job.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE
@@ -174,23 +170,23 @@ class Runner:
 
 
 def _reason(job: Job) -> str:
-    """One line on why a process failed: what the command said, or its last words."""
+    """One line on why a process failed: its error, or its exit status and last line of output."""
     try:
         lines = (job.cell.folder / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         lines = []
-    said = [line.strip() for line in lines if line.strip()]
-    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    lines = [line.strip() for line in lines if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if job.process.returncode == 2 and errors:
         return errors[-1][:300]
     status = job.process.returncode
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return f"{how}: {said[-1][:200]}" if said else how
+    return f"{how}: {lines[-1][:200]}" if lines else how
 
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM append to."""
+    """Yields the list of received SIGINT and SIGTERM."""
     received: list[int] = []
     before = {
         n: signal.signal(n, lambda number, _frame: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)
@@ -203,11 +199,11 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 class Board:
-    """What the terminal shows: a table that is drawn over itself, or, where there is none, lines as things happen."""
+    """Progress on the terminal: a table that redraws itself or, without a terminal, lines as cells start and end."""
 
     def __init__(self, runner: Runner):
         self.runner, self.live = runner, sys.stdout.isatty()
-        self.drawn, self.said_at = 0, time.monotonic()
+        self.drawn, self.printed_at = 0, time.monotonic()
 
     def __enter__(self) -> "Board":
         return self
@@ -215,20 +211,20 @@ class Board:
     def __exit__(self, *_) -> None:
         self._erase()
 
-    def say(self, line: str) -> None:
-        """One line that stays."""
+    def print(self, line: str) -> None:
+        """Prints a line that stays above the table."""
         self._erase()
         print(line, flush=True)
 
     def update(self) -> None:
-        """Draws the table again, or says from time to time how far the cells are."""
+        """Redraws the table or, without a terminal, prints a line every PRINT_EVERY seconds."""
         if self.live:
             self._erase()
             lines = self.table(shutil.get_terminal_size())
             print("\n".join(lines), flush=True)
             self.drawn = len(lines)
-        elif time.monotonic() - self.said_at > SAY_EVERY and self.runner.jobs:
-            self.said_at = time.monotonic()
+        elif time.monotonic() - self.printed_at > PRINT_EVERY and self.runner.jobs:
+            self.printed_at = time.monotonic()
             running = [(job.cell, progress(job.cell)) for job in self.runner.jobs]
             parts = [
                 f"{c.name} {p.step}/{c.config.total_steps}" + (f" loss {p.loss:.3f}" if p.loss else "")
@@ -237,15 +233,15 @@ class Board:
             print(f"{self.summary()}: {'; '.join(parts)}", flush=True)
 
     def summary(self) -> str:
-        """Counts of cells, and the time that is left."""
+        """Number of cells by state, and the time left."""
         r = self.runner
         counts = {"done": len(r.done), "running": len(r.jobs), "failed": len(r.failed), "waiting": len(r.waiting)}
         left = self.seconds_left()
-        said = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "done")
-        return f"{said} of {len(r.cells)} cells" + ("" if left is None else f", {duration(left)} left")
+        states = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "done")
+        return f"{states} of {len(r.cells)} cells" + ("" if left is None else f", {duration(left)} left")
 
     def seconds_left(self) -> float | None:
-        """From the cells that are done, and before any is from the steps of those that run."""
+        """Seconds left, from the finished cells or, before any is finished, from the steps of those that run."""
         r = self.runner
         own = [left for job in r.jobs if (left := _cell_seconds_left(job)) is not None]
         known = r.spent or [
@@ -256,7 +252,7 @@ class Board:
         return (sum(own) + len(r.waiting) * statistics.mean(known)) / max(1, len(r.slots))
 
     def table(self, size: os.terminal_size) -> list[str]:
-        """Running and failed cells, then as many of the others as the terminal has lines for."""
+        """Running and failed cells, then as many others as the terminal has lines for."""
         r = self.runner
         rows = [("cell", "state", "step", "loss", "left")]
         for job in r.jobs:
@@ -300,7 +296,7 @@ def _cell_seconds_left(job: Job) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds to read: 45 s, 12 min, 3.5 h, 2.1 days."""
+    """Seconds as text: 45 s, 12 min, 3.5 h, 2.1 days."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit}"

@@ -1,9 +1,9 @@
 """The data order: which rows make up the batch of a step, as a pure function of seed and step.
 
-The sources take turns in exact shares (train/data/mixture.py). Each has n rows (train/data/packing.py), which come in
-the order permute(0..n-1, seed, e) in epoch e, and the epochs follow each other without a gap; step s takes rows [s *
-batch, (s + 1) * batch) of the whole, so that a batch may straddle epochs. There is no state to save: resuming, another
-number of hosts, or looking at what step 123456 saw are all `batch_at(step)`.
+The sources take turns in exact shares (train/data/mixture.py). A source has n rows (train/data/packing.py), in the
+order permute(0..n-1, seed, e) in epoch e, and epochs follow each other without a gap; step s takes rows
+[s * batch, (s + 1) * batch) of the whole, so that a batch may straddle epochs. There is no state to save: resuming,
+another number of hosts, and inspecting the batch of step 123456 are all `batch_at(step)`.
 """
 
 import collections
@@ -29,62 +29,51 @@ T = TypeVar("T")
 
 
 def tagged(stores: Sequence[TokenStore]) -> dict[str, TokenStore]:
-    """The stores by the last name of their folder. ConfigError for equal names, InputError for stores of different
-    tokenizers.
-    """
+    """Stores by the name of their folder. Raises ConfigError for equal names, InputError for different tokenizers."""
     found: dict[str, TokenStore] = {}
     for store in stores:
         tag = Path(os.path.abspath(store.path)).name
         if tag in found:
             raise ConfigError(
-                f"{found[tag].path} and {store.path} would both be called {tag!r}: name a folder once (those of"
-                " data.path are validated anyway), or rename one"
+                f"{found[tag].path} and {store.path} have the same name {tag!r}; give each folder once (data.path is"
+                " validated anyway), or rename one"
             )
         found[tag] = store
         if store.manifest.tokenizer_sha256 != stores[0].manifest.tokenizer_sha256:
             raise InputError(
-                f"{stores[0].path} and {store.path} were tokenized with different tokenizers: tokenize one of them"
+                f"{stores[0].path} and {store.path} were tokenized with different tokenizers; tokenize one of them"
                 " again with --tokenizer and the tokenizer.json of the other"
             )
     return found
 
 
 class Batches:
-    """The training batches of one phase, from the split `train` of one or several stores, each in an endless,
-    reshuffled row of epochs.
+    """The training batches of one phase, from the split `train` of one or several stores, reshuffled in every epoch.
 
-    stores: those of data.path, in its order. seed: decides the order. keys: what a batch holds, the same for all steps.
-    Raises InputError for a store without a single row, ConfigError for a share of less than one row in a block of the
-    mixture.
+    stores: those of data.path, in its order. seed: of the order. keys: names of the arrays in every batch. Raises
+    InputError for a store without a single row, ConfigError for a share of less than one row in a block of the mixture.
     """
 
     def __init__(self, data: DataConfig, stores: Sequence[TokenStore], seed: int):
-        self.tags, self.batch_size, self.length, self.seed = (
-            tuple(tagged(stores)),
-            data.batch_size,
-            data.sequence_length,
-            seed,
-        )
+        self.tags, self.seed = tuple(tagged(stores)), seed
+        self.batch_size, self.length = data.batch_size, data.sequence_length
         self.keys = row_keys(data, stores, "train")
         self.sources = [PACKINGS[data.packing](store, "train", data, self.keys) for store in stores]
         self.mixture = Mixture(data.weights or [store.tokens("train") for store in stores], seed)
         for store, count in zip(stores, self.mixture.counts, strict=True):
             if count < 1:
                 raise ConfigError(
-                    f"{store.path} would have less than 1 row in {BLOCK}: leave it out, or give it more with"
-                    " data.weights"
+                    f"{store.path} has less than 1 row in {BLOCK}; leave it out, or raise its share with data.weights"
                 )
 
     def rows_at(self, step: int, rows: slice = slice(None)) -> list[tuple[int, int]]:
-        """Source and row of it, for each of the `rows` of the batch of `step`."""
+        """Source and row within it, for each of the `rows` of the batch of `step`."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
         wanted = collections.defaultdict(list)  # (source, epoch) -> [(place in the batch, row before shuffling)]
         chosen = range(self.batch_size)[rows]
         for place, row in enumerate(chosen):
-            source, position = self.mixture.place(
-                step * self.batch_size + row
-            )  # Python ints: no overflow however long the run
+            source, position = self.mixture.place(step * self.batch_size + row)  # Python ints, which never overflow
             epoch, offset = divmod(position, self.sources[source].rows)
             wanted[source, epoch].append((place, offset))
         out: list[tuple[int, int]] = [(0, 0)] * len(chosen)
@@ -97,7 +86,7 @@ class Batches:
         return out
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> Rows:
-        """The batch of `step`, or those `rows` of it that a host feeds; reads nothing but these rows.
+        """The batch of `step`, or the `rows` of it that a host needs; reads only these rows.
 
         "ids" int32 [rows, s + 1], "weights" float32 [rows, s] of the targets, "segments" int32 [rows, s + 1]: see
         train/data/packing.py.
@@ -112,7 +101,7 @@ class Batches:
 
 
 def stacked(rows: Sequence[Rows], keys: Sequence[str], length: int) -> Rows:
-    """Single rows as one batch; also none of them."""
+    """Stacks single rows, or none, into one batch."""
     shapes = {
         "ids": ((0, length + 1), np.int32),
         "weights": ((0, length), np.float32),
@@ -125,8 +114,8 @@ def stacked(rows: Sequence[Rows], keys: Sequence[str], length: int) -> Rows:
 class HeldOut:
     """Held-out batches of one store.
 
-    bits per byte = loss in nats per token / ln 2 * tokens_per_byte; None where a loss mask decides what counts, which
-    is then not the text.
+    bits per byte = loss in nats per token / ln 2 * tokens_per_byte; None with a loss mask, since the loss is then not
+    over the whole text.
     """
 
     batches: list[Rows]
@@ -136,9 +125,10 @@ class HeldOut:
 def validation_sets(data: DataConfig, stores: Sequence[TokenStore], extra: Sequence[TokenStore]) -> dict[str, HeldOut]:
     """At most data.validation_batches full batches of the split `validation` of each store, by tag; no row twice.
 
-    stores: those of data.path, left out where they have no such split; extra: those of data.validation_path, where that
-    is an InputError. The rows are spread evenly over the split in file order, whatever the seed: validation losses
-    compare between runs. InputError for a split smaller than a batch, or with a loss mask of which nothing is left.
+    stores: those of data.path, skipped if they have no such split; extra: those of data.validation_path, which must
+    have one. The rows are spread evenly over the split in file order and do not depend on the seed, so that validation
+    losses of different runs are comparable. Raises InputError for a split smaller than a batch, or one whose loss mask
+    leaves nothing to measure.
     """
     if data.validation_batches == 0:
         return {}
@@ -155,35 +145,34 @@ def _held_out(data: DataConfig, store: TokenStore) -> HeldOut:
     count = min(data.validation_batches, source.rows // data.batch_size)
     if count < 1:
         raise InputError(
-            f"split 'validation' of {store.path} has {source.rows} rows of sequence_length {data.sequence_length}, a"
-            f" validation batch takes {data.batch_size}: lower data.batch_size to at most {source.rows}, tokenize with"
-            " a larger --validation-fraction, or go without (--data.validation-batches 0)"
+            f"split 'validation' of {store.path} has {source.rows} rows of sequence_length {data.sequence_length},"
+            f" fewer than a batch of {data.batch_size}; lower data.batch_size to at most {source.rows}, tokenize with a"
+            " larger --validation-fraction, or skip validation with --data.validation-batches 0"
         )
     chosen = (np.arange(count * data.batch_size) * source.rows // (count * data.batch_size)).reshape(count, -1)
     batches = [stacked([source.row(row) for row in batch.tolist()], keys, data.sequence_length) for batch in chosen]
     if "weights" in keys and not any(batch["weights"].any() for batch in batches):
         raise InputError(
-            f"no token of the validation batches of {store.path} counts: its loss mask leaves nothing to measure; give "
-            "another folder, or go without (--data.validation-batches 0)"
+            f"no token in the validation batches of {store.path} counts, by its loss mask; choose another folder, or"
+            " skip validation with --data.validation-batches 0"
         )
     masked = store.has_loss_mask("validation")
     return HeldOut(batches, None if masked else store.tokens("validation") / store.text_bytes("validation"))
 
 
 class Prefetch(Generic[T]):
-    """Iterates over (step, make(step)) for `steps`, made ahead in one background thread, at most `depth` at a time.
+    """Iterates over (step, make(step)) for `steps`, computed ahead in one background thread, at most `depth` at a time.
 
         with Prefetch(batches.batch_at, itertools.count(first_step)) as stream:
             for step, batch in stream: ...
 
-    What `make` raises comes out of `next` at its step, and ends the iteration. `close` (or leaving the `with`) drops
-    what is queued, waits for the batch being made, and ends the thread; a forgotten one does not keep the program from
-    exiting.
+    An exception of `make` is raised by `next` at its step, and ends the iteration. `close` (or leaving the `with`)
+    drops the queue, waits for the batch being made, and ends the thread. Without it the program can still exit.
     """
 
     def __init__(self, make: Callable[[int], T], steps: Iterable[int], depth: int = 2):
         if depth < 1:
-            raise ConfigError(f"depth is {depth}: give at least 1")
+            raise ConfigError(f"depth must be at least 1, got {depth}")
         self._make, self._steps = make, iter(steps)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._queue: collections.deque[tuple[int, Future[T]]] = collections.deque()
@@ -212,7 +201,7 @@ class Prefetch(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """End the thread; more calls do nothing."""
+        """Ends the thread; further calls do nothing."""
         self._queue.clear()
         self._steps = iter(())
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Which source each row of the data order comes from: exact shares in every block of rows."""
+"""The source of each row of the data order: exact shares in every block of rows."""
 
 import functools
 from collections.abc import Sequence
@@ -12,9 +12,7 @@ BLOCK = 1 << 14  # rows: shares are met to 1 in 16384
 
 
 def apportion(weights: Sequence[float], seats: int) -> np.ndarray:
-    """`seats` divided by positive `weights[n]` -> int64[n] with that sum: the whole parts, and one more for the largest
-    remainders.
-    """
+    """Divides `seats` in proportion to positive `weights[n]` -> int64[n] with that sum (largest remainders)."""
     total = sum(map(Fraction, weights))
     shares = [Fraction(weight) * seats / total for weight in weights]
     out = np.array([int(share) for share in shares], np.int64)
@@ -24,8 +22,8 @@ def apportion(weights: Sequence[float], seats: int) -> np.ndarray:
 
 
 class Mixture:
-    """The endless row of sources: in rows [b BLOCK, (b + 1) BLOCK) source i comes counts[i] times, in an order permuted
-    by seed and b.
+    """The endless sequence of sources: in rows [b BLOCK, (b + 1) BLOCK) source i appears counts[i] times, in an order
+    permuted by seed and b.
     """
 
     def __init__(self, weights: Sequence[float], seed: int):
@@ -33,20 +31,20 @@ class Mixture:
         self._block = functools.lru_cache(4)(self._block)
 
     def place(self, row: int) -> tuple[int, int]:
-        """The source of `row`, and how many rows before it are of that source. Any size of `row`."""
+        """The source of `row`, and the number of earlier rows from that source. `row` may be arbitrarily large."""
         block, within = divmod(row, BLOCK)
         source, before = self._block(block)
         return int(source[within]), block * int(self.counts[source[within]]) + int(before[within])
 
     def rows_before(self, row: int) -> list[int]:
-        """How many of the first `row` rows each source has."""
+        """Number of rows from each source among the first `row` rows."""
         block, within = divmod(row, BLOCK)
-        begun = np.bincount(self._block(block)[0][:within], minlength=len(self.counts))
-        return [block * count + more for count, more in zip(self.counts.tolist(), begun.tolist(), strict=True)]
+        started = np.bincount(self._block(block)[0][:within], minlength=len(self.counts))
+        return [block * count + more for count, more in zip(self.counts.tolist(), started.tolist(), strict=True)]
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of every row of a block, and how many rows of the block before it are of that source."""
-        # Not the key of the sources' own shuffling, which takes seed and epoch.
+        """The source of every row of a block, and the number of earlier rows in the block from that source."""
+        # ~seed, because the sources' own shuffling uses the key (seed, epoch).
         order = permute(np.arange(BLOCK), BLOCK, ~self.seed, block)
         source = np.repeat(np.arange(len(self.counts)), self.counts)[order]
         before = np.empty(BLOCK, np.int64)

@@ -1,14 +1,14 @@
 """Rows of sequence_length targets from a split of documents: end to end, or whole documents fitted together.
 
-A row is s + 1 tokens, s = sequence_length, for the targets are the inputs shifted by one. A packing has `rows` of them
-per epoch; `row(index)` reads one, and `row_keys` says what it holds:
+A row has s + 1 tokens, s = sequence_length, because the targets are the inputs shifted by one. A packing has `rows` of
+them per epoch; `row(index)` reads one, and `row_keys` lists its arrays:
 
     "ids"       int32 [s + 1]
     "weights"   float32 [s]       1 where the target ids[1:] counts, else 0
     "segments"  int32 [s + 1]     number of the document within the row; attention must not cross it
 
-The first token of a document has nothing before it. It counts as a target only where documents are packed end to end
-and see each other: there it is predicted from the end mark of the one before.
+The first token of a document counts as a target only if documents are packed end to end and attend to each other: it is
+then predicted from the end mark of the document before.
 """
 
 import heapq
@@ -21,12 +21,12 @@ from train.config import DataConfig
 from train.data.store import TokenStore
 
 Rows = dict[str, np.ndarray]
-BLOCK_DOCUMENTS = 1 << 18  # packed at a time, which bounds the memory of packing
+BLOCK_DOCUMENTS = 1 << 18  # documents packed at a time, which bounds the memory of packing
 
 
 def row_keys(data: DataConfig, stores: Sequence[TokenStore], split: str) -> tuple[str, ...]:
-    """What the rows of these stores hold: weights only where some target does not count, segments only where attention
-    has borders.
+    """Arrays of a row of these stores: weights only if some target does not count, segments only if attention has
+    borders.
     """
     weights = (
         data.packing == "best_fit"
@@ -39,8 +39,8 @@ def row_keys(data: DataConfig, stores: Sequence[TokenStore], split: str) -> tupl
 class Concat:
     """Documents end to end, cut into rows: row i is tokens [i s, (i + 1) s] of the split.
 
-    Each token is a target once per epoch, but the first and a tail shorter than a row. InputError where the split has
-    not one row.
+    Each token is a target once per epoch, except the first one and a tail shorter than a row. Raises InputError for a
+    split without a single row.
     """
 
     def __init__(self, store: TokenStore, split: str, data: DataConfig, keys: tuple[str, ...]):
@@ -48,8 +48,8 @@ class Concat:
         self.rows = (store.tokens(split) - 1) // self.length
         if self.rows < 1:
             raise InputError(
-                f"split {split!r} of {store.path} has {store.tokens(split)} tokens, a row of sequence_length"
-                f" {self.length} needs {self.length + 1}: give more text or a shorter data.sequence_length"
+                f"split {split!r} of {store.path} has {store.tokens(split)} tokens, fewer than a row of sequence_length"
+                f" {self.length}; tokenize more text, or lower data.sequence_length"
             )
 
     def row(self, index: int) -> Rows:
@@ -59,9 +59,8 @@ class Concat:
         if self.store.has_loss_mask(self.split):
             counts = self.store.read_loss(self.split, start + 1, self.length)
         if "segments" in self.keys:
-            begins = (
-                self.store.document_ends(self.split, start, start + self.length) - start
-            )  # of every document but the row's first
+            # Of every document but the row's first.
+            begins = self.store.document_ends(self.split, start, start + self.length) - start
             counts[begins - 1] = False
             border = np.zeros(self.length + 1, np.int32)
             border[begins] = 1
@@ -77,8 +76,8 @@ class BestFit:
 
     A document longer than a row is cut into pieces that overlap by one token, [i s, (i + 1) s] of it, all but the last
     full rows: no target is lost, and every token of a document but its first is a target exactly once per epoch.
-    Best-fit-decreasing runs over the pieces of BLOCK_DOCUMENTS consecutive documents at a time, when this is made; 12
-    bytes per piece and 8 per row stay. InputError where the split has nothing to predict.
+    Best-fit-decreasing runs at construction, over the pieces of BLOCK_DOCUMENTS consecutive documents at a time, and
+    keeps 12 bytes per piece and 8 per row. Raises InputError for a split with nothing to predict.
     """
 
     def __init__(self, store: TokenStore, split: str, data: DataConfig, keys: tuple[str, ...]):
@@ -89,7 +88,9 @@ class BestFit:
         self.first = np.concatenate([[0], np.cumsum(pieces)])  # piece that begins each row
         self.rows = len(pieces)
         if self.rows < 1:
-            raise InputError(f"split {split!r} of {store.path} has no document with a token to predict: give more text")
+            raise InputError(
+                f"split {split!r} of {store.path} has no document of two tokens or more; tokenize more text"
+            )
 
     def row(self, index: int) -> Rows:
         row = {
@@ -112,10 +113,10 @@ class BestFit:
         return row | {"segments": segments} if "segments" in self.keys else row
 
     def _pack(self, ends: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Start and length of the pieces of one block, row by row, and how many each row has."""
+        """Start and length of the pieces of one block, row by row, and the number of pieces in each row."""
         ends = ends[max(first - 1, 0) : first + BLOCK_DOCUMENTS]
         begins, ends = (ends[:-1], ends[1:]) if first else (np.concatenate([[0], ends[:-1]]), ends)
-        pieces = -(-(ends - begins - 1) // self.length)  # of each document: none where it is a single token
+        pieces = -(-(ends - begins - 1) // self.length)  # of each document; 0 for a single token
         skipped = np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = np.repeat(begins, pieces) + (np.arange(pieces.sum()) - skipped) * self.length
         lengths = np.minimum(np.repeat(ends, pieces) - starts, self.length + 1).astype(np.int32)
@@ -125,17 +126,16 @@ class BestFit:
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Rows of `capacity` for pieces of `lengths[n]`, each in 1..capacity -> int64[n], the row of each piece.
+    """Packs pieces of `lengths[n]`, each in 1..capacity, into rows of `capacity` -> int64[n], the row of each piece.
 
-    From the longest to the shortest, each piece goes to the row with the least room that still takes it, or to a new
+    From the longest to the shortest, each piece goes to the row with the least room that still fits it, or to a new
     row. Pieces of one length are placed together, and rows with the same history are kept as a run, so that the work
-    goes with the number of different lengths and runs, not of pieces.
+    grows with the number of different lengths and runs, not with the number of pieces.
     """
     sizes, counts = np.unique(-lengths, return_counts=True)
     rows, runs = 0, []  # (first row, rows, pieces in each), in the order of the pieces
-    open_runs: list[
-        tuple[int, int, int]
-    ] = []  # (room, first row, rows) with room for this length and more, the least room last
+    # (room, first row, rows) of rows with room for this length, the least room last.
+    open_runs: list[tuple[int, int, int]] = []
     narrow: list[tuple[int, int, int]] = []  # the others: a heap of (-room, first row, rows)
     for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
         while narrow and -narrow[0][0] >= size:

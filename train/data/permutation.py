@@ -1,4 +1,4 @@
-"""A keyed pseudo-random permutation of any range, computed for one index at a time: shuffling without a table."""
+"""A keyed pseudo-random permutation of any range, computed per index: shuffling without a table."""
 
 import math
 
@@ -21,7 +21,7 @@ def mix(x):
 
 
 def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of range(size) sends each `index[...]` -> int64[...].
+    """Images of `index[...]` under a keyed pseudo-random permutation of range(size) -> int64[...].
 
     A Feistel network over a grid (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): with a =
     ceil(sqrt(size)) and b = ceil(size / a), an index is x = l * b + r, and each round adds to one half a hash of the
@@ -29,9 +29,9 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
 
         even rounds: l = (l + F(r)) mod a        odd rounds: r = (r + F(l)) mod b        F(y) = mix(y ^ key[round])
 
-    which can be undone, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through
-    again until they land inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] =
-    mix(mix(mix(seed) ^ epoch) + i + 1). Written out here, on 64-bit integers alone, so that no library's version can
+    which is invertible, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through
+    again until they are inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] =
+    mix(mix(mix(seed) ^ epoch) + i + 1). Written out here, on 64-bit integers alone, so that no version of a library can
     change the order of a run.
     """
     a = math.isqrt(size - 1) + 1 if size > 1 else 1
@@ -40,7 +40,7 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     keys = np.array([mix((base + i + 1) & MASK) for i in range(ROUNDS)], np.uint64)
     out = np.array(index, np.uint64)
     if out.size and not out.max() < size:
-        raise IndexError(f"index {out.max()} into a permutation of {size}")
+        raise IndexError(f"index {out.max()} is outside a permutation of {size}")
     flat = out.reshape(-1)
     todo = np.arange(flat.size)
     while todo.size:

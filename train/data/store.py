@@ -1,16 +1,16 @@
-"""Token shards: the folder that tokenizing writes and training reads, memory-mapped and checksummed.
+"""Token folders: shards that tokenizing writes and training reads, memory-mapped and checksummed.
 
     manifest.json        format version, token dtype, vocabulary, tokenizer hash, source, and the shards of every split
     tokenizer.json       the tokenizer that made the ids, byte for byte
-    train-00000.bin      ids end to end, little-endian; each document is [bos] ids eos, and lies whole in one shard
+    train-00000.bin      ids end to end, little-endian; each document is [bos] ids eos, whole in one shard
     train-00000.ends     the document index: int64 position in the shard after the last token of each document
-    train-00000.loss     one byte per token, 1 where predicting it counts; only where the writer was given loss masks
+    train-00000.loss     one byte per token, 1 where predicting it counts; only if the writer got loss masks
     validation-00000.bin ...
 
 `StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a
-manifest is a finished one. A run that dies leaves what was there before, and its own work up to the last checkpoint,
-from which the same run goes on. `TokenStore` reads. Every file carries a CRC-32 per 256 KiB block, checked when a block
-is first read: a flipped bit is found before it is trained on, and opening a store of any size costs no reading.
+manifest is finished. An interrupted run leaves the folder as it was, and its own work up to the last checkpoint, from
+which the same run resumes. `TokenStore` reads. Every file has a CRC-32 per 256 KiB block, checked when a block is first
+read: a flipped bit is found before it is trained on, and opening a store of any size reads no tokens.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from laneformer.errors import ConfigError, InputError
 FORMAT = "laneformer-tokens"
 VERSION = 2
 BLOCK_BYTES = 1 << 18  # one checksum per block: 0.2 ms to check, 32 bytes of manifest per MiB of tokens
-OPEN_FILES = 256  # every mapping holds a file descriptor, and 1024 is a usual limit
+OPEN_FILES = 256  # every mapping holds a file descriptor, of which 1024 is a common limit
 SHARD_NAME = re.compile(r"[a-z0-9_]+-\d{5}")
 SHARD_FILE = re.compile(SHARD_NAME.pattern + r"\.(bin|ends|loss)")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -59,7 +59,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Whole documents: `tokens` counts the bos/eos marks, `bytes` the UTF-8 text alone; the checksums are those of the
+    """Whole documents: `tokens` includes the bos/eos marks, `bytes` is the UTF-8 text alone; checksums are of the
     shard's files.
     """
 
@@ -92,7 +92,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says. `source` describes what was tokenized and how; the writer does not look into it."""
+    """Content of manifest.json. `source` describes what was tokenized and how; the writer does not interpret it."""
 
     dtype: str
     vocab_size: int
@@ -112,24 +112,24 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read `path`/manifest.json; InputError when it is missing, damaged or of another format version."""
+        """Reads `path`/manifest.json. Raises InputError if it is missing, damaged or of another format version."""
         file = Path(path) / MANIFEST
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
-                f"{path} has no {MANIFEST}: not a token folder, or its tokenizing did not finish; "
-                "make it with python -m scripts.tokenize"
+                f"{path} has no {MANIFEST}: it is not a token folder, or tokenizing did not finish; "
+                "create it with python -m scripts.tokenize"
             ) from None
         except OSError as error:
             raise InputError(f"cannot read {file}: {error.strerror}") from None
         except ValueError as error:
-            raise InputError(f"{file} is damaged ({error}): {REMEDY}") from None
+            raise InputError(f"{file} is damaged ({error}); {REMEDY}") from None
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise InputError(f"{file} is not a {FORMAT} manifest: give a folder that python -m scripts.tokenize wrote")
+            raise InputError(f"{file} is not a {FORMAT} manifest; give a folder written by python -m scripts.tokenize")
         if (version := values.pop("version", None)) != VERSION:
             raise InputError(
-                f"{file} has format version {version}, this program reads {VERSION}: tokenize again with --overwrite"
+                f"{file} has format version {version}, this program reads {VERSION}; tokenize again with --overwrite"
             )
         try:
             splits = {
@@ -144,19 +144,17 @@ class Manifest:
                 if not SHARD_FILE.fullmatch(part.name) or len(bytes.fromhex(part.crc32)) != 4 * blocks:
                     raise ValueError(f"crc32 of {part.name} does not have {blocks} blocks")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InputError(f"{file} is damaged ({type(error).__name__}: {error}): {REMEDY}") from None
+            raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); {REMEDY}") from None
         return manifest
 
 
 def block_checksums(data: np.ndarray) -> np.ndarray:
-    """CRC-32 of each BLOCK_BYTES piece of `data[n]` (uint8; the last piece may be shorter) -> uint32[ceil(n /
-    BLOCK_BYTES)].
-    """
+    """CRC-32 of each BLOCK_BYTES piece of uint8 `data[n]` -> uint32[ceil(n / BLOCK_BYTES)]; the last may be shorter."""
     return np.array([zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
 
 class TokenStore:
-    """A finished token folder, read through memory maps. Safe to read from several threads."""
+    """A finished token folder, read through memory maps. Thread-safe."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
@@ -167,21 +165,21 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open `path`: reads the manifest, the tokenizer's hash and the size of every file, no tokens.
+        """Opens `path`: reads the manifest, the tokenizer's hash and the size of every file, no tokens.
 
-        Raises InputError for a missing or truncated file, a tokenizer.json that is not the one the ids were made with,
-        and the manifest's own faults.
+        Raises InputError for a missing or truncated file, a tokenizer.json that did not make the ids, or a bad
+        manifest.
         """
         path = Path(path)
         store = cls(path, Manifest.read(path))
         try:
             digest = hashlib.sha256((path / TOKENIZER).read_bytes()).hexdigest()
         except FileNotFoundError:
-            raise InputError(f"{path / TOKENIZER} is missing: {REMEDY}") from None
+            raise InputError(f"{path / TOKENIZER} is missing; {REMEDY}") from None
         if digest != store.manifest.tokenizer_sha256:
             raise InputError(
-                f"{path / TOKENIZER} is not the tokenizer that made these tokens (sha256 {digest[:12]}, "
-                f"the manifest says {store.manifest.tokenizer_sha256[:12]}): {REMEDY}"
+                f"{path / TOKENIZER} is not the tokenizer that made these tokens (sha256 {digest[:12]}, expected "
+                f"{store.manifest.tokenizer_sha256[:12]}); {REMEDY}"
             )
         for part in store.manifest.files():
             store._check_size(part)
@@ -197,8 +195,8 @@ class TokenStore:
         return int(self._ends[split][-1])
 
     def text_bytes(self, split: str) -> int:
-        """UTF-8 bytes of the text of `split`: bits per byte = loss in nats / ln 2 * tokens / text_bytes, unless it has
-        a loss mask.
+        """UTF-8 bytes of the text of `split`: without a loss mask, bits per byte = loss in nats / ln 2 * tokens /
+        text_bytes.
         """
         return sum(shard.bytes for shard in self._shards(split))
 
@@ -206,31 +204,25 @@ class TokenStore:
         return sum(shard.documents for shard in self._shards(split))
 
     def read(self, split: str, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) of `split`, over shard borders -> int32[length]. InputError on a damaged
-        block.
-        """
+        """Tokens [start, start + length) of `split` -> int32[length]. Raises InputError for a damaged block."""
         out = np.empty(length, np.int32)
         for shard, local, count, done in self._spans(split, start, start + length):
             out[done : done + count] = self._checked(shard.ids(self.dtype), local, local + count)
         return out
 
     def has_loss_mask(self, split: str) -> bool:
-        """Whether the documents of `split` say which of their tokens count."""
+        """Whether the documents of `split` have loss masks."""
         return self._shards(split)[0].masked
 
     def read_loss(self, split: str, start: int, length: int) -> np.ndarray:
-        """Whether predicting the tokens [start, start + length) of `split` counts -> bool[length]. For a split with a
-        loss mask.
-        """
+        """Loss mask of tokens [start, start + length) of `split`, true if predicting a token counts -> bool[length]."""
         out = np.empty(length, bool)
         for shard, local, count, done in self._spans(split, start, start + length):
             out[done : done + count] = self._checked(shard.loss, local, local + count)
         return out
 
     def document_ends(self, split: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Positions in `split` after the last token of each document -> int64[documents], ascending; only those in
-        (start, stop].
-        """
+        """Ascending positions in (start, stop] of `split` after the last token of a document -> int64[documents]."""
         stop = self.tokens(split) if stop is None else stop
         found = [np.empty(0, np.int64)]
         for shard, local, count, done in self._spans(split, start, stop):
@@ -240,24 +232,22 @@ class TokenStore:
         return np.concatenate(found)
 
     def verify(self) -> None:
-        """Read every file and check all its blocks; InputError names the first damaged one."""
+        """Reads every file and checks all its blocks. Raises InputError that names the first damaged one."""
         for part in self.manifest.files():
             self._checked(part, 0, part.length)
 
     def digest(self, split: str) -> str:
-        """SHA-256 over the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal
+        """SHA-256 of the sizes and checksums of the shards of `split`: equal for equal documents and masks in equal
         shards.
         """
         return hashlib.sha256(repr(self._shards(split)).encode()).hexdigest()
 
     def require_tokenizer(self, sha256: str, whose: str) -> None:
-        """InputError unless the tokens were made by the tokenizer.json with this hash. whose it is: a folder, a run or
-        a checkpoint.
-        """
+        """Raises InputError unless the tokenizer.json with this hash made the tokens. whose: its folder or run."""
         if sha256 != self.manifest.tokenizer_sha256:
             raise InputError(
                 f"{self.path} was tokenized with another tokenizer (sha256 {self.manifest.tokenizer_sha256[:12]}) than "
-                f"{whose} ({sha256[:12]}): tokenize one again with --tokenizer and the tokenizer.json of the other"
+                f"{whose} ({sha256[:12]}); tokenize one again with --tokenizer and the tokenizer.json of the other"
             )
 
     def _shards(self, split: str) -> tuple[Shard, ...]:
@@ -266,13 +256,11 @@ class TokenStore:
         except KeyError:
             raise InputError(
                 f"{self.path} has no split {split!r}, only {', '.join(self.splits) or 'none'}"
-                + (": tokenize with --validation-fraction above 0" if split == "validation" else "")
+                + ("; tokenize with --validation-fraction above 0" if split == "validation" else "")
             ) from None
 
     def _spans(self, split: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
-        """The shards that hold tokens [start, stop): each with the first of them in the shard, their count, and the
-        count before them.
-        """
+        """The shards that hold tokens [start, stop): shard, first position in it, count, and count before it."""
         shards, ends = self._shards(split), self._ends[split]
         if not 0 <= start <= stop <= ends[-1]:
             raise IndexError(f"tokens [{start}, {stop}) of split {split!r}, which has {ends[-1]}")
@@ -289,45 +277,45 @@ class TokenStore:
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise InputError(f"{path} is missing: {REMEDY}") from None
+            raise InputError(f"{path} is missing; {REMEDY}") from None
         if size != part.bytes:
             raise InputError(
-                f"{path} is {'truncated' if size < part.bytes else 'too long'}: {size} bytes, the manifest says"
-                f" {part.bytes}; {REMEDY}"
+                f"{path} is {'truncated' if size < part.bytes else 'too long'}: {size} bytes, expected {part.bytes};"
+                f" {REMEDY}"
             )
 
     def _map(self, part: File) -> tuple[np.ndarray, np.ndarray]:
-        """The values of a file and the checksums of its blocks."""
+        """Values of a file, and the checksums of its blocks."""
         self._check_size(part)  # again: reading a mapping of a file that shrank since `open` would kill the process
         return np.memmap(self.path / part.name, part.dtype, mode="r"), np.frombuffer(bytes.fromhex(part.crc32), ">u4")
 
     def _checked(self, part: File, start: int, stop: int) -> np.ndarray:
-        """Values [start, stop) of one file as a view, after checking those of its blocks that no read has touched."""
+        """Values [start, stop) of one file as a view, after checking those of its blocks that were never read."""
         data, expected = self._map(part)
         unchecked = self._unchecked.setdefault(part.name, np.ones(len(expected), bool))
         first, last = start * part.dtype.itemsize // BLOCK_BYTES, -(-stop * part.dtype.itemsize // BLOCK_BYTES)
         for block in first + np.flatnonzero(unchecked[first:last]):
             piece = data.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             if zlib.crc32(piece) != expected[block]:
-                raise InputError(f"{self.path / part.name} is corrupted near byte {block * BLOCK_BYTES}: {REMEDY}")
+                raise InputError(f"{self.path / part.name} is corrupted near byte {block * BLOCK_BYTES}; {REMEDY}")
             unchecked[block] = False
         return data[start:stop]
 
 
 class StoreWriter:
-    """Writes a token folder. Use as a context manager; without `finish` nothing of `path` changes but its `.partial/`.
+    """Writes a token folder. Use as a context manager; without `finish` nothing in `path` changes but `.partial/`.
 
-        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0, settings={"text": fingerprint}) as
-        writer:
+        settings = {"text": fingerprint}
+        with StoreWriter(path, tokenizer=json_bytes, vocab_size=4096, eos_id=0, settings=settings) as writer:
             for number, document in enumerate(documents[writer.done :], start=writer.done):
                 writer.add("train", ids, text_bytes)
-                writer.checkpoint(number + 1)         # now and then
+                writer.checkpoint(number + 1)  # from time to time
             writer.finish(source)
 
-    `settings` (JSON values) is all that the result depends on beside the other arguments. Where a run with the same
-    ones was stopped, `done` is the number that its last checkpoint was given, and the work goes on from there: the
-    result is the same, byte for byte. Work of other settings is thrown away, and without `settings` any. ConfigError
-    while another process writes to `path`.
+    `settings` (JSON values) is everything that the result depends on besides the other arguments. After an interrupted
+    run with the same settings, `done` is the number of its last checkpoint, and the work resumes there: the result is
+    the same, byte for byte. Unfinished work of other settings is discarded; without `settings`, all of it. Raises
+    ConfigError while another process writes to `path`.
     """
 
     def __init__(
@@ -342,13 +330,15 @@ class StoreWriter:
         settings: dict[str, Any] | None = None,
     ):
         if shard_tokens < 1:
-            raise ConfigError(f"shard_tokens is {shard_tokens}: give at least 1")
+            raise ConfigError(f"shard_tokens must be at least 1, got {shard_tokens}")
         if not 0 < vocab_size <= 1 << 31:
-            raise ConfigError(f"vocab_size is {vocab_size}: token ids must fit into int32")
+            raise ConfigError(f"vocab_size must be between 1 and 2**31, so that ids fit into int32, got {vocab_size}")
         self.begin = [] if bos_id is None else [bos_id]
         for token in [*self.begin, eos_id]:
             if not 0 <= token < vocab_size:
-                raise ConfigError(f"end or begin token {token} is outside the vocabulary of {vocab_size}")
+                raise ConfigError(
+                    f"end or begin token {token} is outside the vocabulary of {vocab_size}; choose one inside"
+                )
         self.path, self.partial, self.shard_tokens = Path(path), Path(path) / PARTIAL, shard_tokens
         self.manifest = Manifest(
             dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
@@ -366,11 +356,11 @@ class StoreWriter:
         self.partial.mkdir(parents=True, exist_ok=True)
         self._folder = os.open(self.partial, os.O_RDONLY)
         try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, even by a kill
         except BlockingIOError:
             os.close(self._folder)
             raise ConfigError(
-                f"another process is writing to {self.path}: wait for it, or give another folder"
+                f"another process is writing to {self.path}; wait for it, or choose another folder"
             ) from None
         except OSError:
             pass  # some network file systems have no locks
@@ -384,7 +374,7 @@ class StoreWriter:
     def __exit__(self, *_) -> None:
         for shard in self._open.values():
             shard.abandon()
-        if not (self.partial / PROGRESS).exists():  # no checkpoint: nothing to go on from
+        if not (self.partial / PROGRESS).exists():  # no checkpoint to resume from
             shutil.rmtree(self.partial, ignore_errors=True)
         os.close(self._folder)
 
@@ -395,33 +385,30 @@ class StoreWriter:
         text_bytes: int,
         loss: Sequence[bool] | np.ndarray | None = None,
     ) -> None:
-        """Append one document of `ids[n]`, which stand for `text_bytes` bytes of UTF-8; the marks around it are added
-        here.
+        """Appends one document of `ids[n]`, which encode `text_bytes` bytes of UTF-8, and adds the marks around it.
 
-        `loss[n]` says of each token whether predicting it counts; the mark at the end counts as the last token does,
-        the one at the beginning does not. Without it every token counts; a split has masks for all of its documents or
-        for none.
+        `loss[n]` is true for every token whose prediction counts; the end mark counts if the last token does, the begin
+        mark never. Without it every token counts; a split has masks for all of its documents or for none.
         """
         ids = np.asarray(ids)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.manifest.vocab_size):
             raise InputError(
-                f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of "
-                f"{self.manifest.vocab_size}"
+                f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of"
+                f" {self.manifest.vocab_size}; use the tokenizer of this folder"
             )
         masked, begin = loss is not None, self.begin
         if masked and len(loss) != len(ids):
             raise InputError(
-                f"a loss mask of {len(loss)} for a document of {len(ids)} tokens: give one value per token"
+                f"loss mask of {len(loss)} values for a document of {len(ids)} tokens; give one value per token"
             )
         if self._masked.get(split, masked) != masked:
             raise InputError(
-                f"split {split!r} of {self.path} would have some documents with a loss mask and some without: give it"
-                " for all"
+                f"split {split!r} of {self.path} has documents with and without a loss mask; give one for all or none"
             )
         if split not in self._open:
             name = f"{split}-{len(self._shards.get(split, ())):05d}"
             if not SHARD_NAME.fullmatch(name):
-                raise ConfigError(f"split name {split!r}: use lower-case letters, digits and _")
+                raise ConfigError(f"bad split name {split!r}; use lower-case letters, digits and _")
             self._masked[split] = masked
             self._open[split] = _ShardFiles(
                 self.partial, Shard(name, 0, 0, 0, "", "", "" if masked else None), self.dtype
@@ -439,11 +426,11 @@ class StoreWriter:
             self._close(split)
 
     def documents(self, split: str) -> int:
-        """Documents added to `split` so far, those of a run that is continued included."""
-        return sum(shard.documents for shard in self._begun(split))
+        """Documents added to `split` so far, including those of the run it resumes."""
+        return sum(shard.documents for shard in self._started(split))
 
     def checkpoint(self, done: int) -> None:
-        """Make all that was added durable: a run that goes on from here has `done` source documents behind it."""
+        """Makes all added documents durable; a run that resumes here starts with `done` source documents."""
         for shard in self._open.values():
             shard.sync()
         os.fsync(self._folder)
@@ -458,7 +445,7 @@ class StoreWriter:
         self.done = done
 
     def finish(self, source: dict[str, Any]) -> Manifest:
-        """Close the shards and move everything into `path`, replacing a store that was there."""
+        """Closes the shards and moves everything into `path`, replacing a store there."""
         for split in sorted(self._open):
             self._close(split)
         splits = {split: tuple(self._shards[split]) for split in sorted(self._shards)}
@@ -466,7 +453,7 @@ class StoreWriter:
         with open(self.partial / TOKENIZER, "rb") as file:
             os.fsync(file.fileno())
         _write_durably(self.partial / MANIFEST, manifest.to_json())
-        # From here to the last rename the folder has no manifest, so a crash in between reads as "did not finish".
+        # From here to the last rename the folder has no manifest, so after a crash it counts as unfinished.
         (self.path / MANIFEST).unlink(missing_ok=True)
         names = [part.name for part in manifest.files()]
         for old in set(self.path.iterdir()) - {self.path / name for name in names}:
@@ -482,7 +469,7 @@ class StoreWriter:
         shutil.rmtree(self.partial)
         return manifest
 
-    def _begun(self, split: str) -> list[Shard]:
+    def _started(self, split: str) -> list[Shard]:
         """The shards of `split` so far; the last may still be open."""
         return [*self._shards.get(split, ()), *([self._open[split].shard()] if split in self._open else ())]
 
@@ -492,9 +479,7 @@ class StoreWriter:
         self._shards.setdefault(split, []).append(shard)
 
     def _resume(self) -> bool:
-        """Take over what `.partial/` holds up to its last checkpoint; False where that is not whole or of other
-        settings.
-        """
+        """Resumes from the last checkpoint in `.partial/`; False if it is incomplete or of other settings."""
         try:
             state = json.loads((self.partial / PROGRESS).read_text(encoding="utf-8"))
             if state["identity"] != self._identity:
@@ -510,10 +495,10 @@ class StoreWriter:
             closed = {
                 split: [Shard(**json.loads(path.read_text())) for path in paths] for split, paths in records.items()
             }
-            begun = {split: Shard(**values) for split, values in state["open"].items()}
+            started = {split: Shard(**values) for split, values in state["open"].items()}
             files = [
                 part
-                for shard in (*itertools.chain(*closed.values()), *begun.values())
+                for shard in (*itertools.chain(*closed.values()), *started.values())
                 for part in shard.files(self.dtype)
             ]
             if any((self.partial / part.name).stat().st_size < part.bytes for part in files):
@@ -523,41 +508,39 @@ class StoreWriter:
         self._clear(
             {PROGRESS, *(path.name for path in itertools.chain(*records.values())), *(part.name for part in files)}
         )
-        self._open = {split: _ShardFiles(self.partial, shard, self.dtype) for split, shard in begun.items()}
+        self._open = {split: _ShardFiles(self.partial, shard, self.dtype) for split, shard in started.items()}
         self._shards, self.done = closed, state["done"]
-        self._masked = {split: self._begun(split)[0].masked for split in {**closed, **begun}}
+        self._masked = {split: self._started(split)[0].masked for split in {**closed, **started}}
         return True
 
     def _clear(self, keep: Collection[str] = ()) -> None:
-        """Delete what `.partial/` holds, but for the files to keep."""
+        """Deletes all files in `.partial/` but those to keep."""
         for file in self.partial.iterdir():
             if file.name not in keep:
                 file.unlink()
 
 
 class _ShardFiles:
-    """A shard being written, from where it was when it was recorded; `begun` has no checksums."""
+    """A shard being written, from the state `start` on, which has no checksums."""
 
-    def __init__(self, folder: Path, begun: Shard, dtype: np.dtype):
-        self.begun, self.tokens, self.bytes, self.documents = begun, begun.tokens, begun.bytes, begun.documents
-        parts = begun.files(dtype)
+    def __init__(self, folder: Path, start: Shard, dtype: np.dtype):
+        self.start, self.tokens, self.bytes, self.documents = start, start.tokens, start.bytes, start.documents
+        parts = start.files(dtype)
         self.paths = [folder / part.name for part in parts]
         self.files: list[BinaryIO] = [open(path, "ab") for path in self.paths]  # noqa: SIM115 (close() does)
         for file, part in zip(self.files, parts, strict=True):
-            file.truncate(part.bytes)  # what came after the checkpoint
+            file.truncate(part.bytes)  # drops everything after the checkpoint
 
     def append(self, ids: np.ndarray, text_bytes: int, mask: np.ndarray | tuple[()]) -> None:
-        self.tokens, self.bytes, self.documents = (
-            self.tokens + len(ids),
-            self.bytes + int(text_bytes),
-            self.documents + 1,
-        )
+        self.tokens += len(ids)
+        self.bytes += int(text_bytes)
+        self.documents += 1
         for file, values in zip(self.files, (ids, np.array(self.tokens, ENDS), mask), strict=False):
             file.write(values.tobytes())
 
     def shard(self, *checksums: str) -> Shard:
         return replace(
-            self.begun,
+            self.start,
             tokens=self.tokens,
             bytes=self.bytes,
             documents=self.documents,
@@ -578,12 +561,12 @@ class _ShardFiles:
 
     def abandon(self) -> None:
         for file in self.files:
-            with contextlib.suppress(OSError):  # the disk may be full, which is why we are here
+            with contextlib.suppress(OSError):  # the disk may be full
                 file.close()
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Replace the file `path` as a whole: after a crash it holds the old text or the new one."""
+    """Replaces the file `path` as a whole: after a crash it holds the old text or the new one."""
     new = path.with_name(path.name + ".new")
     with open(new, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: every moment belongs to one of a few buckets."""
+"""Splits the wall time of a run into a few buckets that add up to it."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -8,17 +8,15 @@ BUCKETS = ("compile", "data", "step", "eval", "save", "other")
 
 
 class Clock:
-    """Charges every nanosecond since it was made to one bucket, so that the buckets add up to the wall time.
+    """Charges every nanosecond since its construction to one bucket, so that the buckets add up to the wall time.
 
         with clock("eval"): ...
 
-    Within another bucket the inner one takes the time; outside of all it goes to "other". One thread uses a clock.
+    Nested buckets: the inner one takes the time; outside of all it goes to "other". Not thread-safe.
     """
 
     def __init__(self, before: Iterable[dict] = (), *, now: Callable[[], int] = time.perf_counter_ns):
-        """before: records of earlier processes of the run, whose "time" (what `interval` returned) counts in
-        `total`.
-        """
+        """before: records of earlier processes of the run, whose "time" (from `interval`) counts in `total`."""
         self._now, self._last, self._open = now, now(), ["other"]
         self._total, self._interval = dict.fromkeys(BUCKETS, 0), dict.fromkeys(BUCKETS, 0)
         for record in before:
@@ -27,7 +25,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, bucket: str) -> Iterator[None]:
-        """Charges what happens inside to `bucket`, one of BUCKETS."""
+        """Charges the time inside to `bucket`, one of BUCKETS."""
         self._charge()
         self._open.append(bucket)
         try:
@@ -37,14 +35,14 @@ class Clock:
             self._open.pop()
 
     def interval(self) -> dict[str, float]:
-        """Seconds by bucket since the last call; the sum is the wall time between the two."""
+        """Seconds by bucket since the last call; they add up to the wall time between the two calls."""
         self._charge()
         seconds = _seconds(self._interval)
         self._interval = dict.fromkeys(BUCKETS, 0)
         return seconds
 
     def total(self) -> dict[str, float]:
-        """Seconds by bucket of the whole run: of this process until now, and of the records before it."""
+        """Seconds by bucket of the whole run: this process until now, and the records before it."""
         self._charge()
         return _seconds(self._total)
 

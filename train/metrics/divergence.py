@@ -1,4 +1,4 @@
-"""Decides from the recorded losses alone whether a run has gone astray, and says what to look at."""
+"""Detects from the recorded losses alone that a run has diverged, and reports what to look at."""
 
 import math
 import statistics
@@ -14,19 +14,19 @@ SHOWN = 5  # last steps in the message
 
 
 class DivergedError(LaneformerError):
-    """A run that would only burn time; its checkpoints are intact."""
+    """The run diverged; its checkpoints are intact."""
 
 
 class Divergence:
-    """Sees the step records of a run in order and raises DivergedError when going on makes no sense.
+    """Reads the step records of a run in order and raises DivergedError when continuing makes no sense.
 
-    Two verdicts: `max_skipped` steps in a row were not finite; or the median of the last 20 losses lies more than
-    `max_rise` nats above the lowest such median of the phase. Both depend on nothing but the records: fed with those of
-    metrics.jsonl, a resumed run goes on watching as if it had never stopped.
+    There are two reasons: `max_skipped` consecutive steps were not finite, or the median of the last 20 losses is more
+    than `max_rise` nats above the lowest such median of the phase. Both depend on the records alone: given those of
+    metrics.jsonl, a resumed run decides as if it had never stopped.
     """
 
     def __init__(self, run: Path, *, max_skipped: int, max_rise: float):
-        """run: whose checkpoints the message names."""
+        """run: folder whose checkpoints the message names."""
         self.run, self.max_skipped, self.max_rise = run, max_skipped, max_rise
         self.skipped = 0  # steps, in the whole run
         self._in_a_row = 0
@@ -34,10 +34,8 @@ class Divergence:
         self._recent: deque[dict] = deque(maxlen=max(SHOWN, max_skipped + 1))
         self._start_phase(None)
 
-    def see(self, record: dict) -> None:
-        """Takes one record; other than step records are ignored. A step is skipped if it says so or its loss is not
-        finite.
-        """
+    def update(self, record: dict) -> None:
+        """Adds a record; only step records count. A step is skipped if marked so or if its loss is not finite."""
         if "loss" not in record:
             return
         if record.get("phase") != self._phase:
@@ -80,14 +78,15 @@ class Divergence:
         good = (
             f"the last good checkpoint is {self.run / STEPS / str(saved[-1])}"
             if saved
-            else "no checkpoint from before it is left"
+            else "no checkpoint from before is left"
         )
         return DivergedError(
             f"diverged at step {step}: {what}.\nSteps {last[0]['step']} to {step}: loss {_numbers(last, 'loss')};"
             f" gradient norm {_numbers(last, 'grad_norm')}; learning rate {_numbers(last[-1:], 'learning_rate')}.\nAll"
             f" was well until step {self._good}; {good}.\nTry a lower optimizer.learning_rate or clip_norm, or a longer"
             f" optimizer.warmup_steps, in another folder (--run); look at the text of steps {self._good + 1} to {step};"
-            f" if this was to be expected, raise watch.{limit} and go on."
+            f" if this is expected, raise watch.{limit} and run the"
+            " same command again."
         )
 
 

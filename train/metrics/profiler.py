@@ -7,15 +7,15 @@ import jax
 
 
 class Profile:
-    """Traces steps `first` to `first + steps - 1` (counted from 1) into `folder`: TensorBoard's profile plugin and
-    Perfetto read it.
+    """Traces steps `first` to `first + steps - 1` (counted from 1) into `folder`, for TensorBoard's profile plugin or
+    Perfetto.
 
         with Profile(run / "profile", 100, 5) as profile:
             for step in ...:
                 profile.on_step(step, state)
                 state = train_step(state, batch)
 
-    A run that starts inside the window traces the rest of it, one that ends inside it keeps what there is.
+    A run that starts inside the window traces the rest of it; one that ends inside it keeps the part it has.
     """
 
     def __init__(self, folder: Path, first: int, steps: int):
@@ -23,8 +23,8 @@ class Profile:
         self._tracing = False
 
     def on_step(self, step: int, state: Any) -> None:
-        """Call before `step` is started. state: what the steps before make, waited for at both ends: the trace has
-        whole steps.
+        """Call before each step. state: result of the steps before, waited for at both ends so that the trace has whole
+        steps.
         """
         if (step in self.window) == self._tracing:
             return

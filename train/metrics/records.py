@@ -1,6 +1,4 @@
-"""metrics.jsonl: one line per step and per validation, never a step twice however often a run is resumed; and copies of
-it elsewhere.
-"""
+"""metrics.jsonl: one line per step and validation, no step twice however often a run is resumed."""
 
 import json
 import math
@@ -11,45 +9,43 @@ from typing import Protocol, Self
 
 from laneformer.errors import InputError, writing
 
-SPEED = ("tokens_per_second", "mfu")  # with the *_seconds: the group time of `scalars`
+SPEED = ("tokens_per_second", "mfu")  # in the group "time" of `scalars`, with all *_seconds
 
 
 class Sink(Protocol):
-    """Where records go besides the file (train/metrics/sinks.py)."""
+    """A further destination of records besides the file (train/metrics/sinks.py)."""
 
     where: str
-    """Folder or address at which a person finds them."""
+    """Folder or address at which to view them."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of a step, named as by `scalars`."""
+        """Writes the numbers of a step, named as by `scalars`."""
 
     def text(self, step: int, texts: dict[str, str]) -> None:
-        """Texts of a step, by name."""
+        """Writes the texts of a step, by name."""
 
     def close(self) -> None:
-        """Returns when everything has been handed over."""
+        """Returns when all records are handed over."""
 
 
 class MetricsLog:
-    """Appends records {"step": n, ...} to a JSONL file; opened at a step it drops what an interrupted run wrote after
-    it.
-    """
+    """Appends records {"step": n, ...} to a JSONL file, after dropping those that an interrupted run wrote later."""
 
     def __init__(self, path: Path, resumed_at: int, sinks: Sequence[Sink] = ()):
-        """sinks: get every record too. Open those that ask for `last_step(path)` before this."""
+        """resumed_at: last step to keep. sinks: get every record too; open those that read `last_step(path)` first."""
         self.path, self.sinks = path, sinks
         kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         part = path.with_name(path.name + ".part")
         with writing(path):
             part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(part, path)
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line is out as soon as it is whole
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, step: int, **values) -> None:
-        """One record. Floats keep all their digits: equal lines mean bitwise equal losses. What is not a finite number
-        becomes null.
+        """Writes a record, line-buffered. Floats keep all digits, so that equal lines mean bitwise equal losses; those
+        that are not finite become null.
 
-        Raises LaneformerError, as `sync` does, where the file cannot be written.
+        Raises LaneformerError, as `sync` does, if the file cannot be written.
         """
         with writing(self.path):
             self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
@@ -57,7 +53,7 @@ class MetricsLog:
             sink.write(step, scalars(values))
 
     def sync(self) -> None:
-        """Returns when all records are on disk, as they must be before the checkpoint that they lead to."""
+        """Returns when all records are on disk, as they must be before the checkpoint of their last step."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
@@ -70,9 +66,9 @@ class MetricsLog:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a metrics file, without a last line that was cut off; empty if there is no file.
+    """Records of a metrics file, without a truncated last line; empty if there is no file.
 
-    Raises InputError for a line that is no record.
+    Raises InputError for a line that is not a record.
     """
     if not path.exists():
         return []
@@ -83,20 +79,20 @@ def read_lines(path: Path) -> list[dict]:
                 records.append(json.loads(line))
                 int(records[-1]["step"])
         except (ValueError, TypeError, KeyError):
-            raise InputError(f"{path}, line {number}, is damaged: remove that line, or move the file away") from None
+            raise InputError(f"{path}, line {number}, is damaged; remove that line, or move the file away") from None
     return records
 
 
 def last_step(path: Path) -> int:
-    """The step of the last record of a metrics file, 0 if there is none. Raises InputError as `read_lines` does."""
+    """Step of the last record of a metrics file, 0 if there is none. Raises InputError as `read_lines` does."""
     lines = read_lines(path)
     return lines[-1]["step"] if lines else 0
 
 
 def scalars(values: dict) -> dict[str, float]:
-    """The numbers of a record under the names that dashboards group by; texts and nulls are left out.
+    """Numbers of a record under the names that dashboards group by; texts and nulls are left out.
 
-    loss -> train/loss; step_seconds, tokens_per_second, mfu -> time/...; what is nested keeps its own name:
+    loss -> train/loss; step_seconds, tokens_per_second, mfu -> time/...; nested values keep their names:
     validation/TAG/loss, epoch/TAG, time/compile, lanes/similarity/07 (module 7).
     """
 
@@ -119,7 +115,7 @@ def scalars(values: dict) -> dict[str, float]:
 
 
 def _finite(value):
-    """The value with null for every float that JSON has no word for."""
+    """The value with null for every float that is not finite, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

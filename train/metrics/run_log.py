@@ -1,4 +1,4 @@
-"""What a run says while it trains: records, dashboards, the terminal, and the alarm when it goes astray."""
+"""The log of a run in training: records, dashboards, lines on the terminal, and the check for divergence."""
 
 import sys
 from contextlib import ExitStack, suppress
@@ -23,27 +23,22 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # of a run folder
 
 
 class RunLog:
-    """Takes the records of a run. Every process has one, for all must stop at the same divergence; the first alone
-    writes and speaks.
+    """Takes the records of a run. Every process has one, so that all stop at the same divergence; the first one alone
+    writes and prints.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, first: int):
-        """first: the step that the run goes on after. Raises InputError where a dashboard that is asked for is not
-        installed.
-        """
+        """first: step after which the run resumes. Raises InputError if a requested dashboard is not installed."""
         self.config, self.devices, self.writes = config, mesh.devices.flat, jax.process_index() == 0
         run = config.run_folder
         before = [line for line in read_lines(run / METRICS) if line["step"] <= first]
         self.clock = Clock(before)
         self.divergence = Divergence(run, max_skipped=config.watch.max_skipped, max_rise=config.watch.max_rise)
         for record in before:
-            self.divergence.see(record)
+            self.divergence.update(record)
         before = self.clock.total()
-        self._peak, self._spent, self._speeds = (
-            peak_flops(self.devices[0].device_kind),
-            before["step"] + before["data"],
-            [],
-        )
+        self._peak, self._spent = peak_flops(self.devices[0].device_kind), before["step"] + before["data"]
+        self._speeds: list[float] = []
         self._last = 0  # step done by this process
         self._stack = ExitStack()
         self.bar = tqdm(
@@ -62,8 +57,9 @@ class RunLog:
             )
 
     def step(self, phase: Phase, step: int, values: dict, epochs: dict[str, float], wait: float) -> None:
-        """A step that is done. values: loss, grad_norm, ...; wait: seconds in which it had no data. Raises
-        DivergedError.
+        """Records a finished step. values: loss, grad_norm, ...; wait: seconds spent waiting for data.
+
+        Raises DivergedError.
         """
         self._last, spent = step, self.clock.total()
         seconds, self._spent = spent["step"] + spent["data"] - self._spent, spent["step"] + spent["data"]
@@ -90,18 +86,18 @@ class RunLog:
         if step % self.config.log_every == 0:
             self._write(step, {"time": self.clock.interval()})
             left = (phase.last_step - step) * phase.tokens_per_step / speed
-            self._say(
+            self._print(
                 f"step {step}/{self.config.total_steps}  loss {values['loss']:.4f}  {speed:,.0f} tok/s  {left:.0f} s"
                 " left"
             )
-        self.divergence.see({"step": step, **record})
+        self.divergence.update({"step": step, **record})
 
-    def record(self, step: int, record: dict, said: str = "") -> None:
-        """What was measured after a step, and a line about it for the terminal."""
+    def record(self, step: int, record: dict, line: str = "") -> None:
+        """Writes measurements made after a step, and a line about them to the terminal."""
         if record:
             self._write(step, record)
-        if said and self.writes:
-            self.bar.write(f"step {step}: {said}")
+        if line and self.writes:
+            self.bar.write(f"step {step}: {line}")
 
     def sync(self) -> None:
         """Returns when all records are on disk."""
@@ -109,7 +105,7 @@ class RunLog:
             self.metrics.sync()
 
     def sample(self, step: int, records: list[dict]) -> None:
-        """Texts that the model wrote after a step."""
+        """Writes the text samples drawn after a step."""
         for record in records if self.writes else ():
             self.samples.write(step, **record)
         for sink in self.metrics.sinks if self.writes else ():
@@ -119,7 +115,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_) -> None:
-        with self._stack, suppress(LaneformerError, OSError):  # a full disk has been told by then
+        with self._stack, suppress(LaneformerError, OSError):  # a full disk is already reported
             if self._last:
                 self._write(self._last, {"time": self.clock.interval()})
 
@@ -127,7 +123,7 @@ class RunLog:
         if self.writes:
             self.metrics.write(step, **record)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self.writes and self.bar.disable:
             print(line, flush=True)
 
@@ -147,5 +143,5 @@ class RunLog:
             )
         for sink in sinks:
             self._stack.callback(sink.close)
-            self._say(f"also logged to {sink.where}")
+            self._print(f"also logging to {sink.where}")
         return sinks

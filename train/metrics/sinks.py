@@ -10,31 +10,30 @@ from laneformer.errors import InputError
 
 
 class TensorBoard:
-    """Event files in `folder`, for `tensorboard --logdir`. A resumed run hides what was written after the step that it
-    resumed at.
-    """
+    """Event files in `folder`, for `tensorboard --logdir`. A resumed run hides events after the step it resumes at."""
 
     def __init__(self, folder: Path, resumed_at: int):
-        """Raises InputError where tensorboard is not installed."""
+        """Raises InputError if tensorboard is not installed."""
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
-            raise InputError("watch.tensorboard needs TensorBoard: pip install -e '.[tensorboard]'") from None
+            raise InputError(
+                "watch.tensorboard needs TensorBoard; install it with pip install -e '.[tensorboard]'"
+            ) from None
         self.where = str(folder)
         self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto
         self._shape, self._string = tensor_shape_pb2.TensorShapeProto, types_pb2.DT_STRING
         self._writer = EventFileWriter(str(folder), flush_secs=10)
-        start = event_pb2.SessionLog(
-            status=event_pb2.SessionLog.START
-        )  # TensorBoard drops events of this step and later ones
+        # TensorBoard drops events of this step and later ones.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._add(step, [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
     def text(self, step: int, texts: dict[str, str]) -> None:
-        """Shown as they are, not as the Markdown that TensorBoard takes texts for."""
+        """Texts as code blocks, since TensorBoard renders texts as Markdown."""
         plugin = self._summary.SummaryMetadata(plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text"))
         shape = self._shape(dim=[self._shape.Dim(size=1)])
 
@@ -55,22 +54,21 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One Weights & Biases run for all processes of a training run, on line or with WANDB_MODE=offline.
+    """One Weights & Biases run for all processes of a training run, online or with WANDB_MODE=offline.
 
-    W&B has no way back: a step that it has, it keeps. A resumed run gives the same values again, so those are left out.
-    On line W&B knows how far it got; off line every process leaves a part of its own in RUN/wandb, whose steps do not
-    overlap, for `wandb sync`, and one that is killed takes up to 15 s of rows with it, which metrics.jsonl has.
+    W&B cannot drop steps. A resumed run computes the same values again, so those are left out. Online, W&B reports its
+    last step; offline, every process writes its own part in RUN/wandb for `wandb sync`, with steps that do not overlap.
+    A killed process loses up to 15 s of rows there, which metrics.jsonl has.
     """
 
     def __init__(self, run: Path, *, project: str, name: str, config: dict, last_step: int):
-        """run: its folder, in which wandb.json keeps the W&B id. last_step: of the records that a resumed run found,
-        also of those that it will drop (metrics.last_step). Raises InputError where wandb is not installed or cannot
-        start.
+        """run: folder of the run, where wandb.json keeps the W&B id. last_step: last recorded step (records.last_step),
+        also if a resumed run drops it. Raises InputError if wandb is not installed or cannot start.
         """
         try:
             import wandb
         except ImportError:
-            raise InputError("watch.wandb needs Weights & Biases: pip install -e '.[wandb]'") from None
+            raise InputError("watch.wandb needs Weights & Biases; install it with pip install -e '.[wandb]'") from None
         file = run / "wandb.json"
         known = (
             json.loads(file.read_text(encoding="utf-8"))
@@ -93,7 +91,7 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             raise InputError(
-                f"Weights & Biases cannot start ({error}): log in with `wandb login`, or set WANDB_MODE=offline"
+                f"Weights & Biases cannot start ({error}); log in with `wandb login`, or set WANDB_MODE=offline"
             ) from None
         self._table = wandb.Table
         self._sent = known["last_step"] if self._run.offline else self._run.starting_step - 1

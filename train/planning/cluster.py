@@ -1,4 +1,4 @@
-"""What accelerators can do, from their data sheets: for MFU and for planning runs on hardware that is not there."""
+"""Accelerators with the figures of their data sheets, for MFU and for planning runs on hardware you do not have."""
 
 import os
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from laneformer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator as it stands in a node. Bandwidths in bytes/s and one direction; None: not known."""
+    """One accelerator in a node. Bandwidths in bytes/s, one direction; None if unknown."""
 
     kind: str
     """`device_kind` of the JAX device."""
     peak_flops: float | None
     """Dense bfloat16 products, FLOP/s."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     memory_bandwidth: float | None
     link: float | None
-    """To the other devices of the node, all links of the device together."""
+    """Bandwidth to the other devices of the node, all links together."""
     network: float | None
-    """To other nodes."""
+    """Bandwidth to other nodes."""
     per_node: int
 
 
-# Those of the one table (infer/roofline/devices.py) that can be bought.
+# The devices on sale in infer/roofline/devices.py.
 DEVICES: dict[str, Device] = {
     name: Device(
         kind=known.kind,
@@ -42,21 +42,17 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str, count: int) -> Device:
-    """The device of that name; "cpu": one of `count` parts of this machine. Raises ConfigError for a name that the
-    table lacks.
-    """
+    """The device of that name; "cpu" is one of `count` parts of this machine. Raises ConfigError."""
     if name == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
         return Device(
             kind="cpu", peak_flops=None, memory=memory, memory_bandwidth=None, link=None, network=None, per_node=count
         )
     if name not in DEVICES:
-        raise ConfigError(f"cluster.device = {name!r}: known are {', '.join(DEVICES)}, cpu")
+        raise ConfigError(f"unknown cluster.device {name!r}; choose {', '.join(DEVICES)}, cpu")
     return DEVICES[name]
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a JAX device by its `device_kind`; None for a kind without an entry, a CPU among
-    them.
-    """
+    """Dense bfloat16 FLOP/s of a JAX device by its `device_kind`; None for an unknown kind such as a CPU."""
     return next((device.peak_flops for device in DEVICES.values() if device.kind == device_kind), None)

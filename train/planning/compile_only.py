@@ -1,6 +1,4 @@
-"""Devices to compile for that need not exist: NVIDIA GPUs described to XLA's CUDA compiler, or parts of this machine's
-CPU.
-"""
+"""Devices to compile for without having them: NVIDIA GPUs described to XLA's CUDA compiler, or parts of the CPU."""
 
 import importlib.util
 from typing import Literal
@@ -14,22 +12,20 @@ from train.planning.cluster import Device
 
 Compiler = Literal["auto", "cuda", "cpu"]
 
-# Passed to the compiler. XLA chooses a Triton kernel's tiles by timing them on the GPU; without one its first guess can
-# be refused.
+# Compiler options. XLA chooses tiles of Triton kernels by timing them on a GPU; without one its first guess may fail.
 OPTIONS: dict[str, dict[str, bool]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}, "cpu": {}}
 
-# What XLA's CUDA compiler asks about a chip, from target_config/specs of github.com/openxla/xla: multiprocessors,
-# compute capability, bytes of the second-level cache, GHz.
+# Chips for XLA's CUDA compiler, from target_config/specs of github.com/openxla/xla: multiprocessors, compute
+# capability, bytes of L2 cache, GHz.
 _CHIPS = {"h100": (132, 9, 52_428_800, 1.98), "h200": (132, 9, 52_428_800, 1.98), "b200": (148, 10, 132_644_864, 1.965)}
 
 
 def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compiler) -> tuple[list, str]:
-    """`nodes` nodes of the device `name` to make a mesh of, and which compiler they belong to, cuda or cpu.
+    """The devices of `nodes` nodes of device `name`, to make a mesh of, and their compiler, cuda or cpu.
 
-    cuda is XLA:GPU itself without a GPU: jax's CUDA plugin must be installed. cpu stands in for any device: exchanges,
-    products and state are those of the real program, but XLA:CPU computes bfloat16 in float32 and fuses less, so that
-    temporary memory and traffic come out too large. Call before the first JAX operation. Raises ConfigError where one
-    cannot be had.
+    cuda is XLA:GPU without a GPU and needs jax's CUDA plugin. cpu emulates any device: exchanges, products and state
+    are those of the real program, but XLA:CPU computes bfloat16 in float32 and fuses less, so that temporary memory and
+    traffic are overestimated. Call before the first JAX operation. Raises ConfigError if the compiler is unavailable.
     """
     has_cuda = any(
         importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{v}")
@@ -37,14 +33,14 @@ def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compil
     )
     if compiler == "auto":
         compiler = "cuda" if name in _CHIPS and has_cuda else "cpu"
-    jax.config.update("jax_platforms", "cpu")  # GPUs that are here stay untouched
+    jax.config.update("jax_platforms", "cpu")  # leaves GPUs of this machine alone
     count = nodes * device.per_node
     if compiler == "cuda":
         if name not in _CHIPS:
-            raise ConfigError(f"cluster.compiler = 'cuda' knows {', '.join(_CHIPS)}, not {name}: use cpu")
+            raise ConfigError(f"cluster.compiler = 'cuda' supports {', '.join(_CHIPS)}, not {name}; use cpu")
         if not has_cuda:
             raise ConfigError(
-                "cluster.compiler = 'cuda' needs jax's CUDA plugin, not a GPU: pip install 'jax[cuda12]'; or use cpu"
+                "cluster.compiler = 'cuda' needs jax's CUDA plugin, not a GPU; pip install 'jax[cuda12]', or use cpu"
             )
         shape = f"1x{nodes}x{device.per_node}"
         topology = topologies.get_topology_desc(platform="cuda", target_config=_target(name, device), topology=shape)
@@ -58,9 +54,7 @@ def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compil
 
 
 def _target(name: str, device: Device) -> str:
-    """A stream_executor.GpuTargetConfigProto as text. What is the same for all Hopper and Blackwell chips
-    stands here.
-    """
+    """A stream_executor.GpuTargetConfigProto as text, with the values common to all Hopper and Blackwell chips."""
     cores, capability, cache, clock = _CHIPS[name]
     return f"""
         gpu_device_info {{

@@ -1,6 +1,4 @@
-"""What a recipe will need and how long it will take on a cluster that need not exist: `python -m train RECIPE
---dry-run`.
-"""
+"""`python -m train RECIPE --dry-run`: projected memory and time of a recipe on a cluster you do not need to have."""
 
 import dataclasses
 import json
@@ -24,48 +22,46 @@ from train.program.program import Program, gigabytes, read_program
 from train.recipes import parse
 from train.step import Trainer
 
-USABLE = 0.92  # of a device's memory; the rest is for the driver, NCCL, cuBLAS and fragments. An assumption.
+USABLE = 0.92  # share of a device's memory; the driver, NCCL, cuBLAS and fragments take the rest (an assumption)
 DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The hardware that a dry run plans for."""
+    """Hardware to plan a dry run for."""
 
     device: str = "h200"
-    """h100, h200, b200, mi300x, mi355x, or cpu (no times)."""
+    """Accelerator: h100, h200, b200, mi300x, mi355x, or cpu (without times)."""
     nodes: int | None = None
-    """Nodes of 8 devices; mesh.data becomes what fills them. By default as many as the recipe's mesh needs."""
+    """Nodes of 8 devices; sets mesh.data to fill them (default: as many as the recipe's mesh needs)."""
     network: float | None = None
-    """Bandwidth to other nodes, Gb/s per device and direction; by default that of the device's usual node."""
+    """Bandwidth to other nodes, Gb/s per device and direction (default: of the device's usual node)."""
     efficiency: float = 0.6
-    """Share of the peak that matrix products reach; an assumption."""
+    """Share of the peak that matrix products are assumed to reach."""
     compiler: Compiler = "auto"
-    """cuda: XLA's compiler for NVIDIA GPUs, without a GPU (pip install 'jax[cuda12]'); cpu: XLA:CPU, whose memory and
-    traffic are too large for a GPU; auto: cuda where it is installed and knows the device.
+    """cuda: XLA's compiler for NVIDIA GPUs, needs no GPU (pip install 'jax[cuda12]'); cpu: XLA:CPU, which overestimates
+    memory and traffic of a GPU; auto: cuda if it is installed and supports the device.
     """
 
     def __post_init__(self):
         if self.nodes is not None and self.nodes < 1:
-            raise ConfigError(f"cluster.nodes = {self.nodes}: it must be at least 1")
+            raise ConfigError(f"cluster.nodes must be at least 1, got {self.nodes}")
         if not 0 < self.efficiency <= 1:
             raise ConfigError(
-                f"cluster.efficiency = {self.efficiency}: it is a share of the peak, above 0 and at most 1"
+                f"cluster.efficiency must be a share of the peak, above 0 and at most 1, got {self.efficiency}"
             )
         if self.network is not None and not 0 < self.network < math.inf:
-            raise ConfigError(f"cluster.network = {self.network}: it must be a positive number")
+            raise ConfigError(f"cluster.network must be a positive number, got {self.network}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds per step, projected. A roofline: each resource by itself at full speed, its share of the peak stated in
-    the cluster.
-    """
+    """Projected seconds per step, a roofline: each resource alone at full speed, products at `efficiency`."""
 
     device: float
     """Sum over kernels of the longer of products at efficiency x peak and bytes at the memory's bandwidth."""
     products: float
-    """Of `device`: the model's FLOPs alone."""
+    """Part of `device` for the model's FLOPs alone."""
     links: float
     """Exchanges within nodes."""
     network: float
@@ -73,17 +69,17 @@ class Times:
 
     @property
     def overlapped(self) -> float:
-        """If computing and both kinds of exchange run wholly at the same time."""
+        """Seconds if computing and both kinds of exchange overlap completely."""
         return max(self.device, self.links, self.network)
 
     @property
     def in_turn(self) -> float:
-        """If they never do."""
+        """Seconds if they never overlap."""
         return self.device + self.links + self.network
 
     @property
     def bound(self) -> str:
-        """Which resource the step waits for when all overlap."""
+        """The resource that limits the step when all overlap."""
         name = max(("device", "links", "network"), key=lambda name: getattr(self, name))
         if name == "device":
             return "matrix products" if self.products > self.device / 2 else "device memory"
@@ -92,29 +88,29 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """One phase, per device and step where nothing else is said. All of it is projected."""
+    """Projection of one phase, per device and step unless stated otherwise."""
 
     name: str
     steps: int
     tokens_per_step: int
     model_flops: float
-    """Of a step on all devices, train/flops.py."""
+    """FLOPs of a step on all devices (train/flops.py)."""
     parameters: int
-    """Bytes of the state: master weights,"""
+    """Bytes of the master weights."""
     moments: int
-    """and what the optimizer keeps."""
+    """Bytes of the optimizer's state."""
     gradients: int
-    """Bytes of one set of float32 gradients, the least of `program.memory.temporary`."""
+    """Bytes of one set of float32 gradients, a lower bound of `program.memory.temporary`."""
     program: Program
     fits: bool
     advice: tuple[str, ...]
     times: Times | None
-    """None where the cluster has no speeds."""
+    """None if the cluster has no speeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run on a cluster, projected."""
+    """Projection of a run on a cluster."""
 
     recipe: str
     parameters: int
@@ -127,7 +123,7 @@ class Plan:
     phases: tuple[PhasePlan, ...] = ()
 
     def as_json(self) -> dict:
-        """All figures, with what follows from them."""
+        """All figures and those derived from them."""
         phases = []
         for phase in self.phases:
             program = dataclasses.replace(phase.program, kernels=())
@@ -142,9 +138,10 @@ class Plan:
 
 
 def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
-    """Compiles every phase for the cluster; nothing of the model's size is made. Call before the first JAX operation.
+    """Compiles every phase for the cluster, without allocating anything of the model's size. Call before the first JAX
+    operation.
 
-    Raises ConfigError for a recipe or a mesh that cannot work there.
+    Raises ConfigError for a recipe or mesh that does not fit the cluster.
     """
     config, nodes = _fill(config, cluster)
     count = config.mesh.data * config.mesh.lane
@@ -152,7 +149,7 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     if cluster.network is not None:
         device = dataclasses.replace(device, network=cluster.network * 1e9 / 8)
     if device.network is None and nodes > 1:
-        raise ConfigError(f"the table has no network for {cluster.device}: give --cluster.network, in Gb/s per device")
+        raise ConfigError(f"no known network for {cluster.device}; give --cluster.network, in Gb/s per device")
     if config.compute_dtype == "auto" and cluster.device != "cpu":
         config = dataclasses.replace(config, compute_dtype="bfloat16")
     devices, compiler = compile_only_devices(cluster.device, device, nodes, cluster.compiler)
@@ -187,7 +184,7 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
 
 
 def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int]:
-    """The recipe with a mesh that fills the cluster, and its nodes."""
+    """The recipe with a mesh that fills the cluster, and the number of nodes."""
     mesh = config.mesh
     if cluster.device == "cpu":
         lane = mesh.lane or math.gcd(config.model.num_lanes, max(1, (mesh.host_devices or 1) // mesh.data))
@@ -198,8 +195,7 @@ def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int
         nodes = cluster.nodes or math.ceil(mesh.data * lane / per_node)
         if cluster.nodes and nodes * per_node % lane:
             raise ConfigError(
-                f"{nodes} nodes of {per_node} devices cannot be filled by lanes on {lane} devices: choose another"
-                " mesh.lane"
+                f"lanes on {lane} devices do not fill {nodes} nodes of {per_node} devices; choose another mesh.lane"
             )
         mesh = dataclasses.replace(mesh, data=nodes * per_node // lane if cluster.nodes else mesh.data)
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, lane=lane)), nodes
@@ -236,12 +232,14 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
     speed = device.peak_flops * plan.cluster.efficiency
     products = model_flops / plan.devices / speed
     kernels = sum(k.times * max(k.flops / speed, k.bytes / device.memory_bandwidth) for k in program.kernels)
-    if program.unknown_loops or any(
-        "fmha" in name for name in program.libraries
-    ):  # attention's products do not show in the program
+    if program.unknown_loops or any("fmha" in name for name in program.libraries):
+        # The text of the program lacks attention's products.
         attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
         kernels += attention / plan.devices / speed
-    spread = {DATA: plan.mesh[LANE] * (plan.mesh[DATA] - 1), LANE: plan.mesh[LANE] - 1}  # devices lie lane by lane
+    spread = {
+        DATA: plan.mesh[LANE] * (plan.mesh[DATA] - 1),
+        LANE: plan.mesh[LANE] - 1,
+    }  # devices are ordered lane by lane
     inside = [axis for axis in program.axes if spread.get(axis, plan.devices - 1) < device.per_node]
     return Times(
         device=max(products, kernels),
@@ -252,29 +250,27 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
 
 
 def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program) -> tuple[str, ...]:
-    """What makes the phase smaller, the cheapest first."""
-    said, memory = [], program.memory
+    """Options that reduce the memory of the phase, the cheapest first."""
+    found, memory = [], program.memory
     option = f"--then.{phase.name}." if phase.index else "--"
     rows = phase.data.batch_size // (phase.accumulate * config.mesh.data)
     if rows > 1:
-        said.append(
+        found.append(
             f"{option}accumulate {phase.accumulate * 2} halves the activations ({rows} sequences per device at a time)"
         )
     if config.remat != "block":
-        said.append(
-            f"--remat {'dots' if config.remat == 'none' else 'block'} keeps fewer activations and computes them again"
+        found.append(
+            f"--remat {'dots' if config.remat == 'none' else 'block'} keeps fewer activations and recomputes them"
         )
     if memory.arguments + parameters > memory.total / 3:
-        said.append(f"more devices on the data axis (--mesh.data {2 * config.mesh.data}) halve state and gradients")
+        found.append(f"--mesh.data {2 * config.mesh.data} (more devices) halves state and gradients")
     if config.mesh.lane < config.model.num_lanes:
-        said.append(f"--mesh.lane {config.model.num_lanes} spreads the lanes over more devices")
-    return tuple(said or [f"shorter sequences ({option}data.sequence-length), or devices with more memory"])
+        found.append(f"--mesh.lane {config.model.num_lanes} spreads the lanes over more devices")
+    return tuple(found or [f"shorter sequences ({option}data.sequence-length), or devices with more memory"])
 
 
 def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
-    """[if nothing overlaps, if everything does]: step_seconds, tokens_per_second, mfu, days. Empty where the cluster
-    has no speeds.
-    """
+    """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap]; empty without speeds."""
     if phase.times is None:
         return {}
     steps = [phase.times.in_turn, phase.times.overlapped]
@@ -297,9 +293,9 @@ def describe(plan: Plan) -> str:
         "state per device",
         "  weights, moments",
         "temporary per device",
-        "  of it gradients at least",
+        "  gradients, at least",
         "memory per device",
-        "  of the device's",
+        "  share of the device",
         "model FLOPs per device",
         "  products in the program",
         "memory read and written",
@@ -346,7 +342,7 @@ def _heading(plan: Plan) -> list[str]:
             f"{plan.recipe}: {plan.parameters:,} parameters on {plan.devices} x {plan.device.kind}"
             f" ({peak}{gigabytes(plan.device.memory)}), mesh {mesh}, products in {plan.compute_dtype}"
         ),
-        f"compiled with XLA:{'GPU' if plan.compiler == 'cuda' else 'CPU'}; nothing was run: every figure is projected",
+        f"compiled with XLA:{'GPU' if plan.compiler == 'cuda' else 'CPU'}; nothing ran, every figure is projected",
     ]
 
 
@@ -360,25 +356,25 @@ def _notes(plan: Plan) -> list[str]:
             )
     largest = max(phase.program.memory.total for phase in plan.phases) / plan.device.memory
     if 0.75 < largest <= USABLE and plan.cluster.device != "cpu":
-        lines.append(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}: JAX takes 0.75 of a GPU's memory otherwise")
+        lines.append(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}; by default JAX takes 0.75 of a GPU's memory")
     if plan.compiler == "cpu" and plan.cluster.device != "cpu":
         lines.append(
-            "XLA:CPU stood in for the device: temporary memory and traffic are upper estimates (bfloat16 computed in"
-            " float32)"
+            "compiled for XLA:CPU instead of the device: temporary memory and traffic are upper estimates (bfloat16"
+            " computed in float32)"
         )
     if any(phase.program.unknown_loops for phase in plan.phases):
         lines.append(
-            "loops of unknown length (attention's tiles) count once in the program's figures; times have attention by"
-            " formula"
+            "loops of unknown length (attention's tiles) count once in the program's figures; times use a"
+            " formula for attention"
         )
     if plan.phases[0].times:
         days = [sum(speeds(plan, phase)["days"][n] for phase in plan.phases) for n in (0, 1)]
         lines.append(f"the whole run: {_range(days, ',.3g')} days")
         lines.append(
-            f"ranges: computing and exchanges overlap wholly, or never; products at {plan.cluster.efficiency:.0%} of"
-            f" the peak; memory ({plan.device.memory_bandwidth / 1e12:.3g} TB/s), links ({plan.device.link / 1e9:,.0f}"
-            f" GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at full speed; saving and validating"
-            " are not in it"
+            f"ranges: computing and exchanges overlap completely, or never; products at"
+            f" {plan.cluster.efficiency:.0%} of the peak; memory ({plan.device.memory_bandwidth / 1e12:.3g} TB/s), "
+            f"links ({plan.device.link / 1e9:,.0f} GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at"
+            " full speed; without saving and validating"
         )
     return lines
 
@@ -390,19 +386,19 @@ def _range(values: Sequence[float], form: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What --dry-run takes beside the recipe's options."""
+    """Options of --dry-run in addition to the recipe's."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     json: Path | None = None
-    """Also write all figures to this file."""
+    """File to write all figures to."""
 
 
 def dry_run(arguments: Sequence[str]) -> str:
-    """`RECIPE --dry-run [--cluster.option value] [--json FILE] [--section.option value]`: the plan to print."""
+    """The text of the plan for RECIPE --dry-run [--cluster.option value] [--json FILE] [--section.option value]."""
     rest = [argument for argument in arguments if argument != "--dry-run"]
     options, rest = tyro.cli(DryRun, args=rest, return_unknown_args=True, add_help=False)
     config = parse(rest)
-    if options.json is not None:  # what could not be written is told before the minutes of compiling
+    if options.json is not None:  # fail before compiling for minutes if the file cannot be written
         with writing(options.json, "name another file with --json"), open(options.json, "a"):
             pass
     result = plan(config, options.cluster)

@@ -1,6 +1,4 @@
-"""Reads the text of a compiled XLA program: the kernels and exchanges that one device runs, loops counted as often as
-they turn.
-"""
+"""Reads the text of a compiled XLA program: kernels and exchanges of one device, counted once per loop iteration."""
 
 import math
 import re
@@ -19,7 +17,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-_ENTERED = ("while", "conditional", "call", "async-start")  # what these call is launched by itself
+_ENTERED = ("while", "conditional", "call", "async-start")  # computations that these call are launched separately
 _NO_WORK = (
     "parameter",
     "constant",
@@ -34,7 +32,7 @@ _NO_WORK = (
 _CALLED = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)"
 )
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -59,7 +57,7 @@ class Instruction:
 
     @cached_property
     def bytes(self) -> float:
-        """Of the result."""
+        """Bytes of the result."""
         return sum(size * math.prod(shape) for size, shape in self.arrays)
 
     @cached_property
@@ -69,9 +67,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: FLOPs of its matrix products, bytes that it reads and writes, and how often it runs per call of the
-    program.
-    """
+    """One kernel: FLOPs of its matrix products, bytes read and written, and launches per call of the program."""
 
     op: str
     flops: int
@@ -81,29 +77,23 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """What one device does of one kind of exchange per call of the program."""
+    """One kind of exchange of one device, per call of the program."""
 
     kind: str
     axis: str
-    """Mesh axes along which a group's devices differ, as data or lane; "?" where the text names the groups in an
-    unknown way.
-    """
+    """Mesh axes along which a group's devices differ, such as data or lane; "?" for groups in an unknown form."""
     group: int
-    """Devices that take part in one exchange."""
+    """Devices in one exchange."""
     count: int
     bytes: int
-    """Of the whole arrays: what is summed, or what has been gathered."""
+    """Bytes of the whole arrays, summed or gathered."""
     sent: int
-    """Bytes that the device sends, and receives, when a ring carries it: (g - 1)/g of `bytes`, twice that for an
-    all-reduce.
-    """
+    """Bytes that the device sends, and receives, in a ring: (g - 1)/g of `bytes`, twice that for an all-reduce."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program's text. Loops whose number of turns XLA does not know count once and are listed in
-    `unknown_loops`.
-    """
+    """The text of a compiled program. Loops with a trip count unknown to XLA count once, and are in `unknown_loops`."""
 
     text: str
 
@@ -120,17 +110,17 @@ class Module:
 
     @cached_property
     def launched(self) -> list[tuple[str, Instruction, int]]:
-        """(computation, instruction, times) of all that a call of the program runs; both sides of a condition count."""
+        """(computation, instruction, times) of everything that a call runs; both branches of a condition count."""
         found = []
 
         def visit(computation: str, count: int) -> None:
             for instruction in self.computations[computation].values():
-                turns = _TURNS.search(instruction.attributes) if instruction.op == "while" else None
+                trips = _TRIPS.search(instruction.attributes) if instruction.op == "while" else None
                 if instruction.op not in _ENTERED:
                     found.append((computation, instruction, count))
                 else:
                     for inner in instruction.called:
-                        visit(inner, count * (int(turns[1]) if turns else 1))
+                        visit(inner, count * (int(trips[1]) if trips else 1))
 
         visit(re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1], 1)
         return found
@@ -138,11 +128,11 @@ class Module:
     @cached_property
     def unknown_loops(self) -> tuple[str, ...]:
         instructions = (i for computation in self.computations.values() for i in computation.values())
-        return tuple(i.name for i in instructions if i.op == "while" and not _TURNS.search(i.attributes))
+        return tuple(i.name for i in instructions if i.op == "while" and not _TRIPS.search(i.attributes))
 
     @cached_property
     def libraries(self) -> dict[str, int]:
-        """Launches of code that is not XLA's, by name."""
+        """Launches of library code, by name."""
         found: dict[str, int] = {}
         for _, i, times in self.launched:
             if i.op == "custom-call":
@@ -152,9 +142,7 @@ class Module:
 
     @cached_property
     def kernels(self) -> list[Kernel]:
-        """All but exchanges. Products inside calls of libraries other than cuBLAS, as in cuDNN's attention, do not show
-        in the text.
-        """
+        """All kernels but exchanges. The text lacks products inside libraries other than cuBLAS, as in attention."""
         return [
             Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
             for computation, i, times in self.launched
@@ -180,7 +168,7 @@ class Module:
         )
 
     def _flops(self, computation: str, i: Instruction) -> int:
-        """2 x elements of the result x contracted elements, of a product or of those in a fusion."""
+        """FLOPs of a product or of those in a fusion: 2 x elements of the result x contracted elements."""
         if i.op == "dot":
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
         elif i.op == "custom-call" and 'custom_call_target="__cublas' in i.attributes:
@@ -191,7 +179,7 @@ class Module:
         return 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[int(n)] for n in re.findall(r"\d+", contracted[1]))
 
     def _bytes(self, computation: str, i: Instruction) -> float:
-        """Operands and results. Of an array that is only sliced, or updated in place, the slice counts."""
+        """Bytes of operands and results. Only the slice counts of an array that is sliced or updated in place."""
         inside = self.computations[computation]
         if i.op != "fusion":
             return _written(i, inside) + sum(_read(name, inside[name].bytes, (i,), inside) for name in set(i.operands))
@@ -211,7 +199,7 @@ def _written(i: Instruction, inside: dict[str, Instruction]) -> float:
 
 
 def _read(name: str, size: float, users, inside: dict[str, Instruction]) -> float:
-    """Bytes of array `name` that its users take."""
+    """Bytes of array `name` that its users read."""
     total = 0.0
     for user in users:
         if user.op == "dynamic-slice" and user.operands[0] == name:
@@ -235,7 +223,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis at `start` closes."""
+    """Position at which the parenthesis at `start` closes."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1
@@ -245,8 +233,9 @@ def _closing(text: str, start: int) -> int:
 
 
 def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:
-    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others. A start's type is
-    (operands, results).
+    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others.
+
+    The type of a -start instruction is (operands, results).
     """
     total, started = instruction.bytes, instruction.op.endswith("-start")
     if kind in ("all-gather", "reduce-scatter"):
@@ -257,7 +246,7 @@ def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:
 
 
 def _axis(attributes: str, mesh: Mesh) -> tuple[str, int]:
-    """Mesh axes along which the devices of a group differ, and how many they are."""
+    """Mesh axes along which the devices of a group differ, and the size of a group."""
     groups = _groups(attributes, mesh.size)
     if groups is None:
         return "?", mesh.size
@@ -267,9 +256,7 @@ def _axis(attributes: str, mesh: Mesh) -> tuple[str, int]:
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray | None:
-    """Device numbers [group, member] of replica_groups in any of its forms, or of the pairs of a permutation; None for
-    an unknown form.
-    """
+    """Device numbers [group, member] from replica_groups in any known form or a permutation's pairs; None otherwise."""
     if pairs := re.search(r"source_target_pairs=(\{\{.*?\}\})", attributes):
         return np.array([list(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", pairs[1])])
     if listed := re.search(r"replica_groups=(\{\{.*?\}\})", attributes):
@@ -291,7 +278,7 @@ def _groups(attributes: str, devices: int) -> np.ndarray | None:
 
 
 def _iota(text: str) -> np.ndarray:
-    """[a,b]T(1,0): arange(a b) as [a, b], transposed."""
+    """Reads [a,b]T(1,0): arange(a b) as [a, b], transposed."""
     dims = [int(n) for n in re.match(r"\[([\d,]+)\]", text)[1].split(",")]
     order = re.search(r"T\(([\d,]+)\)", text)
     ids = np.arange(math.prod(dims)).reshape(dims)

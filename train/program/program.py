@@ -1,5 +1,5 @@
-"""What a compiled step does: exchanges, matrix products and memory of one device; kept beside each run as
-PHASE.{hlo.txt.gz, json, md}.
+"""Summary of a compiled step: exchanges, matrix products and memory of one device; a run keeps it as
+program/PHASE.{hlo.txt.gz, json, md}.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from train.program.hlo import Collective, Kernel, Module
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device while the program runs, as XLA's buffer assignment has them."""
+    """Bytes on one device while the program runs, by XLA's buffer assignment."""
 
     arguments: int
-    """What the program is given: the state and the batch."""
+    """Inputs of the program: the state and the batch."""
     outputs: int
     aliased: int
-    """Part of the outputs that takes the place of donated arguments."""
+    """Part of the outputs that reuses donated arguments."""
     temporary: int
     """Gradients, activations and scratch at their peak."""
 
     @property
     def total(self) -> int:
-        """All that exists at once. What libraries and drivers take for themselves comes on top."""
+        """All bytes in use at once, without those of libraries and drivers."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
@@ -42,24 +42,22 @@ class Program:
     memory: Memory
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
-    """What was compiled. XLA merges small exchanges, and delayed ones of the lane axis, into fewer and larger ones."""
+    """Exchanges after compilation. XLA merges small ones, and delayed ones of the lane axis, into fewer larger ones."""
     issued: dict[str, int]
-    """Exchanges that the program asks for before the compiler adds those of the data axis and merges them; in a loop
-    each counts once.
-    """
+    """Exchanges of the program before the compiler adds those of the data axis and merges them, once per loop."""
     libraries: dict[str, int]
     """Launches of kernels that are not XLA's own."""
     unknown_loops: tuple[str, ...]
-    """Loops whose number of turns XLA does not know: their contents are counted once."""
+    """Loops with a trip count unknown to XLA; their contents are counted once."""
 
     @property
     def matmul_flops(self) -> int:
-        """FLOPs of the matrix products in the compiled text; those inside a library's attention do not show there."""
+        """FLOPs of the matrix products in the compiled text, which lacks those inside a library's attention."""
         return sum(kernel.flops * kernel.times for kernel in self.kernels)
 
     @property
     def memory_traffic(self) -> int:
-        """Bytes that kernels read and write in the device's memory, if nothing stays in a cache between two kernels."""
+        """Bytes that kernels read and write in device memory, if no cache keeps data between two kernels."""
         return int(sum(kernel.bytes * kernel.times for kernel in self.kernels))
 
     def sent(self, axis: str) -> int:
@@ -68,7 +66,7 @@ class Program:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that something is exchanged along, the most bytes first."""
+        """Axes with exchanges, the most bytes first."""
         return tuple(sorted({c.axis for c in self.collectives}, key=lambda axis: -self.sent(axis)))
 
 
@@ -99,7 +97,7 @@ def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mes
 def save_program(
     lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: Path, name: str, mesh: Mesh
 ) -> Program:
-    """Writes folder/NAME.hlo.txt.gz (what was compiled), NAME.json (its summary) and NAME.md (the same to read);
+    """Writes folder/NAME.hlo.txt.gz (the compiled text), NAME.json (its summary) and NAME.md (the same as Markdown);
     returns the summary.
     """
     program = read_program(lowered, compiled, mesh)
@@ -126,7 +124,7 @@ def describe(program: Program) -> str:
         ),
         "",
         (
-            f"Memory {gigabytes(m.total)}: arguments {gigabytes(m.arguments)}, outputs that take no argument's place "
+            f"Memory {gigabytes(m.total)}: arguments {gigabytes(m.arguments)}, outputs outside reused arguments "
             f"{gigabytes(m.outputs - m.aliased)}, temporary {gigabytes(m.temporary)}."
         ),
         "",
@@ -138,7 +136,7 @@ def describe(program: Program) -> str:
         ),
         "",
         (
-            "Asked for before compilation, once per loop:"
+            "Before compilation, once per loop:"
             f" {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}."
         ),
     ]
@@ -150,7 +148,7 @@ def describe(program: Program) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes to read: 1.23 GB, decimal."""
+    """Bytes as text with decimal units: 1.23 GB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"

@@ -1,10 +1,10 @@
-"""Conversations from the rows of instruction sets, in the shapes that these come in.
+"""Conversations from the rows of instruction sets, in the shapes in common use.
 
-    messages                            a list of {role, content}, with tool calls where there are any conversations
-    a list of {from, value}: human, gpt, system, tool prompt + response and the like      two columns; the prompt may be
-    a list of messages (Nemotron post-training: input, output)
+    messages                            a list of {role, content}, optionally with tool calls
+    conversations                       a list of {from, value}: human, gpt, system, tool
+    prompt + response and the like      two columns; the prompt may be a list of messages (Nemotron: input, output)
 
-and beside them a column of system prompts and one of tool definitions.
+and optionally a column of system prompts and one of tool definitions.
 """
 
 import json
@@ -44,19 +44,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Shape:
-    """Which columns of a dataset make a conversation: a list of messages, or a prompt and its answer."""
+    """The columns of a dataset that make a conversation: a list of messages, or a prompt and its answer."""
 
     columns: tuple[str, ...]
     """One column, or two."""
     beside: tuple[str, ...]
-    """Of SYSTEM and TOOLS, what the dataset has; of an instruction set with instruction, input and output also the
-    input.
-    """
+    """Columns of SYSTEM and TOOLS in the dataset; with instruction and output also the input."""
 
     @classmethod
     def find(cls, columns: Sequence[str], chosen: Sequence[str] = ()) -> "Shape":
         """The shape of a dataset with these columns. chosen: one column of messages, or a prompt and its answer.
-        InputError for none.
+
+        Raises InputError for an unknown shape.
         """
         for candidate in [chosen] if chosen else [*((name,) for name in MESSAGES), *PAIRS]:
             if set(candidate) <= set(columns):
@@ -65,16 +64,14 @@ class Shape:
                     tuple(candidate),
                     tuple(name for name in (*SYSTEM, TOOLS, *extra) if name in columns and name not in candidate),
                 )
-        what = f"no column {' and '.join(map(repr, chosen))}" if chosen else "no conversations in a shape that is known"
+        what = f"no column {' and '.join(map(repr, chosen))}" if chosen else "no conversations in a known shape"
         raise InputError(
-            f"{what}: name the column of messages with --column, or two with --prompt-column and --answer-column; "
-            f"there are {', '.join(columns)}"
+            f"{what}; name the column of messages with --column, or --prompt-column and --answer-column, of "
+            f"{', '.join(columns)}"
         )
 
     def read(self, row: Mapping[str, Any]) -> Conversation | None:
-        """The conversation of a row, None where it has no messages or one without text. InputError for another
-        shape.
-        """
+        """The conversation of a row; None if it has no messages or one without text. Raises InputError."""
         if any(row[name] is None for name in self.columns):
             return None
         if len(self.columns) == 1:
@@ -100,12 +97,9 @@ class Shape:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """A list of messages with role and content, whatever way it was written; null fields, which tables fill up rows
-    with, are left out.
-    """
-    if isinstance(value, Mapping) and all(
-        isinstance(column, list) for column in value.values()
-    ):  # a table's own way to hold such a list
+    """A list of messages with role and content, without null fields, which tables pad rows with."""
+    # A table may hold the list as a list per field.
+    if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise InputError(f"messages must be a list, not {type(value).__name__}")
@@ -119,7 +113,7 @@ def _message(i: int, value: Any) -> dict[str, Any]:
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
         if speaker not in SPEAKERS:
-            raise InputError(f"messages[{i}] is from {speaker!r}, which is none of {', '.join(SPEAKERS)}")
+            raise InputError(f"messages[{i}] is from {speaker!r}; expected one of {', '.join(SPEAKERS)}")
         message["role"] = SPEAKERS[speaker]
         if "value" in message:
             message["content"] = message.pop("value")
@@ -134,7 +128,7 @@ def _message(i: int, value: Any) -> dict[str, Any]:
 
 def _text(i: int, part: Any) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        raise InputError(f"messages[{i}].content has a part that is not text: leave such rows out")
+        raise InputError(f"messages[{i}].content has a part that is not text; remove such rows")
     return part["text"]
 
 

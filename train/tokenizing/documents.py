@@ -1,7 +1,7 @@
-"""Where documents come from: local files, or a Hugging Face dataset whose rows are texts or conversations.
+"""Sources of documents: local files, or a Hugging Face dataset whose rows are texts or conversations.
 
-A source consists of units: files (or parts of files), or rows. `documents(start)` goes over them from unit number
-`start` on, in the same order every time, with None for a unit without text: so a position in any source is one number.
+A source consists of units: files (or parts of files), or rows. `documents(start)` iterates over them from unit `start`
+on, in the same order every time, with None for a unit without text; so a position in any source is one number.
 """
 
 import fnmatch
@@ -19,22 +19,18 @@ from laneformer.errors import InputError
 from train.tokenizing.conversations import Conversation, Shape
 
 HIDDEN = (".*", "__pycache__")
-ROWS = 256  # of a dataset, read at once
-REPOSITORY = (
-    "repo",
-    "repo_name",
-    "commit_id",
-    "blob_id",
-)  # columns of code sets that say where a file lies instead of what is in it
+ROWS = 256  # rows of a dataset read at once
+# Columns of code sets that hold the location of a file instead of its content.
+REPOSITORY = ("repo", "repo_name", "commit_id", "blob_id")
 
 
 @dataclass(frozen=True)
 class Document:
     content: str | Conversation
     unit: int
-    """Its number in the source."""
+    """Number of the unit in the source."""
     key: bytes
-    """Digest of the content, 32 bytes: equal documents have equal ones."""
+    """Digest of the content, 32 bytes."""
     size: int
     """Bytes of the content, as UTF-8 or JSON."""
 
@@ -51,15 +47,15 @@ def digest(data: bytes) -> bytes:
 
 
 def place(key: bytes) -> float:
-    """A document's place in [0, 1), from its digest: below the held-out share it belongs to validation."""
+    """A number in [0, 1) from a document's digest: below the held-out share, the document is for validation."""
     return int.from_bytes(key[:8], "big") / 2.0**64
 
 
 class Files:
-    """Local files in sorted order. Each is a document, or holds several with `separator` between them."""
+    """Local files in sorted order. Each is a document, or several with `separator` between them."""
 
     without = "not UTF-8 text, or empty"
-    """What units are that give no document."""
+    """Description of units that have no document."""
 
     def __init__(
         self, roots: Sequence[Path], names: Sequence[str] = (), exclude: Sequence[str] = (), separator: str = ""
@@ -69,7 +65,7 @@ class Files:
             dict.fromkeys(itertools.chain.from_iterable(self._find(root, names or ("*",), exclude) for root in roots))
         )
         if not self.paths:
-            raise InputError(f"no files in {self.name} that --glob and --exclude leave: check these")
+            raise InputError(f"no files in {self.name} match --glob and --exclude; change these options")
         self.origin = {"paths": list(map(str, roots)), "glob": list(names), "exclude": list(exclude)}
 
     @staticmethod
@@ -78,13 +74,15 @@ class Files:
             return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
         def complain(error: OSError):
-            raise InputError(f"cannot read folder {error.filename}: {error.strerror}")
+            raise InputError(
+                f"cannot read folder {error.filename}: {error.strerror}; change its permissions or --exclude it"
+            )
 
         if root.is_file():
             yield root.resolve()
             return
         if not root.is_dir():
-            raise InputError(f"{root} does not exist: give files or folders of text")
+            raise InputError(f"{root} does not exist; give files or folders of text")
         for folder, folders, found in os.walk(root, onerror=complain):
             folders[:] = sorted(name for name in folders if not named(name, (*HIDDEN, *exclude)))
             for name in sorted(found):
@@ -94,7 +92,7 @@ class Files:
                         yield path.resolve()
 
     def documents(self, start: int = 0) -> Iterator[Document | None]:
-        if self.separator:  # how many are in a file shows only in reading it
+        if self.separator:  # the number of documents in a file is unknown before it is read
             texts = itertools.islice((text for path in self.paths for text in self._parts(path)), start, None)
         else:
             texts = map(self._read, self.paths[start:])
@@ -111,14 +109,12 @@ class Files:
         except UnicodeDecodeError:
             return None
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from None
-        return None if "\0" in text else text  # decodes, but no text has it
+            raise InputError(f"cannot read {path}: {error.strerror}; change its permissions or --exclude it") from None
+        return None if "\0" in text else text  # valid UTF-8, but binary
 
 
 class Dataset:
-    """A split of a Hugging Face dataset, in its order. A row is a document: the text in `columns`, or with `chat` a
-    conversation.
-    """
+    """A split of a Hugging Face dataset, in its order. A row is a document: a text or, with `chat`, a conversation."""
 
     without = "rows without text, or without an answer"
 
@@ -136,7 +132,9 @@ class Dataset:
         try:
             import datasets
         except ImportError:
-            raise InputError("--dataset needs the datasets library: pip install 'laneformer[data]'") from None
+            raise InputError(
+                "--dataset needs the datasets library; install it with pip install 'laneformer[data]'"
+            ) from None
         self.name, self.split, self.streaming = name, split, streaming
         local = {pattern: sorted(glob.glob(pattern, recursive=True)) for pattern in data_files}
         self.files = [file for found in local.values() for file in found]
@@ -148,13 +146,13 @@ class Dataset:
             else:
                 builder.download_and_prepare()
                 self.rows = builder.as_dataset(split)
-            # Local files are known by themselves, see `identity`.
+            # `identity` identifies local files.
             self.revision = None if local and all(local.values()) else f"{builder.hash} {builder.config_id}"
             found = self.rows.column_names or list(next(iter(self.rows), {}))
-        except Exception as error:  # loaders of all kinds, and the network
+        except Exception as error:  # any loader, and the network
             raise self._failure(error) from error
         if not found:
-            raise InputError(f"dataset {name} (split {split}) has no rows: check --split, --config and --data-files")
+            raise InputError(f"dataset {name} (split {split}) has no rows; check --split, --config and --data-files")
         self.shape = None
         try:
             if chat:
@@ -167,13 +165,13 @@ class Dataset:
                 column for column in REPOSITORY if column in found and not {"content", "code", "text"} & set(found)
             ]
             advice = (
-                f"it says by {', '.join(lists)} where files lie, not what is in them; fetch the files and tokenize"
+                f"it has the locations of files ({', '.join(lists)}), not their contents; download them and tokenize"
                 " their folder, or "
                 if lists
                 else ""
             )
             raise InputError(
-                f"dataset {name} has no column {missing.pop()!r}: {advice}give --column, one of {', '.join(found)}"
+                f"dataset {name} has no column {missing.pop()!r}; {advice}choose --column from {', '.join(found)}"
             )
         self.origin = {
             "dataset": name,
@@ -187,7 +185,7 @@ class Dataset:
     def documents(self, start: int = 0) -> Iterator[Document | None]:
         unit = start
         try:
-            if not self.streaming and start == len(self.rows):  # which skip refuses
+            if not self.streaming and start == len(self.rows):  # skip() would raise
                 return
             for batch in self.rows.select_columns(self.columns).skip(start).iter(batch_size=ROWS):
                 for values in zip(*(batch[column] for column in self.columns), strict=True):
@@ -203,30 +201,28 @@ class Dataset:
             return self.shape.read(row)
         [(column, text)] = row.items()
         if text is not None and not isinstance(text, str):
-            raise InputError(f"column {column!r} holds {type(text).__name__}, not text: give another --column")
+            raise InputError(f"column {column!r} holds {type(text).__name__}, not text; choose another --column")
         return text
 
     def identity(self) -> str:
-        """Digest of what is known of the text without reading it: the revision, or the name, size and time of change of
-        local files.
-        """
+        """Digest that identifies the text without reading it: revision, or name, size and mtime of local files."""
         local = [(Path(file).name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
         return digest(repr((self.name, self.split, self.columns, local, self.revision)).encode()).hex()
 
     def _failure(self, error: Exception) -> InputError:
         root = error
-        while root.__cause__ is not None:  # "An error occurred while generating the dataset" has the reason inside
+        while root.__cause__ is not None:  # the reason is the innermost cause
             root = root.__cause__
         reason = " ".join(str(root).split())
         if isinstance(root, StopIteration) or "BatchSize must be" in reason or "corresponds to no data" in reason:
-            reason = "there are no rows in it, or in one of its files: leave that out"
+            reason = "it or one of its files has no rows; leave that file out"
         return InputError(f"cannot read dataset {self.name} (split {self.split}): {reason}")
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over the documents tells: their fingerprint, their number and that of all units, the bytes, and the
-    `place` of the two lowest contents.
+    """Result of one pass over the documents: their fingerprint, the number of documents and units, their bytes, and the
+    two lowest values of `place`.
     """
 
     fingerprint: str
@@ -247,14 +243,12 @@ class Survey:
         return cls(whole.hexdigest(), count, units, size, tuple(sorted(lowest)))
 
     def held_out_share(self, fraction: float) -> float:
-        """The bound on `place` for validation: `fraction`, or a little more where so few documents would leave it
-        empty.
-        """
+        """The bound on `place` for validation: `fraction`, or a little more if it would select no document."""
         if fraction == 0:
             return 0.0
         if len(self.lowest) < 2:
             raise InputError(
-                f"{self.documents} document{'s, all alike,' * (self.documents > 1)} cannot be divided: give "
+                f"cannot split {self.documents} {'equal documents' if self.documents > 1 else 'document'}; give "
                 "--validation-fraction 0, more documents, or --document-separator"
             )
         first, second = self.lowest

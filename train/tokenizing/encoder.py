@@ -1,4 +1,4 @@
-"""Documents to token ids, a group at a time, and the BPE that is trained where no tokenizer is given."""
+"""Encodes documents to token ids, a group at a time, and trains a BPE if no tokenizer is given."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +13,16 @@ from train.tokenizing import fim
 from train.tokenizing.documents import Document, place
 
 END_OF_TEXT = "<|endoftext|>"
-# A vocabulary cannot grow after pretraining, so a BPE trained here has what filling in the middle and chat will need.
+# A vocabulary cannot grow after pretraining, so a BPE trained here has the tokens for fill-in-the-middle and chat.
 SPECIAL_TOKENS = (END_OF_TEXT, *fim.TOKENS, TURN_START, TURN_END)
-# Words with the space or the sign before them, single digits, runs of signs, line ends, indentation: the cl100k
+# Words with the space or sign before them, single digits, runs of signs, line ends, indentation: the cl100k
 # pattern, which Llama 3 and Qwen use too, with digits one by one so that a small vocabulary is not spent on numbers.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-ALPHABET = 256 + len(SPECIAL_TOKENS)  # every byte, and these
-GROUP_BYTES = 1 << 22  # per call of the tokenizer, which spreads the documents of a call over the cores
-PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces: in parallel, and with a bound on memory
+ALPHABET = 256 + len(SPECIAL_TOKENS)  # every byte, and the special tokens
+GROUP_BYTES = 1 << 22  # bytes per call of the tokenizer, which encodes the documents of a call in parallel
+PIECE_CHARS = 1 << 20  # characters; longer documents are encoded in pieces, in parallel and with bounded memory
 
 T = TypeVar("T")
 END = object()
@@ -33,13 +33,13 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     """uint32[n]"""
     bytes: int
-    """Of the text that the ids stand for."""
+    """Size of the text that the ids encode."""
     loss: np.ndarray | None
-    """bool[n]: whether predicting the token counts; None: each does."""
+    """bool[n]: whether predicting each token counts; None: all count."""
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of `vocab` tokens in which every string round-trips; the first ones are SPECIAL_TOKENS."""
+    """A byte-level BPE of `vocab` tokens that round-trips every string; the first tokens are SPECIAL_TOKENS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,13 +59,11 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def load_tokenizer(data: bytes, name: str) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, set to take text as it stands: whole, unpadded, a special token's spelling as
-    plain text.
-    """
+    """The tokenizer in a tokenizer.json, without truncation or padding; reads names of special tokens as text."""
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{name} is not a tokenizer.json: {error}") from None
+        raise InputError(f"{name} is not a tokenizer.json ({error}); give another file") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -77,13 +75,13 @@ def token_id(tokenizer: Tokenizer, token: str, option: str, name: str) -> int:
     if found is None:
         special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
         raise InputError(
-            f"{name} has no token {token!r}: give {option}, perhaps of {', '.join(special[:20]) or '(it names none)'}"
+            f"{name} has no token {token!r}; give {option}, perhaps from {', '.join(special[:20]) or '(it has none)'}"
         )
     return found
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of at most `size` characters, cut after line ends where there are any."""
+    """Pieces of `text` of at most `size` characters, cut after line ends if possible."""
     start = 0
     while start < len(text):
         cut = text.rfind("\n", start, start + size) + 1 if len(text) - start > size else len(text)
@@ -93,7 +91,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in groups of about GROUP_BYTES together."""
+    """Groups of items of about GROUP_BYTES each."""
     group, total = [], 0
     for item in items:
         group.append(item)
@@ -106,18 +104,16 @@ def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each made in a background thread while the one before it is in use."""
+    """The same items, each computed in a background thread while the one before is in use."""
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, items, END)
-        while (item := coming.result()) is not END:
-            coming = thread.submit(next, items, END)
+        following = thread.submit(next, items, END)
+        while (item := following.result()) is not END:
+            following = thread.submit(next, items, END)
             yield item
 
 
 class TextEncoder:
-    """Texts, rearranged by `middle` where it is given and their place is at least `share`: validation stays as
-    it is.
-    """
+    """Encodes texts; rearranges training texts, those with `place` of at least `share`, by `middle` if given."""
 
     def __init__(self, tokenizer: Tokenizer, middle: fim.FillInTheMiddle | None = None, share: float = 0.0):
         self.tokenizer, self.middle, self.share = tokenizer, middle, share
@@ -146,9 +142,7 @@ class TextEncoder:
 
 
 class ChatEncoder:
-    """Conversations as a template writes them, with the loss on what the assistant wrote. Those without an answer are
-    left out.
-    """
+    """Encodes conversations by a template, with the loss on the assistant's answers; leaves out those without one."""
 
     def __init__(self, template: ChatTemplate, eos_id: int, bos_id: int | None):
         self.template, self.eos_id, self.bos_id = template, eos_id, bos_id
@@ -166,8 +160,7 @@ class ChatEncoder:
         ):
             if not loss.any():
                 continue
-            # The marks around a document are added where it is written, that at the end to count as the token before it
-            # does.
+            # StoreWriter adds the marks around a document; its end mark counts if the token before it does.
             first = int(ids[0] == self.bos_id)
             last = len(ids) - int(ids[-1] == self.eos_id and loss[-2:].all())
             found.append(Encoded(document, ids[first:last], len(text.text.encode()), loss[first:last]))

@@ -1,6 +1,4 @@
-"""Fill in the middle (arXiv 2207.14255): documents rearranged, so that a model learns to write between a prefix and a
-suffix.
-"""
+"""Fill in the middle (arXiv 2207.14255): rearranged documents teach a model to write between a prefix and a suffix."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,12 +8,12 @@ TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Of the documents a share `rate` is cut at two random characters into prefix, middle and suffix, and becomes
+    """Cuts a share `rate` of the documents at two random characters into prefix, middle, suffix, and rearranges them:
 
-        <prefix> prefix <suffix> suffix <middle> middle         (PSM) <prefix> <suffix> suffix <middle> prefix middle
-        (SPM, in the form that the paper trains jointly with PSM)
+        <prefix> prefix <suffix> suffix <middle> middle      PSM
+        <prefix> <suffix> suffix <middle> prefix middle      SPM, in the form that the paper trains jointly with PSM
 
-    a share `spm_rate` of them the latter. What happens to a document depends on its digest alone.
+    A share `spm_rate` of these becomes SPM. The choice depends on a document's digest alone.
     """
 
     rate: float
@@ -25,7 +23,7 @@ class FillInTheMiddle:
     suffix_id: int
 
     def parts(self, text: str, key: bytes) -> list[int | str]:
-        """The document as texts, each to be encoded on its own, and token ids between them."""
+        """The document as texts to encode separately, and token ids between them."""
         numbers = hashlib.blake2b(key, digest_size=32, person=b"fill-in-middle").digest()
         whether, which, *cuts = (int.from_bytes(numbers[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
         if whether >= self.rate:
