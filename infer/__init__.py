@@ -1,4 +1,4 @@
-"""Generation: engines that run a model and the sampling they share."""
+"""Generation: engines that run a model, and the sampling they share."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from infer.sampling import Sampling as Sampling
     from infer.text.tokenizer import Tokenizer as Tokenizer
 
-# Name -> module, imported when the name is first asked for: the server's web process and many commands need no JAX.
+# Name -> module, imported when the name is first used: the server's web process and many commands need no JAX.
 _HOMES = {
     "BACKENDS": "engine.engine",
     "Engine": "engine.engine",

@@ -1,7 +1,7 @@
 """The sampling noise: a pure function of seed, position and token id, the same in every backend and for every chunking.
 
-    Threefry-2x32, 20 rounds (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
-    function `threefry2x32` of the Random123 library):
+Threefry-2x32, 20 rounds (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
+function `threefry2x32` of the Random123 library):
 
     k0, k1 = low and high 32 bits of the seed, an unsigned 64-bit number;  k2 = k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = position, token id
@@ -10,14 +10,14 @@
         for each rotation r of (13, 15, 26, 6) if j is even, (17, 29, 16, 24) if j is odd:
             x0 += x1;  x1 = rotate_left(x1, r) ^ x0
         x0 += k[(j+1) mod 3];  x1 += k[(j+2) mod 3] + j + 1
-    all in arithmetic mod 2^32; the word used is w = x0.
+    all arithmetic mod 2^32; the word used is w = x0.
 
     u = ((w >> 9) + 0.5) * 2^-23     exact in float32, from 2^-24 to 1 - 2^-24: the logarithms are finite
     g = -log(-log(u))                standard Gumbel, float32, from -2.8115 to 16.6355
 
-`position` is the absolute index in the sequence, prompt included, of the token that is being drawn: the first token
-after a prompt of n tokens (a begin-of-text token counts) has position n. The natural logarithms may differ between
-machines in the last bits of float32; the word w may not.
+`position` is the index in the whole sequence, prompt included, of the token to draw: the first token after a prompt of
+n tokens (a begin-of-text token counts) has position n. The natural logarithms may differ between machines in the last
+bits of float32; the word w may not.
 """
 
 import jax
@@ -44,7 +44,7 @@ def threefry_2x32(
 
 
 def gumbel(key: jax.Array, position: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Gumbel noise, float32, of each token id; key: uint32 [2], low word first; position: scalar."""
+    """Gumbel noise of each token id, float32. key: the seed, uint32 [2], low word first. position: scalar."""
     word, _ = threefry_2x32((key[0], key[1]), (position, tokens))
     uniform = ((word >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
     return -jnp.log(-jnp.log(uniform))

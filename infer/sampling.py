@@ -2,23 +2,21 @@
 
 For raw logits z [v] in float32, with every step in float32:
 
-1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token seen in the prompt or generated before,
+1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token of the prompt or of the answer so far,
    z = z / r where z > 0, otherwise z * r.
-2. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals, and nothing below applies.
-  Otherwise z = z / T.
-3. Filters, each a threshold on z, so that equal logits are kept or dropped together and the order of tokens never
-  matters:
+2. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals; steps 3 and 4 do not apply.
+   Otherwise z = z / T.
+3. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
    - top-k, if k > 0: the k-th largest z (every token if k >= v);
    - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k
-     keeps, the largest
-     t for which the tokens with z >= t have probability >= p together;
+     keeps, the largest t for which the tokens with z >= t have probability >= p together;
    - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m).
-   The tokens with z >= the largest of these thresholds are kept; the best token always is.
+   Tokens with z >= the largest of these thresholds are kept; the best token always is.
 4. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of
-  infer/noise.py for
-   the seed, the position and the token's id. (The Gumbel-max trick: a draw from softmax(z) over the kept tokens.)
+   infer/noise.py for the seed, the position and the token's id. (The Gumbel-max trick: this draws from softmax(z) over
+   the kept tokens.)
 
-The log-probability reported with a token is log softmax of the raw logits at it: what the model said, whatever the
+The log-probability reported with a token is log softmax of the raw logits at it: the model's own, whatever the
 settings. Sums of probabilities depend on the order of summation in the last bits, so a set within rounding of p may
 fall on either side.
 """
@@ -35,7 +33,7 @@ import numpy as np
 from infer.noise import gumbel
 from laneformer.errors import ConfigError
 
-SMALLEST, LARGEST = 1e-6, 1e6  # of temperature and penalty, so that no quotient of a logit leaves float32
+SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
 
 
 class Parameters(NamedTuple):
@@ -47,54 +45,52 @@ class Parameters(NamedTuple):
     min_p: np.float32
     repetition_penalty: np.float32
     key: np.ndarray
-    """uint32 [2]: low and high word of the seed."""
+    """Low and high word of the seed, uint32 [2]."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises ConfigError, naming the remedy, for values that cannot work."""
+    """How tokens are chosen. Raises ConfigError for a value outside its range."""
 
     temperature: float = 0.0
-    """0 takes the most likely token every time (greedy); 1 draws from the model's own distribution; lower is more
-    careful.
-    """
+    """0 always takes the most likely token; 1 draws from the model's distribution; less is more conservative."""
     top_k: int = 0
-    """Draw among the k most likely tokens; 0 for all."""
+    """Draw among this many of the most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens that have this probability together; 1 for all."""
+    """Draw among the fewest most likely tokens whose probabilities add up to this; 1 for all."""
     min_p: float = 0.0
-    """Draw among tokens at least this likely, as a share of the most likely one's probability; 0 for all."""
+    """Draw among tokens whose probability is at least this share of the most likely one's; 0 for all."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of the prompt and of the answer so far less likely; 1 for no change."""
+    """Make tokens of the prompt and of the answer so far less likely, if above 1; 1 for no change."""
     seed: int = 0
-    """Of the random numbers; the same seed gives the same tokens. From 0 to 2^64 - 1."""
+    """Seed of the noise, 0 to 2^64 - 1; the same seed gives the same tokens."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, whole = getattr(self, field.name), field.type is int
             kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
             if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-                raise ConfigError(f"{field.name} = {value!r}: write a {'whole' if whole else 'finite'} number")
+                raise ConfigError(f"{field.name} = {value!r}: give a {'whole' if whole else 'finite'} number")
             object.__setattr__(self, field.name, int(value) if whole else float(value))
         if self.temperature and not SMALLEST <= self.temperature <= LARGEST:
             raise ConfigError(
-                f"temperature = {self.temperature}: write 0 for greedy, or a number from {SMALLEST:g} to {LARGEST:g}"
+                f"temperature = {self.temperature}: give 0 for greedy, or a number from {SMALLEST:g} to {LARGEST:g}"
             )
         if self.top_k < 0:
-            raise ConfigError(f"top_k = {self.top_k}: write how many tokens to draw among, or 0 for all")
+            raise ConfigError(f"top_k = {self.top_k}: give the number of tokens to draw among, or 0 for all")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p = {self.top_p}: write a probability above 0 and at most 1 (1 for all tokens)")
+            raise ConfigError(f"top_p = {self.top_p}: give a probability above 0 and at most 1 (1 for all tokens)")
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p = {self.min_p}: write a share from 0 (all tokens) to 1")
+            raise ConfigError(f"min_p = {self.min_p}: give a share from 0 (all tokens) to 1")
         if not SMALLEST <= self.repetition_penalty <= LARGEST:
             raise ConfigError(
-                f"repetition_penalty = {self.repetition_penalty}: write {SMALLEST:g} to {LARGEST:g}, 1 for none"
+                f"repetition_penalty = {self.repetition_penalty}: give {SMALLEST:g} to {LARGEST:g}, 1 for none"
             )
         if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed = {self.seed}: write a whole number from 0 to 2^64 - 1")
+            raise ConfigError(f"seed = {self.seed}: give a whole number from 0 to 2^64 - 1")
 
     def parameters(self) -> Parameters:
-        """For `sample`."""
+        """The settings as arrays, for `sample`."""
         return Parameters(
             np.float32(self.temperature),
             np.int32(min(self.top_k, np.iinfo(np.int32).max)),
@@ -110,8 +106,8 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """The chosen token, int32, and its log-probability, float32.
 
-    logits_v: [v]; seen_v: bool [v], the tokens of the prompt and the answer so far; position: index in the sequence of
-    the token that is drawn. Everything may be traced.
+    logits_v: raw logits [v]. seen_v: tokens of the prompt and the answer so far, bool [v]. position: index in the
+    sequence of the token to draw. All arguments may be traced.
     """
     raw = logits_v.astype(jnp.float32)
     penalty = params.repetition_penalty
@@ -123,13 +119,12 @@ def sample(
 
 
 def top_logprobs(logits_v: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32: the lowest id first among
-    equals.
+    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32; equals by ascending id.
 
-    logits_v: the raw logits [v], v >= count.
+    logits_v: raw logits [v], v >= count.
     """
     raw = logits_v.astype(jnp.float32)
-    _, tokens = jax.lax.top_k(jnp.where(raw == 0, 0.0, raw), count)  # which takes 0 for more than -0
+    _, tokens = jax.lax.top_k(jnp.where(raw == 0, 0.0, raw), count)  # top_k puts 0 before -0
     return tokens, raw[tokens] - jax.nn.logsumexp(raw)
 
 
@@ -154,7 +149,7 @@ def _draw(z: jax.Array, position: jax.Array, params: Parameters) -> jax.Array:
 
 
 def _order(z: jax.Array) -> jax.Array:
-    """uint32 that compare as the float32 z do."""
+    """Numbers, uint32, in the order of the float32 z."""
     bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)  # -0 and 0 are equal
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -162,8 +157,8 @@ def _order(z: jax.Array) -> jax.Array:
 def _largest(enough, order: jax.Array) -> jax.Array:
     """The largest threshold t, uint32, for which enough(order >= t); 0 if there is none.
 
-    Found bit by bit in 32 passes over the vocabulary: on a CPU tens of times faster than sorting it, and no order among
-    equals to define.
+    Built bit by bit in 32 passes over the vocabulary: on a CPU tens of times faster than sorting it, and equals need no
+    order.
     """
 
     def bit(n, t):

@@ -1,6 +1,4 @@
-"""From what a model wrote to files: a code block goes into the file that it names, one without a name where only one
-can be meant.
-"""
+"""Files from an answer: each code block is the content of the file that it names, or of the only file to edit."""
 
 import ast
 import re
@@ -17,17 +15,17 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Edits:
-    """Files to write, and what has to be told of those that cannot be."""
+    """Files to write, and notes for the model about those that cannot be written."""
 
     files: dict[str, str]
-    """Name -> whole content."""
+    """Name -> complete content."""
     notes: tuple[str, ...] = ()
 
 
 def read_edits(text: str, editable: Collection[str], protected: Collection[str]) -> Edits:
-    """The files of a chat's answer.
+    """The files of an answer in a chat.
 
-    editable: files that are there and may be changed; new ones may come. protected: files that stay as they are.
+    editable: existing files that may be changed; an answer may also add files. protected: files that stay unchanged.
     """
     named, unnamed, notes, end = {}, [], [], 0
     known = {*editable, *protected}
@@ -44,10 +42,10 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str])
             named[name] = block[3]
     if not named and not notes:
         if not unnamed and _is_program(text):
-            unnamed = [text]  # a model that writes code and nothing else
+            unnamed = [text]  # an answer that is code without fences
         if unnamed and len(editable) == 1:
             [name] = editable
-            named[name] = max(unnamed, key=len)  # others show how it is used
+            named[name] = max(unnamed, key=len)  # shorter blocks are usage examples
         elif unnamed:
             notes.append("No code block had a file's name after its opening fence.")
         else:
@@ -56,9 +54,7 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str])
 
 
 def _name(info: str, before: str, code: str, known: Collection[str]) -> str | None:
-    """The file that a block is for: named after the fence, alone in the line before it, or in a comment that is its
-    first line.
-    """
+    """The file of a block: named after the fence, alone in the line before it, or in a comment in its first line."""
     if found := NAME.search(info):
         return _plain(found[0])
     line = before.rstrip().rpartition("\n")[2]
@@ -71,7 +67,9 @@ def _name(info: str, before: str, code: str, known: Collection[str]) -> str | No
 
 def _is_program(text: str) -> bool:
     try:
-        return any(not isinstance(statement, ast.Expr) for statement in parse(text).body)  # a word is an expression too
+        return any(
+            not isinstance(statement, ast.Expr) for statement in parse(text).body
+        )  # a single word is an expression
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
@@ -81,7 +79,7 @@ def _plain(name: str) -> str:
 
 
 def _refusal(name: str) -> str | None:
-    """Why a name cannot be that of a file in the workspace; None if it can."""
+    """The reason why a name is not allowed for a file in the workspace; None if it is allowed."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or any(part.startswith(".") for part in path.parts):
         return "a name must lead to a file inside the task's folder"

@@ -1,6 +1,4 @@
-"""The model that an agent asks: any server that speaks OpenAI's completions, or `infer serve` in a process of
-its own.
-"""
+"""The model behind an agent: on any server with OpenAI's API, or on `infer serve` in a child process."""
 
 import os
 import re
@@ -20,61 +18,59 @@ from laneformer.errors import ConfigError, InputError
 
 Mode = Literal["chat", "completion"]
 SERVER_KEY = "LANEFORMER_API_KEY"
-PATIENCE_SECONDS = 10.0  # that our server gets to end
+PATIENCE_SECONDS = 10.0  # for our server to end
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and its times on this side of the connection, in seconds."""
+    """An answer and its times as measured by the client, in seconds."""
 
     text: str
     finish_reason: str | None
     prompt_tokens: int | None
-    """None where the server does not tell."""
+    """None if the server does not report it."""
     tokens: int | None
     first: float
-    """From sending the request to the first text, the time in the server's queue left out where the server tells it."""
+    """Time from sending the request to the first text, without the server's queue if that is reported."""
     decode: float
-    """From the first text to the last."""
+    """Time from the first text to the last."""
     queue: float
-    """In the server's queue; 0 where it does not tell."""
+    """Time in the server's queue; 0 if the server does not report it."""
     server: dict[str, Any] | None
-    """What the server measured itself: vLLM's `metrics`."""
+    """Measurements of the server: vLLM's `metrics`."""
 
 
 class Model:
     """A model on a server."""
 
     def __init__(self, base_url: str, key: str, name: str, mode: Literal["auto", "chat", "completion"], timeout: float):
-        """name: "" for the only one that the server has. mode auto: chat, but for a model that the server says cannot.
+        """name: "" for the server's only model. mode: auto is chat unless the server reports that the model cannot.
 
-        Raises ConfigError without the client's library, and for a server or a model that is not there.
+        Raises ConfigError or InputError without the client library, and for an unknown server or model.
         """
         try:
             import openai
         except ImportError:
-            raise ConfigError(
-                "the agent speaks through OpenAI's client library: pip install 'laneformer[agent]'"
-            ) from None
+            raise ConfigError("the agent needs OpenAI's client library: pip install 'laneformer[agent]'") from None
         self._openai, self.base_url = openai, base_url
         try:
-            with self._told():
+            with self._translated_errors():
                 self._client = openai.OpenAI(base_url=base_url, api_key=key, timeout=timeout)
                 known = {model.id: model for model in self._client.models.list()}
-        except openai.NotFoundError:  # a server need not have a list
+        except openai.NotFoundError:  # a server may not list its models
             known = {}
-        except (AttributeError, TypeError):  # nor is every page that is there one
+        except (AttributeError, TypeError):  # the page is not a list of models
             raise InputError(
-                f"--base-url {base_url}: what answers there does not speak OpenAI's protocol; it often ends in /v1"
+                f"--base-url {base_url} does not speak OpenAI's protocol: give its base URL, which often ends in /v1"
             ) from None
         if not name and len(known) != 1:
-            raise ConfigError(f"--model: {base_url} has {', '.join(known) or 'no list of models'}: name one")
+            raise ConfigError(f"{base_url} has {', '.join(known) or 'no list of models'}: name one with --model")
         self.name = name or next(iter(known))
         if known and self.name not in known:
-            raise ConfigError(f"--model {self.name}: {base_url} has {', '.join(known)}")
+            raise ConfigError(f"unknown --model {self.name}: {base_url} has {', '.join(known)}")
         described = known[self.name].model_extra or {} if known else {}
         self.conditions: dict[str, Any] | None = described.get("conditions")
-        """What our own server says of the engine; None for others."""
+        """Conditions of the engine, as our server reports them; None for other servers."""
         self.mode: Mode = mode if mode != "auto" else "completion" if described.get("chat") is False else "chat"
 
     def ask(
@@ -84,10 +80,10 @@ class Model:
         progress: Callable[[int], None],
         **options: Any,
     ) -> Reply:
-        """Streams an answer. prompt: text in completion mode, messages in chat mode. progress: called with the
-        characters so far.
+        """Streams an answer.
 
-        options: max_tokens, temperature and so on. Raises InputError where the server refuses or fails.
+        prompt: text in completion mode, messages in chat mode. progress: called with the number of characters so far.
+        options: max_tokens, temperature and so on. Raises InputError if the server refuses or fails.
         """
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **options}
         if stop:
@@ -96,7 +92,7 @@ class Model:
         first = last = None
         pieces, reason, usage, server = [], None, None, None
         try:
-            with self._told():
+            with self._translated_errors():
                 if self.mode == "chat":
                     stream = self._client.chat.completions.create(messages=list(prompt), **fields)
                 else:
@@ -106,7 +102,7 @@ class Model:
                         usage, server = chunk.usage or usage, (chunk.model_extra or {}).get("metrics") or server
                         for choice in chunk.choices[:1]:
                             reason = choice.finish_reason or reason
-                            text, thought = _said(choice)
+                            text, thought = _texts(choice)
                             if text or thought:
                                 last = time.perf_counter()
                                 first = first or last
@@ -130,32 +126,32 @@ class Model:
         )
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turns the library's errors into ours; 404 stays."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Turns the library's errors into ours, except 404."""
         openai, url = self._openai, self.base_url
         try:
             yield
         except openai.NotFoundError:
             raise
         except openai.APITimeoutError:
-            raise InputError(f"{url} did not answer in time: give more seconds with --timeout") from None
+            raise InputError(f"{url} timed out: give more seconds with --timeout") from None
         except openai.APIConnectionError as error:
             why = error.__cause__ or error
             raise InputError(
-                f"--base-url {url}: no server answers there ({why}): start one, or give --checkpoint"
+                f"cannot connect to --base-url {url} ({why}): start a server there, or give --checkpoint"
             ) from None
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise InputError(
-                f"{url} wants another key ({_message(error)}): set OPENAI_API_KEY or give --api-key"
+                f"{url} refused the key ({_message(error)}): set OPENAI_API_KEY or give --api-key"
             ) from None
         except openai.APIError as error:
             raise InputError(f"{url}: {_message(error)}") from None
-        except ValueError as error:  # a stream that is no stream, an address that is none
+        except ValueError as error:  # an invalid stream or address
             raise InputError(f"{url} does not speak OpenAI's protocol ({error})") from None
 
 
-def _said(choice: Any) -> tuple[str, str]:
-    """Text of an answer, and of thinking before it, in one chunk."""
+def _texts(choice: Any) -> tuple[str, str]:
+    """The text of the answer, and of the reasoning before it, in one chunk."""
     delta = getattr(choice, "delta", None)
     if delta is None:
         return getattr(choice, "text", None) or "", ""
@@ -164,18 +160,18 @@ def _said(choice: Any) -> tuple[str, str]:
 
 
 def _message(error: Any) -> str:
-    """The server's own words."""
+    """The server's message, in one line."""
     body = error.body if isinstance(error.body, dict) else {}
     return " ".join(str(body.get("message") or error.message).split())
 
 
 class OwnServer:
-    """`python -m infer serve` on a free port of this machine, with a key that only this process has. Use it in a `with`
-    block.
+    """`python -m infer serve` on a free port of this machine, with a key known only to this process. Use it in a
+    `with` block.
     """
 
     def __init__(self, options: Sequence[str], log: Path):
-        """options: of `infer serve`. log: what it writes."""
+        """options: command line of `infer serve`. log: file for its output."""
         self.key, self._log = secrets.token_urlsafe(24), log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -187,17 +183,15 @@ class OwnServer:
             )
 
     def wait(self) -> str:
-        """The base URL, once the model is loaded. Raises ConfigError with the server's own words where it cannot be."""
+        """The base URL, once the model is loaded. Raises ConfigError with the server's error if loading fails."""
         url = None
         while True:
-            ended, said = (
-                self._process.poll() is not None,
-                self._log.read_text(encoding="utf-8", errors="replace").strip(),
-            )
+            ended = self._process.poll() is not None  # before the log is read, which is then complete
+            output = self._log.read_text(encoding="utf-8", errors="replace").strip()
             if ended:
-                told = re.search(r"^error: (.*)", said, re.MULTILINE)
-                raise ConfigError(told[1] if told else f"infer serve ended before it was ready: {self._log} says why")
-            if url is None and (found := re.search(r"^(http://\S+): loading", said, re.MULTILINE)):
+                found = re.search(r"^error: (.*)", output, re.MULTILINE)
+                raise ConfigError(found[1] if found else f"infer serve ended before it was ready: read {self._log}")
+            if url is None and (found := re.search(r"^(http://\S+): loading", output, re.MULTILINE)):
                 url = found[1]
             if url is not None and _is_ready(url):
                 return f"{url}/v1"

@@ -1,6 +1,4 @@
-"""An agent's loop: ask for code, put it into a copy of the task, run the tests in the sandbox, tell the model what
-failed, again.
-"""
+"""An agent's loop: ask for code, write it to a copy of the task, run the tests in the sandbox, report the failure."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +28,7 @@ FAILED = """The tests fail:
 {output}
 ```
 {notes}Answer with the corrected files, whole, in the same form."""
-COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # OpenAI takes four
+COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # OpenAI allows four
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,15 @@ class Turn:
     notes: tuple[str, ...]
     outcome: Outcome
     output: str
-    """Of the tests, where they fail."""
+    """Output of the tests if they fail."""
     tests: float
-    """In the sandbox, its start included."""
+    """Time in the sandbox, including its start."""
     total: float
 
 
 @dataclass
 class Run:
-    """A task and what became of it."""
+    """A task and the turns of solving it."""
 
     task: Task
     turns: list[Turn] = field(default_factory=list)
@@ -62,13 +60,13 @@ class Run:
 
     @property
     def tokens(self) -> int | None:
-        """All that were generated; None where the server did not tell."""
+        """Number of generated tokens; None if the server did not report it."""
         counts = [turn.reply.tokens for turn in self.turns]
         return None if None in counts else sum(counts)
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first of each answer; None where that is not known."""
+        """Tokens per second after the first token of each answer; None if unknown."""
         seconds = sum(turn.reply.decode for turn in self.turns)
         return (
             None
@@ -78,7 +76,7 @@ class Run:
 
     @property
     def split(self) -> dict[str, float]:
-        """Where the wall time went, in seconds; together it is all of it."""
+        """The parts of the wall time, in seconds, which add up to it."""
         parts = {
             FIRST: sum(turn.reply.first for turn in self.turns),
             DECODE: sum(turn.reply.decode for turn in self.turns),
@@ -90,7 +88,7 @@ class Run:
 
 
 class Workspace:
-    """The copy of a task that a model's answers go into."""
+    """The copy of a task to which the model's answers are written."""
 
     def __init__(self, task: Task, folder: Path):
         self.task, self.folder, self.files = task, folder, dict(task.files)
@@ -98,7 +96,7 @@ class Workspace:
             self._write(name)
 
     def apply(self, edits: Edits) -> None:
-        """Raises InputError for a name that cannot be a file's here."""
+        """Writes the files. Raises InputError for a name that the file system refuses."""
         for name, text in edits.files.items():
             self.files[name] = text.encode(errors="replace")
             self._write(name)
@@ -109,21 +107,23 @@ class Workspace:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.files[name])
         except OSError as error:
-            raise InputError(f"{path} cannot be written ({error.strerror})") from None
+            raise InputError(
+                f"cannot write {path} ({error.strerror}): free space, or choose another --workspace"
+            ) from None
 
     def test(self, judge: Judge, seconds: float) -> tuple[Outcome, str]:
-        """Runs the tests in the sandbox: how they ended, and what they said."""
+        """Runs the tests in the sandbox; the outcome, and their output if they fail."""
         outcome = judge.run(*test_program(self.files, self.task.command), seconds, MOST_OUTPUT + len(FAILURE) + 2)
         return outcome, outcome.error.removeprefix(f"{FAILURE}: ").strip()
 
 
 def check_start(workspace: Workspace, judge: Judge, seconds: float) -> None:
-    """Raises InputError for a task whose tests pass before anything is done, or that has none."""
+    """Raises InputError for a task whose tests pass from the start, or that has none."""
     outcome, output = workspace.test(judge, seconds)
     if outcome.verdict == "passed":
-        raise InputError(f"the tests of {workspace.task.name} pass as it is: there is nothing to do")
+        raise InputError(f"the tests of {workspace.task.name} already pass: add a test that fails")
     if "\nRan 0 tests" in f"\n{output}":
-        raise InputError(f"{workspace.task.name}: unittest finds no test in {', '.join(workspace.task.tests)}")
+        raise InputError(f"{workspace.task.name}: unittest finds no test in {', '.join(workspace.task.tests)}: add one")
 
 
 def solve(
@@ -136,18 +136,18 @@ def solve(
     test_seconds: float,
     options: dict[str, Any],
     progress: Callable[[int, int], None],
-    told: Callable[[Turn, Any], None],
+    report: Callable[[Turn, Any], None],
 ) -> None:
-    """Fills `run` turn by turn, so that an interruption keeps what there was.
+    """Fills `run` turn by turn, so that an interruption keeps the finished turns.
 
-    options: of the requests. progress: called with the turn and the characters so far; told: with each finished turn
-    and its prompt. Raises InputError or HarnessError where the server or the sandbox fails.
+    options: of the requests. progress: called with the turn and the number of characters so far. report: called with
+    each finished turn and its prompt. Raises InputError or HarnessError if the server or the sandbox fails.
     """
     chat = model.mode == "chat"
     if not chat and len(run.task.editable) != 1:
         raise InputError(
-            f"{run.task.name}: a model that only continues texts writes one file, and the task has "
-            f"{', '.join(run.task.editable) or 'none'} to write"
+            f"{run.task.name}: a model that cannot chat writes one file, and the task has "
+            f"{', '.join(run.task.editable) or 'none'} to write: give a task with one, or a chat model"
         )
     began = time.perf_counter()
     try:
@@ -167,7 +167,7 @@ def solve(
             end = time.perf_counter()
             turn = Turn(number, reply, tuple(edits.files), edits.notes, outcome, output, end - testing, end - start)
             run.turns.append(turn)
-            told(turn, prompt)
+            report(turn, prompt)
             if outcome.verdict == "passed":
                 run.verdict = "passed"
                 return
@@ -179,9 +179,7 @@ def solve(
 
 
 def chat_prompt(task: Task, last: Turn | None) -> list[dict[str, str]]:
-    """The task, and the last answer with its failure: what came before is told by neither, so that the prompt stays
-    short.
-    """
+    """The task, and the last answer with its failure; earlier turns are omitted to keep the prompt short."""
     files = "".join(f"{name}\n```\n{_text(content)}\n```\n\n" for name, content in task.files.items())
     example = task.editable[0] if task.editable else "name.py"
     messages = [
@@ -198,9 +196,7 @@ def chat_prompt(task: Task, last: Turn | None) -> list[dict[str, str]]:
 
 
 def completion_prompt(workspace: Workspace, last: Turn | None) -> str:
-    """A Python text that goes on with the file to write; from the second turn on with the last one and its failure
-    before it.
-    """
+    """A Python text up to the file to write; from the second turn on it includes the last answer and its failure."""
     task = workspace.task
     [target] = task.editable
     tests = "\n\n".join(f"# {name}\n{_text(task.files[name])}" for name in task.tests)

@@ -1,6 +1,4 @@
-"""What is told of an agent's run: a line per turn, where its time went, what other speeds would change, and the
-record.
-"""
+"""Reports of an agent's run: a line per turn, the split of its time, its time at other speeds, and the record."""
 
 import importlib.metadata
 import platform
@@ -17,7 +15,7 @@ SCHEMA = "laneformer.agent/1"
 
 
 def turn_line(turn: Turn, max_turns: int) -> str:
-    """As in "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s, tests 0.31 s"."""
+    """A turn as "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s, tests 0.31 s"."""
     reply, result = turn.reply, turn.outcome.verdict
     if result != "passed" and turn.output:
         result += f" ({turn.output.splitlines()[-1].strip()[:80]})"
@@ -31,7 +29,7 @@ def turn_line(turn: Turn, max_turns: int) -> str:
 
 
 def split_table(run: Run, conditions: dict[str, Any]) -> Table:
-    """Where the wall time went."""
+    """The table of the parts of the wall time."""
     rows = [(name, seconds, 100 * seconds / run.wall) for name, seconds in run.split.items()]
     columns = (Column("part"), Column("s", ",.2f", MEASURED), Column("%", ".1f", MEASURED))
     server = conditions["server"] or {}
@@ -49,12 +47,12 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
         [*rows, ("together", run.wall, 100.0)],
         f"measured at the client of {conditions['base_url']}, model {conditions['model']}{engine}; {sampling}, "
         f"sandbox {conditions['sandbox']['level']}; tokens as the server counts them; "
-        "waiting: the server's queue where it tells, connections, files",
+        "waiting: the server's queue if it reports that, connections, files",
     )
 
 
 def projection(run: Run) -> Table | None:
-    """What the same loop would take at other generation speeds; None where no speed is known."""
+    """The time of the same loop at other generation speeds; None if the speed of this run is unknown."""
     if run.rate is None:
         return None
     split, rounds = run.split, len(run.turns)
@@ -70,7 +68,7 @@ def projection(run: Run) -> Table | None:
 def conditions(
     model: Model, judge_report: dict[str, Any], sandbox: dict[str, Any], options: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Without which the figures mean nothing."""
+    """What the figures depend on."""
     return {
         "base_url": model.base_url,
         "model": model.name,
@@ -85,14 +83,14 @@ def conditions(
     }
 
 
-def record(run: Run, told: dict[str, Any], task: Task) -> dict[str, Any]:
-    """For JSON; times in seconds."""
+def record(run: Run, described: dict[str, Any], task: Task) -> dict[str, Any]:
+    """The record for JSON; times in seconds."""
     projected = projection(run) if run.turns else None
     return {
         "schema": SCHEMA,
         "verdict": run.verdict,
         "task": {"name": task.name, "sha256": task.sha256, "tests": list(task.tests)},
-        "conditions": told,
+        "conditions": described,
         "wall": run.wall,
         "split": run.split,
         "tokens": run.tokens,

@@ -1,6 +1,4 @@
-"""An agent's task: a folder with a text, files to start from and tests; and the program that runs those tests in the
-sandbox.
-"""
+"""An agent's task: a folder with a text, files to start from and tests, and the program that runs these tests."""
 
 import base64
 import hashlib
@@ -15,19 +13,19 @@ from laneformer.errors import InputError
 TEXTS = ("task.md", "README.md")
 TEST = "test*.py"  # as `python -m unittest` looks for them
 COMMAND = re.compile(r"^Test command: `([^`\n]+)`[ \t]*$", re.MULTILINE)
-MOST_BYTES = 4 << 20  # of all files: they travel to the sandbox's memory before every run
-MOST_OUTPUT = 4000  # characters of the tests' output that are kept: a model reads all of them again
+MOST_BYTES = 4 << 20  # of all files, which are copied to the sandbox before every run
+MOST_OUTPUT = 4000  # characters of the tests' output to keep, which the model then reads
 FAILURE = "TestsFailed"
 
-# Writes the files, with the sandbox's own folder as the current one. What runs the tests is imported before, lest a
-# file has its name.
+# Writes the files to the sandbox's folder, the current one. The modules that run the tests are imported before, in case
+# a file has the name of one.
 _SETUP = """
 import base64, io, os, subprocess, sys, unittest
 for name, content in {files!r}.items():
     os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     with open(name, "wb") as file:
         file.write(base64.b64decode(content))
-sys.modules.pop("solution")  # this program's own name, which may be that of a file
+sys.modules.pop("solution")  # the name of this program, and possibly of a file
 sys.path.insert(0, os.getcwd())
 
 class {failure}(Exception):
@@ -37,7 +35,7 @@ def fail(text):
     most = {most}
     raise {failure}(text if len(text) <= most else text[: most // 3] + "\\n...\\n" + text[-(2 * most // 3 - 5) :])
 """
-# In the same process, so that only tests that came to their end have passed. A skipped one was not passed.
+# In the same process, so that only tests that ran to their end pass. A skipped test has not passed.
 _UNITTEST = """
 out = io.StringIO()
 result = unittest.TextTestRunner(out, buffer=True).run(unittest.defaultTestLoader.discover("."))
@@ -56,16 +54,16 @@ if done.returncode:
 
 @dataclass(frozen=True)
 class Task:
-    """What a task folder holds."""
+    """The content of a task folder."""
 
     name: str
     text: str
     files: Mapping[str, bytes]
-    """Name relative to the folder -> content; all but the text."""
+    """Name relative to the folder -> content, for all files except the text."""
     tests: tuple[str, ...]
-    """Names of the files that a model must leave as they are."""
+    """Names of the files that a model must not change."""
     command: tuple[str, ...] | None
-    """That runs the tests; None for Python's unittest."""
+    """Command that runs the tests; None for Python's unittest."""
 
     @property
     def editable(self) -> tuple[str, ...]:
@@ -74,7 +72,7 @@ class Task:
 
     @property
     def sha256(self) -> str:
-        """Of the text, the names and the contents."""
+        """Hash of the text, the names and the contents."""
         digest = hashlib.sha256(self.text.encode())
         for name, content in self.files.items():
             digest.update(b"\0" + name.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -82,7 +80,7 @@ class Task:
 
 
 def load_task(folder: Path) -> Task:
-    """Reads a task folder. Raises InputError, saying what it lacks."""
+    """Reads a task folder. Raises InputError, which names what is missing."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give one with {TEXTS[0]}, files to start from and tests ({TEST})")
     found = sorted(
@@ -92,13 +90,13 @@ def load_task(folder: Path) -> Task:
     )
     for path in found:
         if path.is_symlink() or not path.is_file():
-            raise InputError(f"{path} is no plain file: put a copy there")
+            raise InputError(f"{path} is not a regular file: replace it by a copy")
     if (total := sum(path.stat().st_size for path in found)) > MOST_BYTES:
-        raise InputError(f"{folder} holds {total:,} bytes: a task has at most {MOST_BYTES:,}")
+        raise InputError(f"{folder} has {total:,} bytes: reduce it to {MOST_BYTES:,}")
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
     name = next((name for name in TEXTS if name in files), None)
     if name is None:
-        raise InputError(f"{folder} says nowhere what is to be done: write it into {TEXTS[0]} there")
+        raise InputError(f"{folder} has no description of the task: add {TEXTS[0]}")
     try:
         text = files.pop(name).decode()
     except UnicodeDecodeError:
@@ -107,11 +105,13 @@ def load_task(folder: Path) -> Task:
     try:
         words = tuple(shlex.split(command[1])) if command else ()
     except ValueError as error:
-        raise InputError(f"{folder / name}: the test command `{command[1]}` cannot be read ({error})") from None
+        raise InputError(
+            f"{folder / name}: cannot parse the test command `{command[1]}` ({error}): correct its quoting"
+        ) from None
     tests = tuple(name for name in files if PurePosixPath(name).match(TEST) or name in words)
     if not tests:
         raise InputError(
-            f"{folder} has no tests: put some there ({TEST}, run with unittest), or name a file that runs them in"
+            f"{folder} has no tests: add some ({TEST}, run with unittest), or name a file that runs them in"
             f" {name}, as in the line: Test command: `python check.py`"
         )
     return Task(folder.resolve().name, text.strip(), files, tests, words or None)
@@ -122,8 +122,8 @@ def _belongs(path: Path) -> bool:
 
 
 def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> tuple[str, str]:
-    """A program that writes the files and one that tests them: arguments of `Sandbox.run`. A failure is raised, with
-    the tests' output.
+    """A program that writes the files and one that tests them, as arguments of `Sandbox.run`. The second raises the
+    tests' output as an exception if they fail.
     """
     packed = {name: base64.b64encode(content).decode() for name, content in files.items()}
     setup = _SETUP.format(files=packed, failure=FAILURE, most=MOST_OUTPUT)

@@ -1,8 +1,8 @@
-"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, the memory's speed between
+"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, and the memory's speed between
 them.
 
-Every figure says where its clock stood. At the engine's host a token has a time when it has arrived there, alone or in
-a group; backend cpu also writes down when its kernel drew each one.
+Each figure names its measurement point. The engine's host records when a token arrived, alone or in a group; native
+backends also record when the kernel drew it.
 """
 
 import os
@@ -20,15 +20,15 @@ from infer.sampling import Sampling
 from laneformer.errors import ConfigError
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
-WINDOW = 256  # tokens over which the fastest stretch is looked for
-MANY = 10_000  # samples from which p99.9 is told
-READS = 5  # passes over the memory on each side of a run, of which the median counts
-LARGEST_READ = 4 << 30  # bytes: far more than any cache holds, and room is left for the model
+WINDOW = 256  # tokens of the fastest stretch
+MANY = 10_000  # samples that p99.9 needs
+READS = 5  # passes over the memory before and after a run, of which the median is used
+LARGEST_READ = 4 << 30  # bytes; far larger than any cache, and leaves room for the model
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: one size of request, so often."""
+    """What is measured: a size of request and a number of runs."""
 
     prompt_tokens: int
     output_tokens: int
@@ -36,42 +36,42 @@ class Case:
     warmup_runs: int
     sampling: Sampling = Sampling()  # noqa: RUF009  frozen
     tokens_per_dispatch: int | None = None
-    """None: the engine's choice."""
+    """Tokens per dispatch; None for the engine's choice."""
 
     def check(self, context: int) -> None:
-        """Raises ConfigError unless it can be measured on a model of that context."""
+        """Raises ConfigError for a value outside its range, and if the request exceeds the model's context."""
         for name, least in (("prompt_tokens", 1), ("output_tokens", 2), ("runs", 1), ("warmup_runs", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}: give at least {least}")
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.tokens_per_dispatch is not None and self.tokens_per_dispatch < 1:
-            raise ConfigError(f"tokens_per_dispatch = {self.tokens_per_dispatch}: give at least 1")
+            raise ConfigError(f"tokens_per_dispatch must be at least 1, got {self.tokens_per_dispatch}")
         if self.prompt_tokens + self.output_tokens > context:
             raise ConfigError(
-                f"a prompt of {self.prompt_tokens} and {self.output_tokens} output tokens are more than the model's"
-                f" context of {context}: choose a smaller --context or --output-tokens"
+                f"a prompt of {self.prompt_tokens} and {self.output_tokens} output tokens exceed the model's context of"
+                f" {context}: choose a smaller --context or --output-tokens"
             )
 
     def prompt(self, number: int, vocabulary: int) -> np.ndarray:
-        """Random ids, of the sampling's seed and the run's number."""
+        """Random ids for a run, int32 [prompt_tokens]; a function of the sampling's seed and the run's number."""
         return np.random.default_rng([self.sampling.seed, number]).integers(0, vocabulary, self.prompt_tokens, np.int32)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One request. Times in seconds from its acceptance, at the engine's host."""
+    """One measured request. Times in seconds from its acceptance, at the engine's host."""
 
     tokens: tuple[int, ...]
     arrivals: np.ndarray
-    """Of each dispatch, float64 [dispatches]."""
+    """Arrival of each dispatch, float64 [dispatches]."""
     counts: np.ndarray
     """Tokens in each dispatch; the first one is alone."""
     drawn: np.ndarray | None
-    """When the kernel drew each token, float64 [tokens], from the first of them; None where nobody knows."""
+    """Time at which the kernel drew each token, from the first one, float64 [tokens]; None if unknown."""
     bandwidth: float | None
-    """Bytes per second that the machine's memory gave, mean of before and after; None where it cannot be measured."""
+    """Memory bandwidth of the machine, bytes/s, mean of before and after; None if it cannot be measured."""
     read_pass: float | None
-    """Seconds in which the backend's workers read a token's weights alone, mean of before and after; None for backends
-    that cannot.
+    """Seconds that the backend's workers take to only read a token's weights, mean of before and after; None for
+    backends that cannot do that.
     """
 
     @classmethod
@@ -82,17 +82,17 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of the whole request."""
+        """Time of the whole request."""
         return float(self.arrivals[-1])
 
     @property
     def rate(self) -> float:
-        """Tokens per second, sustained: after the first, until the last, (N - 1) / (t_N - t_1)."""
+        """Sustained tokens per second, from the first token to the last: (N - 1) / (t_N - t_1)."""
         return float((len(self.tokens) - self.counts[0]) / (self.arrivals[-1] - self.arrivals[0]))
 
     @property
     def gaps(self) -> np.ndarray | None:
-        """Seconds from each token to the next, where each has a time of its own."""
+        """Seconds from each token to the next; None if tokens share arrival times."""
         if self.drawn is not None:
             return np.diff(self.drawn)
         return np.diff(self.arrivals) if (self.counts == 1).all() else None
@@ -106,23 +106,21 @@ class Measured:
     case: Case
     memory: "Memory"
     first_request: float
-    """Seconds of the first short request of this size, compilation included."""
+    """Seconds of the first short request of this size, including compilation."""
     second_request: float
-    """The same again."""
+    """Seconds of the same request again."""
     load_before: tuple[float, ...] = field(default_factory=os.getloadavg)
     load_after: tuple[float, ...] = ()
     runs: list[Run] = field(default_factory=list)
 
 
-def measure(engines: Sequence[Engine], case: Case, say: Callable[[str], None]) -> list[Measured]:
-    """Runs the case on each engine, in turn, with the same prompts. say: is told of the progress. Raises
-    ConfigError.
-    """
+def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], None]) -> list[Measured]:
+    """Runs the case on the engines in turn, with the same prompts. progress: called with lines. Raises ConfigError."""
     for engine in engines:
         case.check(engine.config.max_position_embeddings)
     measured = []
     for engine in engines:
-        say(f"prompt {case.prompt_tokens}, {engine.backend}: first request")
+        progress(f"prompt {case.prompt_tokens}, {engine.backend}: first request")
         memory = Memory(engine, bytes_per_token(engine, case))
         measured.append(
             Measured(engine, case, memory, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2)))
@@ -136,7 +134,7 @@ def measure(engines: Sequence[Engine], case: Case, say: Callable[[str], None]) -
         )
         for one in measured:
             run = _run(one.engine, case, number, None if warm else one.memory)
-            say(f"prompt {case.prompt_tokens}, {one.engine.backend}: {which}, {run.rate:,.1f} tokens/s")
+            progress(f"prompt {case.prompt_tokens}, {one.engine.backend}: {which}, {run.rate:,.1f} tokens/s")
             if not warm:
                 one.runs.append(run)
     for one in measured:
@@ -160,7 +158,7 @@ def _run(engine: Engine, case: Case, number: int, memory: "Memory | None") -> Ru
 
 
 class Memory:
-    """How fast this machine reads as many bytes as an engine reads for one token."""
+    """Measures how fast this machine reads as many bytes as an engine reads per token."""
 
     def __init__(self, engine: Engine, num_bytes: float):
         self._session = engine.session
@@ -170,7 +168,7 @@ class Memory:
         )
         try:
             self.threads = 0 if self.unavailable else engine.conditions.get("threads") or custom_calls.default_threads()
-        except custom_calls.NativeError as error:  # the library is compiled on first use, if it was not before
+        except custom_calls.NativeError as error:  # the library may be compiled on first use
             self.unavailable, self.threads = str(error), 0
 
     @property
@@ -182,9 +180,7 @@ class Memory:
         )
 
     def read(self) -> tuple[float | None, float | None]:
-        """Bytes per second over a buffer, and seconds over the backend's packed weights; None for what cannot
-        be read.
-        """
+        """Bytes/s over a buffer, and seconds over the backend's packed weights; None if one cannot be read."""
         buffer = (
             None if self.unavailable else _median(lambda: custom_calls.read_bandwidth(self.num_bytes, self.threads))
         )
@@ -196,35 +192,34 @@ def _median(read: Callable[[], float]) -> float:
 
 
 def bytes_per_token(engine: Engine, case: Case) -> float:
-    """Weights, and keys and values at the mean context of the case, each in the dtype that the backend holds it in."""
+    """Bytes read per token: weights, and keys and values at the mean context of the case, in the backend's dtypes."""
     return weight_bytes(engine) + kv_bytes(engine, case)
 
 
 def weight_bytes(engine: Engine) -> float:
-    """Of weights that decoding one token reads."""
+    """Bytes of weights that decoding one token reads."""
     return weight_bytes_per_token(engine.config, jnp.dtype(engine.conditions["weights_dtype"]).itemsize)
 
 
 def kv_bytes(engine: Engine, case: Case) -> float:
-    """Of keys and values that decoding one token reads and writes, the mean over the case's tokens."""
+    """Bytes of keys and values that decoding one token reads and writes, mean over the case's tokens."""
     size = jnp.dtype(engine.conditions["kv_dtype"]).itemsize
-    contexts = range(
-        case.prompt_tokens, case.prompt_tokens + case.output_tokens - 1
-    )  # the first token is the prefill's
+    # The prefill draws the first token.
+    contexts = range(case.prompt_tokens, case.prompt_tokens + case.output_tokens - 1)
     return float(np.mean([kv_bytes_per_token(engine.config, context, size) for context in contexts]))
 
 
 def mean_context(case: Case) -> float:
-    """Earlier positions that a decoded token sees in a full layer, on the average."""
+    """Mean number of earlier positions that a decoded token attends to in a full layer."""
     return case.prompt_tokens + (case.output_tokens - 2) / 2
 
 
 def summary(samples) -> dict[str, float | None]:
-    """Percentiles (linear between samples), mean, standard deviation and how many there are; p99.9 from MANY on."""
+    """Percentiles (linear between samples), mean, standard deviation and number of samples; p99.9 from MANY on."""
     samples = np.asarray(samples, np.float64)
-    told = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
-    told["p99.9"] = float(np.percentile(samples, 99.9)) if samples.size >= MANY else None
-    return told | {
+    percentiles = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
+    percentiles["p99.9"] = float(np.percentile(samples, 99.9)) if samples.size >= MANY else None
+    return percentiles | {
         "min": float(samples.min()),
         "max": float(samples.max()),
         "mean": float(samples.mean()),
@@ -234,10 +229,8 @@ def summary(samples) -> dict[str, float | None]:
 
 
 def peak(arrivals: np.ndarray, counts: np.ndarray, window: int = WINDOW) -> tuple[float, int] | None:
-    """Tokens per second of the fastest stretch from one arrival to another with at least `window` tokens between, and
-    how many those are.
-
-    None where there are too few tokens.
+    """Tokens per second of the fastest stretch between two arrivals with at least `window` tokens, and its number of
+    tokens. None if there are too few tokens.
     """
     so_far = np.cumsum(counts)
     begins = np.arange(len(so_far))
@@ -252,7 +245,7 @@ def peak(arrivals: np.ndarray, counts: np.ndarray, window: int = WINDOW) -> tupl
 
 
 def share(samples: Sequence[float]) -> dict | None:
-    """A part of a bound that each run reached."""
+    """Statistics of the share of a bound that each run reached; None without samples."""
     return {"median": float(np.median(samples)), "min": min(samples), "samples": list(samples)} if samples else None
 
 

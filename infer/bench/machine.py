@@ -1,4 +1,4 @@
-"""The machine and the programs that a figure was measured with."""
+"""The hardware and software with which a figure was measured."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def hardware() -> dict:
-    """What is known of host and accelerators beside their name and number; None where nobody says."""
+    """Facts about host and accelerators besides their name and number; None if unknown."""
     gpu = {} if on_host() else _nvidia()
     return {
         "host_cpu": device_name(jax.devices("cpu")[0]),
@@ -31,11 +31,11 @@ def hardware() -> dict:
 
 
 def software() -> dict:
-    """Versions; the commit is that of this source tree, None outside of a git repository."""
-    inside = _said("git", "-C", str(ROOT), "rev-parse", "--show-toplevel") == str(ROOT)
-    changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") if inside else None
+    """Versions of the software; the commit is that of this source tree, None outside a git repository."""
+    inside = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel") == str(ROOT)
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") if inside else None
     return {
-        "git_sha": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") if inside else None,
+        "git_sha": _output("git", "-C", str(ROOT), "rev-parse", "HEAD") if inside else None,
         "dirty": None if changed is None else bool(changed),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -47,14 +47,14 @@ def software() -> dict:
 
 
 def utc_now() -> str:
-    """Date and time."""
+    """The current date and time, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _nvidia() -> dict:
-    """Driver, power cap and clocks of the first NVIDIA GPU; {} without its tool."""
+    """Driver, power cap and clocks of the first NVIDIA GPU; {} without nvidia-smi."""
     fields = "driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
-    line = _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0")
+    line = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0")
     try:
         driver, cap, sm, most, memory = (word.strip() for word in (line or "").split(","))
     except ValueError:
@@ -74,8 +74,8 @@ def _cpu_clocks() -> str | None:
         return None
 
 
-def _said(*command: str) -> str | None:
-    """What a program printed; None if it is not there or failed."""
+def _output(*command: str) -> str | None:
+    """The output of a program; None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)

@@ -1,4 +1,4 @@
-"""Records of measurements: made from runs, written to files with the raw times beside them, and read back."""
+"""Records of measurements: made from runs, written to files beside the raw times, and read back."""
 
 import hashlib
 import json
@@ -16,8 +16,8 @@ from infer.engine.backend import on_host
 from laneformer.errors import InputError
 from laneformer.weights import parameter_count, parameters_per_token
 
-SUSTAINED = 1000  # output tokens from which a rate is a sustained one
-HOST, KERNEL = "engine_host", "kernel"  # where the clock stands
+SUSTAINED = 1000  # output tokens from which a rate counts as sustained
+HOST, KERNEL = "engine_host", "kernel"  # measurement points
 
 
 def make_record(
@@ -28,8 +28,8 @@ def make_record(
     beside: Measured | None = None,
     notes: Sequence[str] = (),
 ) -> dict:
-    """A complete record. bandwidth_spec: bytes per second of one device, as its maker says. beside: runs of the same
-    prompts elsewhere.
+    """A complete record. bandwidth_spec: of one device as its maker specifies it, bytes/s. beside: runs of the same
+    prompts on another engine.
     """
     record = {
         "schema": SCHEMA,
@@ -46,9 +46,9 @@ def make_record(
 
 
 def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float | None) -> dict:
-    """Everything that the figures depend on."""
+    """What the figures depend on."""
     engine, case, memory = measured.engine, measured.case, measured.memory
-    config, said = engine.config, engine.conditions
+    config, facts = engine.config, engine.conditions
     bandwidths = [run.bandwidth for run in measured.runs if run.bandwidth is not None]
     groups = np.concatenate([run.counts[1:] for run in measured.runs])
     return {
@@ -63,13 +63,13 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
             "lanes": config.num_lanes,
         },
         "precision": {
-            "stored": said["stored_dtype"],
-            "weights": said["weights_dtype"],
-            "activations": said["compute_dtype"],
-            "kv_cache": said["kv_dtype"],
+            "stored": facts["stored_dtype"],
+            "weights": facts["weights_dtype"],
+            "activations": facts["compute_dtype"],
+            "kv_cache": facts["kv_dtype"],
             "accumulate": engine.precision.accumulate,
             "matmul_flag": (
-                None if engine.backend != "xla" else "highest" if said["compute_dtype"] == "float32" else "default"
+                None if engine.backend != "xla" else "highest" if facts["compute_dtype"] == "float32" else "default"
             ),
         },
         "batch_size": 1,
@@ -86,12 +86,12 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         "ignore_eos": True,
         "parallelism": {
             "kind": config.layout,
-            "devices": said["devices"],
+            "devices": facts["devices"],
             "delay": config.broadcast_delay if config.layout == "laneformer" else None,
             "exchanges": config.schedule.num_reductions,
             "exposed": len(config.schedule.exposed),
         },
-        "engine": said,
+        "engine": facts,
         "tokens_per_dispatch": {
             "asked": case.tokens_per_dispatch,
             "median": float(np.median(groups)),
@@ -99,8 +99,8 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         },
         "measurement_point": HOST,
         "hardware": {
-            "device": said["device"],
-            "count": said["devices"],
+            "device": facts["device"],
+            "count": facts["devices"],
             "memory_bw_spec_Bps": bandwidth_spec,
             "memory_bw_effective_Bps": float(np.median(bandwidths)) if bandwidths else None,
             "effective_source": memory.source if bandwidths else None,
@@ -116,7 +116,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
 
 
 def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
-    """Every figure."""
+    """The figures."""
     engine, case, runs = measured.engine, measured.case, measured.runs
     num_bytes = latency.bytes_per_token(engine, case)
     rates, totals = [run.rate for run in runs], [run.seconds for run in runs]
@@ -163,7 +163,7 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
 
 
 def _groups(runs: Sequence[latency.Run]) -> dict | None:
-    """Between arrivals of groups of tokens; None where every token came alone."""
+    """Times between arrivals of groups of tokens; None if each token arrived alone."""
     if all((run.counts == 1).all() for run in runs):
         return None
     gaps = 1e6 * np.concatenate([np.diff(run.arrivals) for run in runs])
@@ -184,7 +184,7 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
     case, session = measured.case, measured.engine.session
     notes = []
     if random_weights:
-        notes.append("random weights: speeds are those of the architecture, the text means nothing")
+        notes.append("random weights: the speeds are those of the architecture, and the text is meaningless")
     if case.output_tokens < SUSTAINED:
         notes.append(
             f"{case.output_tokens} output tokens: fewer than the {SUSTAINED:,} from which a rate counts as sustained"
@@ -193,8 +193,8 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
         notes.append(f"no effective bandwidth: {measured.memory.unavailable}")
     if session is not None:
         notes.append(
-            "mbu.read_pass: time in which the workers read one token's weights and do nothing else, over the time of a"
-            " token; keys and values are not in it"
+            "mbu.read_pass: time in which the workers only read one token's weights, over the time of a token; without"
+            " keys and values"
         )
     if on_host() and measured.engine.conditions["devices"] > 1:
         notes.append(f"the {measured.engine.conditions['devices']} devices are parts of one processor")
@@ -202,7 +202,7 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
 
 
 def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> None:
-    """The records as a JSON list, and all times of their runs in a .npz beside it, whose hash they get."""
+    """Writes the records as a JSON list, and the times of their runs to an .npz beside it, whose hash they contain."""
     raw = path.with_suffix(".npz")
     arrays, prefixes = {}, []
     for n, one in enumerate(measured):
@@ -225,14 +225,14 @@ def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> 
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a file, one or a list of them. Raises InputError for a record that is not complete."""
+    """The records of a file with one or a list of them. Raises InputError for an incomplete record."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     records = content if isinstance(content, list) else [content]
     if not records:
-        raise InputError(f"{path} holds no record")
+        raise InputError(f"{path} contains no record: name a file of infer bench --json")
     for n, record in enumerate(records):
         check(record, f"{path}, record {n + 1}" if len(records) > 1 else str(path))
     return records

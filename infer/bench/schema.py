@@ -1,6 +1,4 @@
-"""Schema laneformer.bench/1: what must stand in a record of a measurement, so that no figure goes without its
-conditions.
-"""
+"""Schema laneformer.bench/1: the fields of a record of a measurement, which has no figure without its conditions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,7 @@ RANDOM = "random"  # as the origin of weights
 
 @dataclass(frozen=True)
 class Null:
-    """Of a field that may be null."""
+    """The type of a field that may be null."""
 
     kind: Any
 
@@ -27,8 +25,7 @@ STATISTICS = {
     "n": int,
 }
 SHARE = Null({"median": NUMBER, "min": NUMBER, "samples": list})
-# Every key must be there, and no other. Values: a type, several of them, a dict of further keys, or Null of one of
-# these.
+# A record has these keys and no other. Values: a type, several of them, a dict of further keys, or Null of these.
 FIELDS = {
     "schema": str,
     "kind": str,
@@ -122,12 +119,12 @@ FIELDS = {
 
 
 def check(record: Any, where: str = "record") -> None:
-    """Raises InputError, naming the field, unless the record is complete. where: names it in the message."""
+    """Raises InputError, which names the field, unless the record is complete. where: the record's name in messages."""
     _check(record, FIELDS, where, "")
     if record["schema"] != SCHEMA:
-        raise InputError(f"{where}: schema is {record['schema']!r}, this program knows {SCHEMA}")
+        raise InputError(f"{where}: schema must be {SCHEMA}, got {record['schema']!r}")
     if record["status"] not in STATUSES:
-        raise InputError(f"{where}: status is {record['status']!r}, known are {', '.join(STATUSES)}")
+        raise InputError(f"{where}: unknown status {record['status']!r}: choose {', '.join(STATUSES)}")
 
 
 def _check(value: Any, kind: Any, where: str, path: str) -> None:
@@ -137,14 +134,14 @@ def _check(value: Any, kind: Any, where: str, path: str) -> None:
         kind = kind.kind
     if isinstance(kind, dict):
         if not isinstance(value, dict):
-            raise InputError(f"{where}: {path or 'the record'} is not an object: it must have {', '.join(kind)}")
+            raise InputError(f"{where}: {path or 'the record'} must be an object with {', '.join(kind)}")
         for name in [*kind, *value]:
             inner = f"{path}.{name}" if path else str(name)
             if name not in value:
-                raise InputError(f"{where}: {inner} is missing: figures without all their conditions are refused")
+                raise InputError(f"{where}: {inner} is missing: measure again, since figures need all their conditions")
             if name not in kind:
-                raise InputError(f"{where}: {inner} is not a field of {SCHEMA}")
+                raise InputError(f"{where}: {inner} is not a field of {SCHEMA}: remove it")
             _check(value[name], kind[name], where, inner)
     elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        raise InputError(f"{where}: {path} = {value!r}: it must be {names}")
+        raise InputError(f"{where}: {path} must be {names}, got {value!r}")

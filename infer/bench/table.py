@@ -1,4 +1,4 @@
-"""Tables of records, for the terminal and for documents: under every row of figures stand its conditions."""
+"""Tables of records for the terminal and for documents; below each row of figures are its conditions."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ HEADER = (
 
 
 def markdown(records: Sequence[dict]) -> str:
-    """A table for a document. Raises InputError for a record that is not complete."""
+    """A Markdown table for a document. Raises InputError for an incomplete record."""
     lines = [HEADER, ("---",) * len(HEADER)]
     for record in records:
         check(record)
@@ -29,7 +29,7 @@ def markdown(records: Sequence[dict]) -> str:
 
 
 def terminal(records: Sequence[dict]) -> str:
-    """The same in columns."""
+    """A table in columns for the terminal."""
     rows = [cells(record) for record in records]
     widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
 
@@ -43,9 +43,7 @@ def terminal(records: Sequence[dict]) -> str:
 
 
 def layouts(records: Sequence[dict]) -> list[str]:
-    """What the exchanges of each layout cost: lines of a Markdown table, for records of one shape under several
-    layouts, in one run.
-    """
+    """The cost of each layout's exchanges as lines of a Markdown table, from records of one shape in one run."""
     heads = (
         "layout, backend",
         "prompt",
@@ -82,15 +80,15 @@ def layouts(records: Sequence[dict]) -> list[str]:
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
         (
-            "Exchanges: sums over the lanes. Exposed: those that every lane waits for at once; beside them the head's,"
-            " where it has one, and the choice of the token. Minus layout none: what is waited for and added in all, in"
-            " the same run."
+            "Exchanges: sums over the lanes, without those of the head and of the choice of the token. Exposed: those"
+            " that every lane waits for at once. Minus layout none: the cost of all waiting and adding, in the same"
+            " run."
         ),
     ]
 
 
 def cells(record: dict) -> tuple[str, ...]:
-    """One row; each cell with a figure carries the marks that `legend` explains."""
+    """One row; cells with a figure have the marks that `legend` explains."""
     c, m = record["conditions"], record["metrics"]
     marks = "".join(_marks(record))
     rate, itl, group, ttft = m["decode_tps"], m["itl_us"], m["group_us"], m["ttft_ms"]
@@ -113,7 +111,7 @@ def cells(record: dict) -> tuple[str, ...]:
 
 
 def condition_line(record: dict) -> str:
-    """What the figures of a record depend on, in one line."""
+    """The conditions of a record in one line."""
     c, m = record["conditions"], record["metrics"]
     model, precision, hardware, software, sampling = (
         c[name] for name in ("model", "precision", "hardware", "software", "sampling")
@@ -156,7 +154,7 @@ def condition_line(record: dict) -> str:
 
 
 def legend(records: Sequence[dict]) -> list[str]:
-    """What the marks mean that occur, a line each, and what every column is."""
+    """The meaning of the columns, and of the marks that occur, a line each."""
     texts = {
         RANDOM_MARK: "random weights: the speed of the architecture, not of a trained model",
         SHORT_MARK: f"fewer than {SUSTAINED:,} output tokens: not a sustained rate",
@@ -165,9 +163,9 @@ def legend(records: Sequence[dict]) -> list[str]:
     used = {mark for record in records for mark in _marks(record)}
     return [
         (
-            "First token: from the acceptance of the request. Token: from one to the next, where each has a time of its"
-            " own. Group: between arrivals of tokens that came together. Of bandwidth: bytes per token times the rate,"
-            " over what the memory gave around the run."
+            "First token: from the acceptance of the request. Token: from one to the next, if each has its own time."
+            " Group: between arrivals of tokens that arrived together. Of bandwidth: bytes per token times the rate,"
+            " over the memory's bandwidth around the run."
         ),
         *(f"{mark} {text}." for mark, text in texts.items() if mark in used),
     ]

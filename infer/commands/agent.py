@@ -1,4 +1,4 @@
-"""python -m infer agent: lets a model work on a task with tests until they pass, and tells where the time went."""
+"""python -m infer agent: let a model work on a task until its tests pass, and report where the time went."""
 
 import contextlib
 import dataclasses
@@ -30,46 +30,38 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Let a model solve a task: it writes code, the tests run in the sandbox, it reads what failed, and writes again.
-    The exit code is 0 if the tests pass in the end, else 1. docs/agent.md has the details.
+    """Let a model solve a task: it writes code, the tests run in the sandbox, and it corrects what fails. The exit code
+    is 0 if the tests pass in the end, else 1. docs/agent.md has the details.
     """
 
     task: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TASK_DIR")]]
-    """Folder with task.md, files to start from and tests (test*.py). Nothing in it is changed."""
+    """Folder with task.md, files to start from and tests (test*.py); it is not changed."""
     base_url: str = ""
-    """Server that speaks OpenAI's protocol, as in http://127.0.0.1:8000/v1."""
+    """Server with OpenAI's API, as in http://127.0.0.1:8000/v1."""
     model: str = ""
-    """Model of that server; by default the only one it has."""
+    """Model of that server; by default its only one."""
     api_key: str = ""
-    """Key for that server; the environment variable OPENAI_API_KEY does the same, and does not show in lists of
-    processes.
-    """
+    """Key for that server; the environment variable OPENAI_API_KEY hides it from lists of processes."""
     engine: tyro.conf.OmitArgPrefixes[EngineOptions] = NO_ENGINE
-    """Or start our own server, `infer serve`, with --checkpoint and these options."""
+    """Instead of --base-url: start `infer serve` with --checkpoint and these options."""
     mode: Literal["auto", "chat", "completion"] = "auto"
-    """chat: the model is asked in messages. completion: it continues a text. auto: chat, unless our server says that
-    the model cannot.
-    """
+    """chat: ask in messages. completion: continue a text. auto: chat, unless our server reports no chat template."""
     max_turns: int = 6
-    """Rounds of writing and testing at most."""
+    """Maximum number of rounds of writing and testing."""
     max_new_tokens: int = 1024
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of an answer."""
     temperature: float = 0.0
-    """Of the sampling; 0 takes the most likely token each time."""
+    """Sampling temperature; 0 always takes the most likely token."""
     seed: Integer = None
-    """Of the sampling, for servers that take one."""
+    """Sampling seed, for servers that accept one."""
     test_seconds: float = 60.0
-    """CPU time that the tests get, on a machine of nominal speed."""
+    """CPU time for the tests, s, on a machine of nominal speed."""
     timeout: float = 600.0
-    """Seconds for an answer at most."""
+    """Maximum time of an answer, s."""
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How the tests are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
-    limits; only inside a virtual machine.
-    """
+    """How to isolate the tests. auto: bubblewrap if installed, else unshare. rlimits: limits alone, only for VMs."""
     workspace: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """New folder for the copy that the model works on (files), the transcript and the record; by default one in
-    runs/agent.
-    """
+    """New folder for the model's copy of the task, the transcript and the record; by default in runs/agent."""
     json: File = None
     """Record of the run; by default record.json in the workspace."""
 
@@ -79,63 +71,59 @@ def run(options: Options) -> int:
     task = load_task(options.task)
     folder = find_workspace(options, task)
     with contextlib.ExitStack() as stack:
-        stack.callback(
-            signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt)
-        )  # ends servers and programs too
-        if options.base_url:  # first: it takes no time
+        # SIGTERM unwinds the stack, which also ends the server and running programs.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        if options.base_url:  # first: a wrong URL fails at once
             key = options.api_key or os.environ.get(KEY) or "none"
             model = Model(options.base_url, key, options.model, options.mode, options.timeout)
         judge = stack.enter_context(Judge(options.sandbox, workers=1))
         workspace = Workspace(task, folder / "files")
         check_start(workspace, judge, options.test_seconds)
-        if options.engine.checkpoint:  # last: it takes long
+        if options.engine.checkpoint:  # last: loading a model takes long
             model = own_model(options, folder, stack)
         return work(options, task, workspace, model, judge, folder)
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for what cannot be meant."""
+    """Raises ConfigError for values outside their range and options that exclude each other."""
     if bool(options.base_url) == bool(options.engine.checkpoint):
-        raise ConfigError("give either --base-url, a server's, or --checkpoint, which starts our own")
+        raise ConfigError("give either --base-url of a server, or --checkpoint to start one")
     if options.base_url and (given := changed(options.engine)):
-        raise ConfigError(f"--{next(iter(given))} goes with --checkpoint: a server that runs has its own")
+        raise ConfigError(f"--{next(iter(given))} needs --checkpoint, and does not apply to --base-url")
     if options.engine.checkpoint and (options.model or options.api_key):
         raise ConfigError(
-            f"--{'model' if options.model else 'api-key'} goes with --base-url: our own server has one model and its"
-            " own key"
+            f"--{'model' if options.model else 'api-key'} needs --base-url, and does not apply to --checkpoint"
         )
     for name, least in (("max_turns", 1), ("max_new_tokens", 1), ("temperature", 0)):
         if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     for name in ("test_seconds", "timeout"):
         if not 0 < getattr(options, name) < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give seconds, more than 0")
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {getattr(options, name)}")
 
 
 def changed(options: EngineOptions) -> dict[str, Any]:
-    """The options that were given: name -> value."""
+    """The options that differ from their defaults: name -> value."""
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     return {name: value for name, value in values.items() if value != getattr(NO_ENGINE, name)}
 
 
 def find_workspace(options: Options, task: Task) -> Path:
-    """Where a new folder can be made, outside of the task. Raises ConfigError for one that holds files, or lies in the
-    task.
-    """
+    """A path for a new folder outside the task. Raises ConfigError for a folder that is not empty or is in the task."""
     folder = options.workspace
     if folder is None:
         number = 1
         while (folder := RUNS / f"{task.name}-{number}").exists():
             number += 1
     if folder.resolve().is_relative_to(options.task.resolve()):
-        raise ConfigError(f"--workspace {folder} lies in the task's folder, which stays as it is: name another")
+        raise ConfigError(f"--workspace {folder} is in the task's folder, which is not changed: name another")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--workspace {folder} is there already: name a new folder")
+        raise ConfigError(f"--workspace {folder} exists already: name a new folder")
     return folder
 
 
 def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Model:
-    """The checkpoint on a server of our own, which lives as long as `stack`."""
+    """The model of the checkpoint on `infer serve`, which runs until `stack` is closed."""
     args = [word for name, value in changed(options.engine).items() for word in (f"--{name}", str(value))]
     args += ["--timeout", f"{options.timeout:g}"]
     server = stack.enter_context(OwnServer(args, folder / "server.log"))
@@ -144,7 +132,7 @@ def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Mo
 
 
 def work(options: Options, task: Task, workspace: Workspace, model: Model, judge: Judge, folder: Path) -> int:
-    """The loop, with its transcript and its record; the exit code."""
+    """Runs the loop and writes its transcript and record; the exit code."""
     asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
     asked |= {} if options.seed is None else {"seed": options.seed}
     described = conditions(
@@ -155,7 +143,7 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
     live = Live(options.max_turns)
     with (folder / "transcript.jsonl").open("w", encoding="utf-8") as transcript:
 
-        def told(turn: Turn, prompt: Any) -> None:
+        def report(turn: Turn, prompt: Any) -> None:
             line = {
                 "turn": turn.number,
                 "prompt": prompt,
@@ -179,7 +167,7 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
                 test_seconds=options.test_seconds,
                 options=asked,
                 progress=live.show,
-                told=told,
+                report=report,
             )
         finally:
             live.end()
@@ -195,7 +183,7 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
 
 
 class Live:
-    """One line on standard error that follows the answer as it comes; on a terminal only."""
+    """A line on standard error that follows the answer as it arrives; on a terminal only."""
 
     def __init__(self, turns: int):
         self._turns, self._shown, self._next = turns, False, 0.0
@@ -206,7 +194,7 @@ class Live:
             print(f"\r\x1b[Kturn {turn}/{self._turns}: {characters:,} characters", end="", file=sys.stderr, flush=True)
 
     def end(self, line: str = "") -> None:
-        """In its place the finished line, if any."""
+        """Replaces the line by a finished one, if any."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr)
             self._shown = False

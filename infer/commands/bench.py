@@ -1,6 +1,4 @@
-"""python -m infer bench: the latency of decoding with all its conditions; a table and, if asked for, a record and a
-trace.
-"""
+"""python -m infer bench: measure the latency of decoding; print a table, and write a record and a trace on request."""
 
 import dataclasses
 import itertools
@@ -31,46 +29,40 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure time to first token, time per token and tokens per second at batch 1. The table goes to standard
-    output.
-    """
+    """Measure time to first token, time per token and tokens per second at batch 1, with all conditions."""
 
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
-    """What is measured."""
+    """The engine to measure."""
     compare: str = ""
-    """Several backends instead, as in cpu,xla: a run of each in turn, in one process, with the same prompts."""
+    """Measure several backends in turn, in one process, with the same prompts, as in cpu,xla."""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()
-    """A recipe's shape under each of these layouts instead of its own, as in tp 'dtp(2)' laneformer none, with the same
-    weights: runs take turns, and a table says what their exchanges cost.
-    """
+    """Measure a recipe's model under each of these layouts in turn, with the same weights, as in tp 'dtp(2)' none."""
     context: str = "512"
-    """Prompt lengths in tokens, as in 128,512,4096: a record for each."""
+    """Prompt lengths, tokens, as in 128,512,4096; one record each."""
     output_tokens: Integer = None
-    """Tokens to generate in each run; by default 2048, or as many as the model's context has room for."""
+    """Tokens to generate in each run; by default 2048, or what the model's context has room for."""
     runs: int = 10
-    """Measured runs."""
+    """Number of measured runs."""
     warmup_runs: int = 3
-    """Runs of full length before them, which do not count."""
+    """Number of runs of full length before them, which are not measured."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
-    """How tokens are chosen; the seed is that of the prompts too."""
+    """How tokens are chosen; the prompts have the same seed."""
     tokens_per_dispatch: Integer = None
-    """Tokens between two looks of the host, 1 for a host time of each; by default the engine's choice."""
+    """Tokens that reach the host together, 1 to time each; by default the engine's choice."""
     bandwidth_spec: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None
-    """Memory bandwidth of one device as its maker specifies it, 10^9 bytes per second; for the share of it that is
-    used.
-    """
+    """Specified memory bandwidth of one device, 10^9 bytes/s, to report the share that is used."""
     json: File = None
-    """Write the records to this file, and the times of every token beside it as .npz."""
+    """Write the records to this file, and the times of all tokens beside it as .npz."""
     trace: File = None
-    """Write one more run of a native backend, op by op, for ui.perfetto.dev; compressed if it ends in .gz."""
+    """Trace one more run of a native backend, op by op, for ui.perfetto.dev; compressed if the name ends in .gz."""
     table: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
-    """Measure nothing: print the records of these files as a Markdown table; incomplete ones are refused."""
+    """Instead of measuring, print the records of these files as a Markdown table."""
 
 
 def run(options: Options) -> int:
     show_log()
     if bool(options.table) == bool(options.engine.checkpoint):
-        raise ConfigError("give either --checkpoint, to measure, or --table, to print records")
+        raise ConfigError("give either --checkpoint to measure, or --table to print records")
     if options.table:
         print(bench_table.markdown([record for path in options.table for record in bench_record.read(path)]))
         return 0
@@ -80,7 +72,7 @@ def run(options: Options) -> int:
     engines = open_engines(options)
     records, measured = [], []
     for case in wanted:
-        found = measure(engines, case, say)
+        found = measure(engines, case, print_progress)
         records += make_records(options, found)
         measured += found
         if options.json and is_first_process():  # after each case: a later one may be interrupted
@@ -96,20 +88,20 @@ def run(options: Options) -> int:
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for what would fail only after minutes of measuring, or cannot be meant."""
+    """Raises ConfigError for wrong options, some of which would otherwise fail only after minutes of measuring."""
     if options.bandwidth_spec is not None and options.bandwidth_spec <= 0:
         raise ConfigError(
-            f"--bandwidth-spec {options.bandwidth_spec}: give 10^9 bytes per second of one device, as in 4800"
+            f"--bandwidth-spec must be above 0, in 10^9 bytes/s of one device, got {options.bandwidth_spec}"
         )
     if options.compare and options.engine.backend != "auto":
-        raise ConfigError("give --backend, or several with --compare, not both")
+        raise ConfigError("give either --backend, or several backends with --compare")
     names = backends(options)
     if len(set(names)) < len(names):
         raise ConfigError(f"--compare {options.compare}: name each backend once")
     if options.layouts:
         if not is_recipe(options.engine.checkpoint):
             raise ConfigError(
-                "--layouts is for recipes, whose weights are random: a trained model is right under its own layout only"
+                "--layouts needs a recipe as --checkpoint: a trained model is only correct under its own layout"
             )
         if len(set(options.layouts)) < len(options.layouts):
             raise ConfigError(f"--layouts {' '.join(options.layouts)}: name each layout once")
@@ -117,13 +109,11 @@ def check(options: Options) -> None:
             model_config(options.engine.checkpoint).replace(layout=layout)
     threads = options.engine.threads
     if threads is not None and options.compare and "cpu" not in names:
-        raise ConfigError(f"--threads {threads}: only backend cpu has threads to set")
+        raise ConfigError(f"--threads {threads} needs backend cpu: add it to --compare")
     if options.trace and set(names) == {"xla"}:
-        raise ConfigError("--trace: backend xla writes no spans, the others do")
+        raise ConfigError("--trace needs a native backend: backend xla records no spans")
     if options.json and options.json.suffix != ".json":
-        raise ConfigError(
-            f"--json {options.json}: give a name that ends in .json; the raw times get the same with .npz"
-        )
+        raise ConfigError(f"--json must end in .json, got {options.json}; the raw times are written beside it as .npz")
     for file in filter(None, (options.json, options.trace)):
         file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -134,12 +124,12 @@ def backends(options: Options) -> list[str]:
 
 
 def cases(options: Options, context: int) -> list[Case]:
-    """One for each prompt length, all of which fit the model. Raises ConfigError."""
+    """One case for each prompt length. Raises ConfigError if one does not fit the model's context."""
     try:
         prompts = [int(word) for word in options.context.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--context {options.context}: write whole numbers with commas between them, as in 128,512"
+            f"--context must be whole numbers separated by commas, as in 128,512, got {options.context}"
         ) from None
     made = []
     for prompt in prompts:
@@ -152,20 +142,18 @@ def cases(options: Options, context: int) -> list[Case]:
 
 
 def open_engines(options: Options) -> list[Engine]:
-    """One for each layout and backend. Raises ConfigError if one of them cannot be had, or --trace has nothing to
-    trace.
-    """
+    """One engine for each layout and backend. Raises ConfigError if one is not available, or none can be traced."""
     made = []
     for layout, name in itertools.product(options.layouts or (None,), backends(options)):
         threads = options.engine.threads if not options.compare or name == "cpu" else None
         made.append(open_engine(dataclasses.replace(options.engine, backend=name, threads=threads), layout))
     if options.trace and not any(engine.session for engine in made):
-        raise ConfigError(f"--trace: backend {made[0].backend} writes no spans, the others do")
+        raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")
     return made
 
 
 def make_records(options: Options, measured: list[Measured]) -> list[dict]:
-    """The records of one case; where several backends ran, with their ratios."""
+    """The records of one case, with notes of the ratios between backends."""
     notes = []
     for layout in dict.fromkeys(one.engine.config.layout for one in measured):
         same = [one for one in measured if one.engine.config.layout == layout]
@@ -193,7 +181,7 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
 
 
 def trace(path: Path, engine: Engine, case: Case) -> None:
-    """One more run, of a few tokens: it shows where the microseconds go. The file has the devices of this process."""
+    """Traces one more run of a few tokens. The file has the devices of this process."""
     tokens = min(TRACED, case.output_tokens)
     engine.session.trace(spans_needed(engine.config.num_hidden_layers, case.prompt_tokens, tokens))
     try:
@@ -202,10 +190,12 @@ def trace(path: Path, engine: Engine, case: Case) -> None:
         count = write_perfetto(path, engine.session) if is_first_process() else 0
     finally:
         engine.session.trace(0)
-    say(f"{path}: {count:,} spans of a prompt of {case.prompt_tokens} and {tokens} tokens, for ui.perfetto.dev")
+    print_progress(
+        f"{path}: {count:,} spans of a prompt of {case.prompt_tokens} and {tokens} tokens, for ui.perfetto.dev"
+    )
 
 
-def say(line: str) -> None:
-    """Progress."""
+def print_progress(line: str) -> None:
+    """Prints a line of progress, in the first process of a job."""
     if is_first_process():
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""python -m infer generate: continues a prompt, printing the text as it comes, then the speed with its conditions."""
+"""python -m infer generate: stream a completion of a prompt, then print the speed with its conditions."""
 
 import dataclasses
 import json
@@ -25,12 +25,10 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Continue a prompt with a checkpoint. Text goes to standard output as it comes, everything else to
-    standard error.
-    """
+    """Stream a completion of a prompt to standard output; everything else goes to standard error."""
 
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions]
-    """What generates."""
+    """The engine that generates."""
     prompt: str = ""
     """Text to continue; - reads it from standard input."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -38,23 +36,23 @@ class Options:
     prompt_ids: str = ""
     """Token ids to continue, as in 1,2,3: for a checkpoint without tokenizer.json."""
     max_new_tokens: int = 256
-    """Tokens to generate at most; the context ends it too."""
+    """Maximum number of tokens to generate; the context also ends the text."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
     """How tokens are chosen (infer/sampling.py has the definition)."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End the text before this string; may be repeated."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-text token."""
+    """Continue after the model's end-of-text token."""
     top_logprobs: int = 0
-    """With --json: tell so many of the most likely tokens at each position, up to 20, with their log-probabilities."""
+    """With --json: report this many of the most likely tokens at each position, up to 20."""
     json: bool = False
-    """Print one JSON object at the end instead of the text as it comes."""
+    """Print one JSON object at the end instead of streaming the text."""
 
 
 def run(options: Options) -> int:
     show_log()
     if options.top_logprobs and not options.json:
-        raise ConfigError("--top-logprobs goes with --json")
+        raise ConfigError("--top-logprobs needs --json")
     prompt = read_prompt(options)
     take_devices(options.engine)
     engine = open_engine(options.engine)
@@ -84,7 +82,7 @@ def run(options: Options) -> int:
 
 
 def read_prompt(options: Options) -> str | list[int]:
-    """The text or the ids. Raises InputError when there is not exactly one of them."""
+    """The prompt as text or ids. Raises InputError unless exactly one was given."""
     if sum(map(bool, (options.prompt, options.prompt_file, options.prompt_ids))) != 1:
         raise InputError("give one of --prompt, --prompt-file and --prompt-ids")
     if options.prompt_ids:
@@ -92,7 +90,7 @@ def read_prompt(options: Options) -> str | list[int]:
             return [int(word) for word in options.prompt_ids.split(",")]
         except ValueError:
             raise InputError(
-                f"--prompt-ids {options.prompt_ids}: write whole numbers with commas between them, as in 1,2,3"
+                f"--prompt-ids must be whole numbers separated by commas, as in 1,2,3, got {options.prompt_ids}"
             ) from None
     if options.prompt not in ("", "-"):
         return options.prompt
@@ -104,9 +102,9 @@ def read_prompt(options: Options) -> str | list[int]:
 
 
 def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
-    """Prints text, or ids where there is no tokenizer, as it comes; on a terminal after the prompt, dimmed."""
+    """Streams the text, or ids without tokenizer, to standard output; on a terminal after the dimmed prompt."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? instead of ending the run
+        sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot encode a character
     if sys.stdout.isatty():
         print(
             f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True
@@ -121,7 +119,7 @@ def _ids(generation: Generation) -> Iterator[str]:
 
 
 def summary(engine: Engine, options: Options, result: Result) -> str:
-    """One line: tokens, speed, and the conditions without which a speed means nothing."""
+    """One line: tokens, speed, and the conditions of the speed."""
     c = engine.conditions
     ended = f"{result.finish_reason}{'' if result.stop_reason is None else f' {result.stop_reason!r}'}"
     speed = (
@@ -153,10 +151,10 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
 
 
 def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
-    """Bytes read per token, at the answer's mean context, and the share of the time in which the backend's threads only
-    read as many.
+    """Bytes read per token at the answer's mean context, and the time of only reading them over the time per token.
 
-    The share is measured now, on backend cpu: what is missing to 1 is more than streaming. None where there is no rate.
+    The reading time is measured now, on native backends; a share below 1 shows time that is not spent streaming. None
+    without a rate.
     """
     if result.time_per_token is None:
         return None
@@ -166,7 +164,7 @@ def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None
     if engine.session is None:
         return total, None
     passes = [engine.session.read_pass()]
-    while len(passes) < 3 or sum(passes) < 0.1:  # the fastest of many where the weights fit a cache
+    while len(passes) < 3 or sum(passes) < 0.1:  # more passes if they are short
         passes.append(engine.session.read_pass())
     return total, total / weights * min(passes) / result.time_per_token
 
@@ -180,7 +178,7 @@ def _reading(engine: Engine, result: Result) -> str:
 
 
 def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
-    """For --json: everything the engine knows, times in seconds."""
+    """The object of --json; times in seconds."""
     num_bytes, share = reading(engine, result) or (None, None)
     return {
         **dataclasses.asdict(result),

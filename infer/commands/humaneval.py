@@ -1,6 +1,4 @@
-"""python -m infer humaneval: lets a checkpoint solve programming problems and scores what it wrote, or scores samples
-from elsewhere.
-"""
+"""python -m infer humaneval: solve programming problems with a checkpoint and score the solutions, or score samples."""
 
 import json
 import sys
@@ -26,42 +24,38 @@ OPTIONAL = {"metavar": "FILE"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """HumanEval, HumanEval+, MBPP, MBPP+: samples of a checkpoint and their verdicts. With --checkpoint it generates
-    and scores, with --samples alone it scores. A killed command goes on where it was when it is given again.
+    """Generate and score solutions of HumanEval, HumanEval+, MBPP or MBPP+; with --samples alone only score. Run the
+    same command again to resume.
     """
 
     data: str
     """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval,
-    humaneval+, mbpp, mbpp-sanitized, mbpp+ to have `datasets` download them.
+    humaneval+, mbpp, mbpp-sanitized or mbpp+ to download them with `datasets`.
     """
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
     """What generates the samples; without --checkpoint nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Samples as JSON lines: task_id, and completion or solution. With --checkpoint they are written there; default:
-    beside the report.
-    """
+    """Samples, JSON lines of task_id and completion or solution; --checkpoint writes them, beside --json by default."""
     json: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Report to write; default: beside the samples, ending in .report.json."""
+    """Report to write; by default beside the samples, ending in .report.json."""
     mode: Literal["completion", "chat"] = "completion"
-    """completion: the model continues the prompt. chat: it is asked through its chat template."""
+    """completion: continue the prompt. chat: ask through the chat template."""
     chat_template: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Template for --mode chat instead of the checkpoint's."""
     samples_per_problem: int = 1
-    """Samples of each problem; pass@k is given for k = 1, 10, 100 as far as there are so many."""
+    """Samples of each problem; pass@k is reported for k = 1, 10, 100 up to this number."""
     limit: Integer = None
-    """Only the first so many problems."""
+    """Use only this many problems, the first ones."""
     max_new_tokens: int = 768
-    """Tokens of a sample at most; the context ends it too."""
+    """Maximum number of tokens of a sample; the context also ends it."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
     """How tokens are chosen (infer/sampling.py has the definition)."""
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How programs are shut in. auto: bubblewrap where installed, else unshare. rlimits: not at all but for resource
-    limits; only inside a virtual machine.
-    """
+    """How to isolate programs. auto: bubblewrap if installed, else unshare. rlimits: limits alone, only for VMs."""
     workers: Integer = None
-    """Programs that run at a time; default: one per core."""
+    """Programs that run at a time; by default one per core."""
     generate_only: bool = False
-    """Write the samples and do not run them."""
+    """Write the samples without running them."""
 
 
 def run(options: Options) -> int:
@@ -84,14 +78,12 @@ def run(options: Options) -> int:
             if settings_path(samples_path).exists():
                 settings = json.loads(settings_path(samples_path).read_text(encoding="utf-8"))
         else:
-            judge.verify(
-                chosen.problems, progress=True
-            )  # first: a sandbox that does not work should not cost a generation
+            judge.verify(chosen.problems, progress=True)  # before generating: a broken sandbox should not cost that
             samples, settings = written(options, problems, chosen, samples_path)
         ids = {problem.task_id for problem in chosen}
         samples = [sample for sample in samples if sample.task_id in ids]
         if not samples:
-            raise InputError(f"{samples_path} has no samples of the first {len(chosen)} problems")
+            raise InputError(f"{samples_path} has no samples of the first {len(chosen)} problems: raise --limit")
         report = scored(samples, settings, chosen, judge, report_path)
     print(report.summary)
     print(f"report in {report_path}", file=sys.stderr)
@@ -99,21 +91,21 @@ def run(options: Options) -> int:
 
 
 def check(options: Options) -> None:
-    """ConfigError for options that do not go together."""
+    """Raises ConfigError for values outside their range and options that exclude each other."""
     if not options.engine.checkpoint and options.samples is None:
         raise ConfigError("give --checkpoint to generate samples, --samples to score some, or both")
     for name, given in (("generate-only", options.generate_only), ("distributed", options.engine.distributed)):
         if given and not options.engine.checkpoint:
             raise ConfigError(f"--{name} needs --checkpoint")
     if options.chat_template is not None and options.mode != "chat":
-        raise ConfigError("--chat-template goes with --mode chat")
+        raise ConfigError("--chat-template needs --mode chat")
     options.engine.check()
     if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit {options.limit}: give at least 1")
+        raise ConfigError(f"--limit must be at least 1, got {options.limit}")
 
 
 def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
-    """Of the samples and of the report; the one that is not given lies beside the other."""
+    """The paths of the samples and of the report; by default each is beside the other."""
     samples, report = options.samples, options.json
     if samples is None:
         samples = (
@@ -127,9 +119,7 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
 def written(
     options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples in the file, after those were generated that it lacked of the chosen problems; and how they
-    are made.
-    """
+    """Generates the samples of the chosen problems that the file lacks; all its samples, and their settings."""
     checkpoint = Path(options.engine.checkpoint)
     weights = newest_step(checkpoint) if complete_steps(checkpoint) else checkpoint
     engine = open_engine(options.engine)
@@ -148,11 +138,11 @@ def written(
 def scored(
     samples: list[Sample], settings: dict[str, Any] | None, problems: ProblemSet, judge: Judge, path: Path
 ) -> Report:
-    """The report, also written to `path`; verdicts are kept beside it until it is whole."""
+    """The report, also written to `path`; until then verdicts are kept beside it."""
     conditions = {"data": data_report(problems), "sandbox": judge.sandbox.report}
     with VerdictFile(path.with_name(path.name + ".verdicts.jsonl"), conditions) as verdicts:
         if verdicts.known:
-            print(f"{len(verdicts.known)} verdicts are there already", file=sys.stderr)
+            print(f"resuming with {len(verdicts.known)} verdicts", file=sys.stderr)
         report = score(samples, problems, judge, settings=settings, verdicts=verdicts, progress=True)
         replace(path, report.as_json())
         verdicts.remove()

@@ -1,6 +1,4 @@
-"""python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, whose engine runs in a process of its
-own.
-"""
+"""python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, with the engine in a separate process."""
 
 import asyncio
 import logging
@@ -23,36 +21,32 @@ KEY = "LANEFORMER_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Serve a checkpoint over HTTP, in the forms of OpenAI's completions and chat completions. docs/serving.md has the
-    details.
-    """
+    """Serve a checkpoint over HTTP with OpenAI's completions and chat completions. docs/serving.md has the details."""
 
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions]
-    """What answers."""
+    """The engine that answers."""
     host: str = "127.0.0.1"
-    """Address to listen on. Others than this machine's own need a key."""
+    """Address to listen on. One that other machines can reach needs a key."""
     port: int = 8000
     """Port to listen on; 0 for any free one."""
     model_name: str = ""
-    """What clients call the model; by default the name of the checkpoint's folder."""
+    """Name of the model for clients; by default that of the checkpoint's folder."""
     api_key_file: File = None
-    """File with the key that clients must send; the environment variable LANEFORMER_API_KEY does the same."""
+    """File with the key that clients must send; or set the environment variable LANEFORMER_API_KEY."""
     insecure: bool = False
-    """Listen on --host without a key: whoever reaches it may use it."""
+    """Listen on --host without a key: any client that reaches it may use it."""
     allowed_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Answer requests for this host name too, besides localhost and IP addresses; may be repeated."""
+    """Accept requests for this host name besides localhost and IP addresses; may be repeated."""
     chat_template: File = None
     """Chat template (Jinja) instead of the checkpoint's."""
     max_waiting: int = 16
-    """Requests that may wait while one is answered; more are refused."""
+    """Maximum number of waiting requests; more are refused."""
     timeout: float = 120.0
-    """Seconds for a request, its time in the queue included."""
+    """Maximum time of a request, including the queue, s."""
     stream_interval_ms: float = 0.0
-    """Milliseconds between two events of a stream at least: fewer and larger ones."""
+    """Minimum time between two events of a stream, ms; longer times give fewer and larger events."""
     tokens_per_dispatch: Integer = None
-    """Tokens between two looks of the host, and so at whether the client is still there; by default the engine's
-    choice.
-    """
+    """Tokens after which a disconnected client is noticed; by default the engine's choice."""
 
 
 def run(options: Options) -> int:
@@ -72,10 +66,10 @@ def run(options: Options) -> int:
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
         raise ConfigError(
-            f"--host {options.host}: others could reach it: set a key with {KEY} or --api-key-file, or say --insecure"
+            f"--host {options.host} is reachable by others: set a key with {KEY} or --api-key-file, or give --insecure"
         )
     listening = listen(options.host, options.port)
-    logging.basicConfig(format="%(message)s", force=True)  # also where an imported library has set one up
+    logging.basicConfig(format="%(message)s", force=True)  # replaces a handler that an imported library installed
     logging.getLogger("infer").setLevel(logging.INFO)
     metrics = Metrics()
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
@@ -85,7 +79,7 @@ def run(options: Options) -> int:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.close()  # first: streams that go on would be waited for
+            engine.close()  # first: otherwise uvicorn waits for open streams
             await super().shutdown(sockets)
 
     app = Api(engine, metrics, name, options.stream_interval_ms / 1000).app(key, {options.host, *options.allowed_host})
@@ -101,10 +95,7 @@ def run(options: Options) -> int:
             timeout_graceful_shutdown=1,
         )
     )
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # uvicorn ends in good order, and then raises what it was ended with once more
+    for number in (signal.SIGINT, signal.SIGTERM):  # after a clean shutdown uvicorn raises the signal again
         signal.signal(number, lambda *_: None)
     host, port = listening.getsockname()[:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}", file=sys.stderr, flush=True)
@@ -116,27 +107,27 @@ def run(options: Options) -> int:
 
 
 def _is_first() -> bool:
-    """Whether this process of the job is the one that clients talk to."""
-    from laneformer.processes import job_index  # has JAX, which the web process does without
+    """Whether this process of the job is the one that listens."""
+    from laneformer.processes import job_index  # imports JAX, which the web process does not need
 
     return job_index() == 0
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for what would fail only with the first request, or cannot be meant."""
+    """Raises ConfigError for values outside their range."""
     if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: give a number from 1 to 65535, or 0 for any free port")
+        raise ConfigError(f"--port must be from 1 to 65535, or 0 for any free port, got {options.port}")
     options.engine.check()
     for name, least in (("max_waiting", 0), ("stream_interval_ms", 0), ("tokens_per_dispatch", 1)):
         value = getattr(options, name)
         if value is not None and not value >= least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if not 0 < options.timeout < float("inf"):
-        raise ConfigError(f"--timeout {options.timeout}: give seconds, more than 0")
+        raise ConfigError(f"--timeout must be above 0 seconds, got {options.timeout}")
 
 
 def read_key(options: Options) -> str | None:
-    """The key that clients must send. Raises ConfigError for one that is none."""
+    """The key that clients must send, if any. Raises ConfigError for an unusable key."""
     if options.api_key_file is not None and KEY in os.environ:
         raise ConfigError(f"give either --api-key-file or {KEY}, not both")
     if options.api_key_file is not None:
@@ -149,13 +140,13 @@ def read_key(options: Options) -> str | None:
     else:
         return None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{source} holds no key: write one of printable ASCII characters without spaces")
+        raise ConfigError(f"{source} has no valid key: use printable ASCII characters without spaces")
     return key
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on the address, before anything is loaded. Raises ConfigError."""
+    """A socket that listens on the address. Raises ConfigError."""
     try:
         return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
     except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror}: choose another address or port") from None
+        raise ConfigError(f"cannot listen on --host {host} --port {port} ({error.strerror}): choose others") from None

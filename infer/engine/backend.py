@@ -1,4 +1,4 @@
-"""What every backend takes and gives: a model's source and then requests in, chunks of tokens out."""
+"""What every backend takes and returns: the source of a model and requests in, chunks of tokens out."""
 
 import dataclasses
 import threading
@@ -20,23 +20,23 @@ from laneformer.precision import Precision
 
 
 class Source(Protocol):
-    """A model to run, whose weights a backend takes in the form that suits it: one at a time, or all as JAX arrays."""
+    """A model to run. A backend reads its weights one at a time, or all of them as JAX arrays."""
 
     config: ModelConfig
     precision: Precision
-    """The wanted one; its `param` is the weights' dtype."""
+    """Precision to compute in; its `param` is the dtype of the weights."""
     mesh: Mesh | None
-    """Over which the lanes spread; None for one device."""
+    """Devices that the lanes are spread over; None for one device."""
     stored_dtype: str
-    """Dtype name of the weights as they come."""
+    """Name of the dtype in which the weights are stored."""
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and lane-first array of each weight in the order of `parameter_table`; valid until the next one is asked
-        for.
+        """Path and lane-first array of each weight in the order of `parameter_table`; an array is valid until the next
+        one is read.
         """
 
     def model(self) -> Laneformer:
-        """The model, on its mesh."""
+        """The model as JAX arrays, on its mesh."""
 
 
 class ModelSource:
@@ -56,7 +56,7 @@ class ModelSource:
 
 
 def _host_array(weight: jax.Array) -> np.ndarray:
-    """The whole weight, without what np.asarray would do: the array would keep its copy on the host for good."""
+    """The whole weight. After np.asarray the JAX array would keep its copy on the host as well."""
     if not (weight.is_fully_addressable or weight.is_fully_replicated):
         return multihost_utils.process_allgather(weight, tiled=True)
     host = jax.local_devices(backend="cpu")[0]
@@ -95,7 +95,7 @@ class CheckpointSource:
 
 
 class Cancellation(threading.Event):
-    """Set when nobody wants more."""
+    """Set once no more tokens are wanted; calls a function at that moment."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class Cancellation(threading.Event):
                 self._then()
 
     def call(self, then: Callable[[], None] | None) -> None:
-        """`then` at the moment it is set, or now if it is; None for nothing any more."""
+        """Calls `then` when the event is set, or now if it already is; None removes it."""
         with self._calling:
             self._then = then
             if then is not None and self.is_set():
@@ -122,48 +122,46 @@ class Request:
     prompt: np.ndarray
     """Token ids, int32 [n], n >= 1."""
     limit: int
-    """Tokens to draw at most, at least 1; prompt and answer together fit the model's context."""
+    """Maximum number of tokens to draw, at least 1; prompt and answer together fit the model's context."""
     sampling: Sampling
     stop_tokens: tuple[int, ...]
-    """Nothing is drawn after one of these."""
+    """Ids after which nothing is drawn."""
     tokens_per_dispatch: int | None = None
-    """Tokens between two looks of the host; None lets the backend choose."""
+    """Tokens per dispatch, after which they reach the host; None lets the backend choose."""
     top_logprobs: int = 0
-    """How many of the most likely tokens to tell at each position; no more than the vocabulary has."""
+    """Number of most likely tokens to report at each position; at most the size of the vocabulary."""
     cancelled: Cancellation = field(default_factory=Cancellation)
-    """A backend that keeps the host waiting for longer than a dispatch must look at it, or be called."""
+    """A backend whose calls last longer than a dispatch must poll this, or register a function with it."""
 
 
 class Chunk(NamedTuple):
-    """Tokens that reached the host together. A stop token is the last one."""
+    """Tokens that reached the host together. A stop token can only be the last one."""
 
     tokens: list[int]
     logprobs: list[float]
     """Log softmax of the raw logits at each token."""
     top: list[list[tuple[int, float]]]
-    """For each token the `top_logprobs` most likely ones at its position by the raw logits, with their
-    log-probabilities: the most likely first, the lowest id first among equals.
+    """For each token, the `top_logprobs` most likely ones at its position by the raw logits and their
+    log-probabilities; the most likely first, equals by ascending id.
     """
 
 
 class Backend(Protocol):
-    """Draws tokens for one request at a time; the tokens follow infer/sampling.py."""
+    """Draws tokens for one request at a time, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
     source: Source
     conditions: dict[str, Any]
-    """What its speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, and what else there is to
-    say.
-    """
+    """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, and facts of this backend."""
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
-        """Why this backend cannot run the model on this machine, and the remedy; None if it can."""
+        """The reason why this backend cannot run the model on this machine, and the remedy; None if it can."""
 
     def __init__(self, source: Source): ...
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        """Sets the prefill going and gives the chunks: at most `limit` tokens, none after a stop token, fewer if
+        """Starts the prefill and returns the chunks: at most `limit` tokens, none after a stop token, fewer if
         cancelled.
 
         The first chunk is the first token alone. Closing the iterator at any point leaves the backend ready for the
@@ -172,7 +170,7 @@ class Backend(Protocol):
 
 
 def device_name(device: jax.Device) -> str:
-    """The GPU's or the CPU's model."""
+    """The product name of the GPU or CPU."""
     if device.platform == "cpu":
         try:
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -188,5 +186,5 @@ def on_host() -> bool:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest one that is at least so large: sizes of arrays, so that few programs are compiled."""
+    """The smallest power of two >= `least`; used for sizes of arrays, so that few programs are compiled."""
     return 1 << (least - 1).bit_length()

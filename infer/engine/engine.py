@@ -31,16 +31,13 @@ from laneformer.weights import parameter_count
 
 log = logging.getLogger("infer")
 
-ORDER = ("cuda", "hip", "cpu", "xla")  # in which "auto" tries them
+ORDER = ("cuda", "hip", "cpu", "xla")  # the order in which "auto" tries them
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend
     for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
 }
-NAMES = (
-    *ORDER,
-    CudaGraphBackend.name,
-    CudaOverlapBackend.name,
-)  # the last ones are to compare with: auto never takes them
+# The last two are for comparison; auto never takes them.
+NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
 MOST_TOP_LOGPROBS = 20
 
 
@@ -61,12 +58,12 @@ class Engine:
         name: str = "model",
         **options: Any,
     ):
-        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` says
-        which.
+        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` has
+        its name. name: of the model, for reports. options: of the backend, such as threads for cpu (see
+        infer/engine/cpu.py).
 
-        name: of the model, for reports. options: of the backend, such as threads for cpu (see infer/engine/cpu.py).
-        Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for options that
-        it does not have.
+        Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for an option
+        that the backend does not have.
         """
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
@@ -92,8 +89,8 @@ class Engine:
     ) -> "Engine":
         """An engine for a checkpoint and the tokenizer.json beside it, if there is one.
 
-        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: over how many
-        the lanes spread. backend, options: as above. Raises CheckpointError or ConfigError.
+        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: how many to
+        spread the lanes over. backend, options: as above. Raises CheckpointError or ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
         source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
@@ -102,25 +99,23 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        """The backend in use."""
+        """The name of the backend in use."""
         return self._backend.name
 
     @property
     def model(self) -> Laneformer:
-        """The model as backend xla runs it; its weights may be replaced between generations. ConfigError on backends
-        that have none.
+        """The model as backend xla runs it; its weights may be replaced between generations. Raises ConfigError on
+        other backends.
         """
         if not isinstance(self._backend, XlaBackend):
             raise ConfigError(
-                f"backend {self.backend} keeps the weights in a form of its own: use laneformer.load, or backend xla"
+                f"backend {self.backend} keeps packed weights and has no model: use laneformer.load, or backend xla"
             )
         return self._backend.model
 
     @property
     def session(self) -> DecodeSession | None:
-        """What the native backends keep in their library, for measurements: when each token was drawn. None on backend
-        xla.
-        """
+        """The session of a native backend, for measurements such as the time of each token. None on backend xla."""
         return getattr(self._backend, "session", None)
 
     @property
@@ -130,12 +125,12 @@ class Engine:
 
     @property
     def precision(self) -> Precision:
-        """The precision that the backend was asked for."""
+        """The precision that was asked for."""
         return self._backend.source.precision
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What a measured speed depends on, apart from the request; belongs beside every figure."""
+        """What a measured speed depends on, apart from the request. Report it with every figure."""
         return {
             "model": self.name,
             "parameters": parameter_count(self.config),
@@ -149,13 +144,11 @@ class Engine:
         }
 
     def encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        """The prompt as generate() takes it: token ids, int32 [n]. Raises InputError unless it leaves room for an
-        answer.
-        """
+        """Token ids of a prompt, int32 [n]. Raises InputError for a prompt that `generate` would refuse."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(
-                    "a text prompt needs a tokenizer.json beside the checkpoint: put it there, or give token ids"
+                    "a text prompt needs a tokenizer.json beside the checkpoint: add the file, or give token ids"
                 )
             ids = np.asarray(self.tokenizer.encode(prompt), np.int64)
         else:
@@ -163,11 +156,11 @@ class Engine:
         if ids.size == 0:
             raise InputError("the prompt is empty: give at least one token")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"a prompt is a text or a list of token ids, not {ids.dtype} {list(ids.shape)}")
+            raise InputError(f"a prompt must be a text or a list of token ids, got {ids.dtype} {list(ids.shape)}")
         if ids.size >= self.config.max_position_embeddings:
             raise InputError(
                 f"the prompt has {ids.size} tokens and the context {self.config.max_position_embeddings}: "
-                "shorten it so that there is room for an answer"
+                "shorten the prompt to leave room for an answer"
             )
         check_ids(self.config, ids[None])
         return ids.astype(np.int32)
@@ -183,16 +176,16 @@ class Engine:
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
     ) -> Generation:
-        """Starts to generate; the tokens come from the returned iterator.
+        """Starts a generation and returns the iterator over its tokens.
 
-        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, taken as they are.
+        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, used as they are.
         max_new_tokens: by default as many as the context has room for. stop_tokens: by default the config's
-        eos_token_id; () for none; not handed out. stop_strings: the text ends before the first of them; they are looked
-        for in the answer's text, which special tokens are not in. tokens_per_dispatch: tokens between two looks of the
-        host, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens each token tells,
-        with their log-probabilities by the raw logits; up to 20.
+        eos_token_id, () for none; they are not yielded. stop_strings: the text ends before the first of them; they are
+        searched for in the answer's text, which has no special tokens. tokens_per_dispatch: tokens that reach the host
+        together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
+        report with each token, with their log-probabilities by the raw logits.
 
-        Raises InputError for a prompt or a limit that cannot work, and while another generation of this engine runs.
+        Raises InputError for a prompt or a limit that the engine refuses, and while another generation runs.
         """
         accepted = time.perf_counter()
         self._require_free()
@@ -206,9 +199,9 @@ class Engine:
             raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(string, str) and string for string in strings):
-            raise InputError(f"stop_strings = {strings!r}: give texts of at least one character")
+            raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")
         if strings and self.tokenizer is None:
-            raise InputError("stop strings need the model's tokenizer, which was not found: give stop_tokens instead")
+            raise InputError("stop strings need a tokenizer, and the model has none: give stop_tokens instead")
         request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
         if self._leader is not None:
             self._leader.announce(request)
@@ -217,24 +210,23 @@ class Engine:
         return generation
 
     def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
-        """Compiles what a request of that size runs, so that its times are those of the machine alone; returns the
-        seconds it took.
+        """Compiles the programs for a request of that size, which then runs without compiling; returns the seconds that
+        it took.
 
-        Prompts and caches come in a few sizes (powers of two); sampling settings, stop tokens and seeds need no
-        compilation.
+        Prompts and caches are padded to powers of two. Sampling settings, stop tokens and seeds need no compilation.
         """
         began = time.perf_counter()
         prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
         same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs}
         with self.generate(prompt, **same, stop_tokens=(), tokens_per_dispatch=1) as generation:
-            for _ in zip(range(2), generation, strict=False):  # the prefill's token and one of the decode loop
+            for _ in zip(range(2), generation, strict=False):  # a token of the prefill and one of the decode loop
                 pass
         return time.perf_counter() - began
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """Within it the other processes of the job, which have called `follow`, generate whatever this one does; for
-        its first process.
+        """For the first process of a job: in this block the other processes, which have called `follow`, generate
+        whatever this one does.
 
             if jax.process_index() == 0:
                 with engine.leading():
@@ -242,8 +234,8 @@ class Engine:
             else:
                 engine.follow()
 
-        What still runs at its end is cancelled. In it `generate` also raises laneformer.processes.GroupError, when a
-        process is lost. In a job of one process there is nobody to lead.
+        A generation that still runs at its end is cancelled. In the block `generate` also raises
+        laneformer.processes.GroupError if a process is lost. In a job of one process it has no effect.
         """
         self._leader = Leader(self._backend)
         try:
@@ -253,12 +245,12 @@ class Engine:
             if (running := self._running and self._running()) is not None:
                 running.cancel()
                 running.settle()
-            with contextlib.suppress(GroupError):  # who is lost cannot be told
+            with contextlib.suppress(GroupError):  # a lost process cannot be informed
                 leader.end()
 
     def follow(self) -> None:
-        """Generates what the first process of the job does, until it leaves its `leading`. Raises GroupError if it has
-        gone.
+        """Generates what the first process of the job does, until that leaves `leading`. Raises GroupError if it is
+        lost.
         """
         follow(self._backend)
 
@@ -267,10 +259,7 @@ class Engine:
         if running is None or running.finished:
             return
         if not running.cancelled:
-            raise InputError(
-                "this engine is still generating: take all of it, or call .cancel() on that generation, before the"
-                " next one"
-            )
+            raise InputError("this engine is still generating: consume or cancel the running generation first")
         running.settle()
 
     def _stop_tokens(self, tokens: int | Iterable[int] | None) -> tuple[int, ...]:
@@ -288,9 +277,9 @@ class Engine:
 
 
 def _choose(name: str, source: Source) -> type[Backend]:
-    """The backend of that name, or the first that can run the model."""
+    """The backend of that name, or for "auto" the first that can run the model."""
     if name not in ("auto", *NAMES):
-        raise ConfigError(f"backend = {name!r}: known are auto, {', '.join(NAMES)}")
+        raise ConfigError(f"unknown backend = {name!r}: choose auto, {', '.join(NAMES)}")
     reasons = {
         known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES
     }
@@ -301,10 +290,7 @@ def _choose(name: str, source: Source) -> type[Backend]:
         log.info("backend %s (auto)", able[0])
         return BACKENDS[able[0]]
     if reasons[name] is not None:
-        raise ConfigError(
-            f"backend {name} is not available ({reasons[name]}); available: {', '.join(able)}, or auto for the first of"
-            " them"
-        )
+        raise ConfigError(f"backend {name} is not available ({reasons[name]}): choose {', '.join(able)}, or auto")
     return BACKENDS[name]
 
 

@@ -1,6 +1,4 @@
-"""In a job of several processes one takes the requests, and the others follow it: what it generates, they generate with
-it.
-"""
+"""Jobs of several processes: the first one takes the requests, and the others generate in step with it."""
 
 import dataclasses
 import logging
@@ -15,35 +13,35 @@ from laneformer.processes import END_SECONDS, Group
 
 log = logging.getLogger("infer")
 
-SECONDS = 300  # for the others to end the request before, and to compile for this one
+SECONDS = 300  # for the other processes to end the previous request and to compile for this one
 
 
 class Leader:
-    """Tells the other processes what this one generates; made while they begin to `follow`. Alone it has
-    nothing to do.
+    """Announces the requests of this process to the others, which call `follow`. In a job of one process it does
+    nothing.
     """
 
     def __init__(self, backend: Backend):
         self._group = Group(backend.source.mesh, SECONDS, "follow the first one")
 
     def announce(self, request: Request) -> None:
-        """Before it starts here. Raises GroupError if a process does not follow."""
+        """Call before the request starts in this process. Raises GroupError if another process does not follow."""
         if self._group.several:
             self._group.share({"request": _as_json(request)})
 
     def end(self) -> None:
-        """The others need not follow any more."""
+        """Releases the other processes from `follow`."""
         self._group.share({}, END_SECONDS)
 
 
 def follow(backend: Backend) -> None:
-    """Generates what the leading process does, in step with it, until that ends. Raises GroupError if it has gone."""
+    """Generates in step with the leading process until that ends. Raises GroupError if it is lost."""
     group = Group(backend.source.mesh, SECONDS, "lead the others")
     while group.several and (request := group.share({}, math.inf)[group.processes[0]].get("request")):
         try:
             for _ in backend.start(_from_json(request)):
                 pass
-        except NativeError as error:  # of this request; the leader has it too
+        except NativeError as error:  # about this request; the leader reports it too
             log.warning("%s", error)
 
 

@@ -15,18 +15,18 @@ from laneformer.errors import CheckpointError
 
 
 class Token(int):
-    """A token id, with what is known of it."""
+    """A token id with its text, log-probability and time."""
 
     text: str
-    """The text that became printable with it: "" while a character or a possible stop string is incomplete, or without
-    tokenizer.
+    """Text that became printable with this token: "" without tokenizer, and while a character or a possible stop string
+    is incomplete.
     """
     logprob: float
-    """Natural log of the probability the model gave it (of the raw logits, whatever the sampling settings)."""
+    """Natural logarithm of its probability by the raw logits, whatever the sampling settings."""
     time: float
-    """Seconds from the acceptance of the request to its arrival on the host."""
+    """Seconds from the acceptance of the request to the token's arrival on the host."""
     top_logprobs: tuple[tuple[int, float], ...]
-    """The most likely tokens here and their log-probabilities, as many as were asked for, the most likely first."""
+    """The most likely tokens at this position and their log-probabilities, the most likely first."""
 
     def __new__(
         cls,
@@ -46,41 +46,40 @@ class Result:
     """A finished generation. Times in seconds, on the host, from the acceptance of the request."""
 
     tokens: tuple[int, ...]
-    """The ids that were handed out; a stop token is not among them, those of a stop string are."""
+    """Ids that were yielded: without the stop token, with the tokens of a stop string."""
     text: str
-    """Their text up to the stop string ("" without tokenizer)."""
+    """Text of the tokens up to the stop string; "" without tokenizer."""
     finish_reason: Literal["stop", "length", "cancelled"]
     stop_reason: int | str | None
-    """The stop token or stop string that ended it."""
+    """The stop token or stop string that ended the generation."""
     prompt_tokens: int
     logprobs: tuple[float, ...]
-    """Of each token."""
+    """Log-probability of each token."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    """Of each token; () where none were asked for."""
+    """The most likely tokens at each position and their log-probabilities; () if none were asked for."""
     time_to_first_token: float | None
-    """Until the first token drawn, a stop token included, was on the host: tokenizing, prefill and the first draw."""
+    """Time until the first token, possibly a stop token, was on the host: tokenizing, prefill and the first draw."""
     prefill_time: float | None
-    """The part of it after tokenizing and checks, in the backend."""
+    """The backend's part of time_to_first_token, without tokenizing and checks."""
     token_times: tuple[float, ...]
-    """Of each token; tokens of one dispatch arrive together."""
+    """Arrival time of each token; tokens of one dispatch arrive together."""
     time_per_token: float | None
-    """Sustained: from the first token to the last dispatch, over the tokens drawn in between. None with fewer than two.
-    """
+    """Sustained time per token, from the first token to the last dispatch. None with fewer than two tokens."""
     total_time: float
-    """Until the last dispatch; time that the caller took between tokens is in it."""
+    """Time until the last dispatch, including the caller's own time between tokens."""
     tokens_per_dispatch: tuple[int, ...]
-    """Tokens drawn in each dispatch, a stop token and what was drawn after a stop string included."""
+    """Tokens drawn in each dispatch, including a stop token and tokens after a stop string."""
 
 
 class Generation(Iterator[Token]):
-    """Yields `Token`s as they come; made by `Engine.generate`.
+    """Yields `Token`s as they arrive; made by `Engine.generate`.
 
-    `list(generation)` are the ids. Afterwards `.result` has text, reason and timings; asked for earlier, it runs the
-    generation to its end. `.cancel()` ends it, from any thread; so do leaving a `with` block and dropping the last
-    reference. The texts of the tokens joined are the result's text, but for what was held back when the end came after
-    the last token had been handed out: `texts()` has that too.
+    `list(generation)` is the list of ids. `.result` has text, reason and timings; it runs the generation to its end if
+    need be. `.cancel()` ends the generation from any thread; so do leaving a `with` block and dropping the last
+    reference. The result's text is the joined texts of the tokens, plus what was held back when the end was found after
+    the last token had been yielded; `texts()` includes that.
 
-    KeyboardInterrupt while waiting for a token ends the generation as cancelled and is raised on.
+    A KeyboardInterrupt while waiting for a token cancels the generation and is raised again.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Generation(Iterator[Token]):
         stop_strings: tuple[str, ...],
         accepted: float,
     ):
-        """accepted: time.perf_counter() when the request came."""
+        """accepted: time.perf_counter() when the request was accepted."""
         self._request, self._accepted = request, accepted
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(stop_strings)
@@ -108,25 +107,23 @@ class Generation(Iterator[Token]):
 
     @property
     def result(self) -> Result:
-        """The result, after running to the end if need be."""
+        """The result; runs the generation to its end if need be."""
         for _ in self:
             pass
         return self._result
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more can come; the engine is then free."""
+        """Whether the generation has ended, so that the engine is free."""
         return self._result is not None or self._error is not None
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was told to end; it may not have finished yet."""
+        """Whether `cancel` was called; the generation may not have finished yet."""
         return self._request.cancelled.is_set()
 
     def cancel(self) -> None:
-        """Ends the generation: at once, or, while another thread waits for a token, with the dispatch that is
-        running.
-        """
+        """Ends the generation: at once, or after the current dispatch if another thread waits for a token."""
         self._request.cancelled.set()
         if self._lock.acquire(blocking=False):
             try:
@@ -136,7 +133,7 @@ class Generation(Iterator[Token]):
                 self._lock.release()
 
     def texts(self) -> Iterator[str]:
-        """The text as it becomes printable; the pieces joined are `result.text`."""
+        """The text as it becomes printable; the joined pieces are `result.text`."""
         for token in self:
             if token.text:
                 yield token.text
@@ -176,7 +173,7 @@ class Generation(Iterator[Token]):
             raise StopIteration(self._result)
 
     def _take(self, chunk) -> None:
-        """Turns a chunk into ready tokens, up to the end if it is in there."""
+        """Turns a chunk into ready tokens, up to the end of the generation if the chunk contains it."""
         now = time.perf_counter() - self._accepted
         drawn = sum(count for count, _ in self._dispatches)
         self._dispatches.append((len(chunk.tokens), now))
@@ -185,8 +182,7 @@ class Generation(Iterator[Token]):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
                     f"the model's output at position {position} is not a number: its weights are damaged, or too large"
-                    " for their dtype (a checkpoint made for bfloat16 overflows in float16: load it with"
-                    " dtype='bfloat16' or 'float32')"
+                    " for their dtype; copy the checkpoint again, or load it with dtype='bfloat16' or 'float32'"
                 )
             drawn += 1
             if token in self._request.stop_tokens:
@@ -203,7 +199,7 @@ class Generation(Iterator[Token]):
             self._flush()
 
     def _flush(self) -> None:
-        """What was held back goes with the last token if that is still here."""
+        """Appends the text that was held back to the last token, or keeps it as tail if that token was yielded."""
         if self._detokenizer is not None:
             self._tail = self._stops.add(self._detokenizer.flush()) + self._stops.flush()
         if self._ready:
@@ -211,7 +207,7 @@ class Generation(Iterator[Token]):
             self._tail = ""
 
     def _finish(self) -> None:
-        """Writes the result from what was handed out; tokens that were not are dropped if it was cancelled."""
+        """Makes the result from the tokens that were yielded; a cancelled generation drops the others."""
         self._chunks.close()
         reason, stop_reason = self._end or ("cancelled", None)
         if self._ready:

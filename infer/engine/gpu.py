@@ -1,4 +1,4 @@
-"""The GPU backends: the persistent decode kernel of custom_calls on NVIDIA and AMD, one launch for a whole answer."""
+"""The GPU backends: the persistent decode kernel of custom_calls on NVIDIA and AMD GPUs, one launch per answer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +18,17 @@ from laneformer.errors import ConfigError
 from laneformer.processes import Group
 from laneformer.state import Cache
 
-BLOCK, SMALLEST_BLOCK = (
-    512,
-    64,
-)  # tokens of a prompt that go through XLA together; shorter rests go through the kernel, one by one
+# Prompt tokens per XLA block. A rest shorter than the smallest block goes through the kernel, token by token.
+BLOCK, SMALLEST_BLOCK = 512, 64
 
 JOIN_SECONDS = 300  # for the other processes of the job to open their sessions
 
 
 class GpuBackend(NativeBackend):
-    """Packed weights on each device, and the model's own for prompts, which XLA reads in blocks: the weights are there
-    twice.
+    """Decodes with weights packed for the kernel, and reads prompts in blocks through XLA with a second copy of the
+    weights.
 
-    Where the devices belong to several processes, all of these make the engine and then the same requests; each has all
+    If the devices belong to several processes, each process makes the engine and the same requests, and gets all
     tokens.
     """
 
@@ -44,26 +42,25 @@ class GpuBackend(NativeBackend):
         here = "hip" if "rocm" in kind.lower() else "cuda" if device.platform == "gpu" else None
         if here != cls.platform:
             return (
-                f"JAX's devices here are {device.platform}: it needs GPUs of"
-                f" {'AMD' if cls.platform == 'hip' else 'NVIDIA'}"
+                f"it needs {'AMD' if cls.platform == 'hip' else 'NVIDIA'} GPUs, and JAX's devices are {device.platform}"
             )
         if jax.process_count() > 1 and (
             source.mesh is None
             or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
         ):
             return (
-                "the job has several processes: give it a mesh with devices of each of them (devices=...), or use"
+                "the job has several processes: pass a mesh with devices of each of them (devices=...), or use"
                 " backend xla"
             )
         capability, (wanted, which) = str(device.compute_capability), CAPABILITIES[cls.platform]
         if not capability.startswith(wanted):
             return (
-                f"{device.device_kind} has compute capability {capability}: the kernel is written for {wanted}"
+                f"{device.device_kind} has compute capability {capability}, and the kernel is written for {wanted}"
                 f" ({which})"
             )
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
             return (
-                f"it adds in float32, the model in {source.precision.accumulate} and {source.precision.stream}: use"
+                f"it adds in float32, and the model in {source.precision.accumulate} and {source.precision.stream}: use"
                 " backend xla"
             )
         try:
@@ -82,9 +79,9 @@ class GpuBackend(NativeBackend):
         compile_with: Callable | None = None,
         driver: Path | None = None,
     ):
-        """absorb: whether XLA reads long prompts; without, the kernel does, and the weights are there once. The others
-        are for tests and measurements; see custom_calls.gpu.session. Raises ConfigError if the library or the device
-        cannot be used.
+        """absorb: whether XLA reads long prompts; otherwise the kernel does, and only one copy of the weights is kept.
+        The other options are for tests and measurements; see custom_calls.gpu.session. Raises ConfigError if the
+        library or the device cannot be used.
         """
         self.source = source
         self._model = source.model() if absorb else None
@@ -126,7 +123,7 @@ class GpuBackend(NativeBackend):
         }
 
     def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
-        """Blocks of the prompt through XLA, of sizes that are powers of two: few programs to compile."""
+        """Reads blocks of the prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
         done = 0
         while self._model is not None and (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
             count = min(BLOCK, power_of_two(left + 1) // 2)
@@ -147,9 +144,7 @@ class CudaBackend(GpuBackend):
 
 
 class CudaGraphBackend(CudaBackend):
-    """The same kernels, launched one by one for every token, from a CUDA graph: what the persistent kernel is compared
-    with.
-    """
+    """The same kernels, launched one by one for each token from a CUDA graph, to compare the persistent kernel with."""
 
     name, launch = "cuda-graph", "graph"
 
@@ -159,8 +154,8 @@ class CudaGraphBackend(CudaBackend):
 
 
 class CudaOverlapBackend(CudaGraphBackend):
-    """Its launches overlap (programmatic dependent launch): an op's weights are on their way while the one
-    before ends.
+    """A CUDA graph whose launches overlap (programmatic dependent launch): an op's weights are fetched while the
+    previous op ends.
     """
 
     name, launch = "cuda-graph-overlap", "overlapping graph"

@@ -20,28 +20,28 @@ from laneformer.state import Cache
 
 log = logging.getLogger("infer")
 
-PREFILL_BLOCK = 512  # longer prompts go in blocks: attention scores and logits of a whole long prompt would not fit
+PREFILL_BLOCK = 512  # tokens; the attention scores and logits of a whole long prompt would not fit in memory
 SMALLEST_PREFILL, SMALLEST_CACHE = 16, 256
-LONGEST_DISPATCH = 1024  # tokens, the size of the output buffer
+LONGEST_DISPATCH = 1024  # tokens; the size of the output buffer
 DISPATCH_SECONDS = 0.075
-GROWTH = 4  # at most, from one dispatch to the next
+GROWTH = 4  # largest ratio of the tokens of a dispatch to those of the previous one
 
 
 class State(NamedTuple):
-    """Carried from token to token."""
+    """What the decode loop carries from token to token."""
 
     cache: Cache
     token: jax.Array
-    """int32 scalar: drawn, not yet in the cache."""
+    """Last token drawn, int32 scalar; not yet in the cache."""
     seen: jax.Array
-    """bool [v]: tokens of the prompt and the answer so far."""
+    """Tokens of the prompt and the answer so far, bool [v]."""
 
 
 class XlaBackend:
-    """Prefill and decode loop through XLA. One request at a time; the cache is kept for the next one of the same size.
+    """Runs prefill and decode loop through XLA. The cache is kept for the next request of the same size.
 
-    Where the devices belong to several processes, all of these make the same requests; what one of them cancels ends in
-    all.
+    If the devices belong to several processes, each process makes the same requests; a request that one of them cancels
+    ends in all.
     """
 
     name = "xla"
@@ -60,31 +60,29 @@ class XlaBackend:
             "device": device_name(next(iter(embedding.devices()))),
             "devices": len(embedding.devices()),
         }
-        self._cache: tuple[list, list] | None = None  # keys and values, when no dispatch has them
+        self._cache: tuple[list, list] | None = None  # keys and values, unless a dispatch owns them
         weight = embedding.sharding
         everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
 
         def share(logits_v):
-            """Where the head is split each device has a part of the logits: all of them draw the token, from
-            all of it.
-            """
+            """Gathers the logits of a head that is split over the devices: each device draws from all of them."""
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
         def draw(state: State, logits_v, params, top) -> tuple[State, tuple]:
-            """The state with one more token, and what the host wants to know: token, log-probability and, if asked for,
-            the `top` ones.
+            """The state with one more token, and what the host reads: token, log-probability and, if asked for, the
+            `top` most likely tokens with theirs.
             """
             logits_v = share(logits_v)
             token, logprob = sample(logits_v, state.seen, state.cache.length, params)
-            told = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
-            return State(state.cache, token, state.seen.at[token].set(True)), told
+            output = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
+            return State(state.cache, token, state.seen.at[token].set(True)), output
 
         def absorb(model, cache, ids_bs) -> Cache:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
         def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
-            """ids [1, s]: the prompt's last `real` tokens and padding, which later tokens overwrite before any
-            attention reads it.
+            """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding; later
+            tokens overwrite the padding in the cache before attention reads it.
             """
             start = cache.length
             logits, cache = model.extend(ids_bs, cache)
@@ -96,8 +94,8 @@ class XlaBackend:
             )
 
         def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
-            """Tokens up to the least of `counts`, one of each process, and none after a stop token; what is told of
-            them, each [LONGEST_DISPATCH, ...], and how many there are.
+            """Draws as many tokens as the smallest of `counts`, which has one count per process, and none after a stop
+            token. Returns the state, what the host reads, each [LONGEST_DISPATCH, ...], and the number of tokens.
             """
             count = counts.min()
 
@@ -108,16 +106,15 @@ class XlaBackend:
             def step(carry):
                 state, lists, n, _ = carry
                 logits, cache = model.extend(state.token[None, None], state.cache, last_only=True)
-                state, told = draw(state._replace(cache=cache), logits[0, 0], params, top)
+                state, output = draw(state._replace(cache=cache), logits[0, 0], params, top)
                 stopped = (state.token == stop_tokens).any()
-                return state, tuple(x.at[n].set(one) for x, one in zip(lists, told, strict=True)), n + 1, stopped
+                return state, tuple(x.at[n].set(one) for x, one in zip(lists, output, strict=True)), n + 1, stopped
 
             kinds = [((), jnp.int32), ((), jnp.float32), *([((top,), jnp.int32), ((top,), jnp.float32)] if top else [])]
             lists = tuple(jnp.zeros((LONGEST_DISPATCH, *shape), dtype) for shape, dtype in kinds)
             return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
 
-        # Outputs lie where inputs do, so that the cache stays in place and every call meets the program compiled for
-        # the first.
+        # Outputs have the shardings of the inputs, so that the cache stays in place and one program serves all calls.
         place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
         layers = [place] * self.model.config.num_hidden_layers
         self._place = Cache(layers, layers, everywhere)
@@ -148,13 +145,13 @@ class XlaBackend:
         next(chunks)
         return chunks
 
-    def _chunks(self, request: Request, params, state: State, told: tuple) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, params, state: State, first: tuple) -> Iterator[Chunk]:
         chunk, drawn, pace = None, 0, 1
         stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
 
         def dispatch(count: int) -> tuple[tuple, int]:
-            """What is told of up to `count` more tokens, and how many they are."""
+            """Draws up to `count` more tokens; what the host reads of them, and their number."""
             nonlocal state
             self._cache = None
             state, lists, n = self._decode(
@@ -168,8 +165,8 @@ class XlaBackend:
             return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
 
         try:
-            yield  # to `start`: a generator that has not begun does not hear of its end
-            chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+            yield  # to `start`: closing a generator before its first yield would skip the handler below
+            chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
             self._cache = (state.cache.keys, state.cache.values)
             while True:
                 yield chunk
@@ -184,15 +181,15 @@ class XlaBackend:
                 pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
                 chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + n
         except GeneratorExit:
-            if self._several:  # the others are in the next dispatch, or will be
+            if self._several:  # the other processes wait for this one in the next dispatch
                 if chunk is None:
-                    chunk, drawn = _chunk(*(one[None] for one in jax.device_get(told))), 1
+                    chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
                 if not ended():
                     dispatch(0)
             raise
 
     def _of_all(self, count: int) -> np.ndarray | jax.Array:
-        """The counts of all processes, of which this one gives its own: one for each device."""
+        """The counts of all processes, one per device; this process contributes its own."""
         if not self._several:
             return np.int32(count)
         mesh = self.model.mesh
@@ -201,12 +198,10 @@ class XlaBackend:
         )
 
     def _take_cache(self, positions: int) -> Cache:
-        """An empty cache with room for so many positions: a power of two, or the whole context."""
+        """An empty cache with room for that many positions, rounded up to a power of two or the whole context."""
         capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
-        if (
-            kept is not None and kept[0][0].shape[2] == capacity
-        ):  # what stands in it lies after the positions that attention reads
+        if kept is not None and kept[0][0].shape[2] == capacity:  # old entries are beyond what attention reads
             cache = Cache(*kept, jnp.zeros((), jnp.int32))
         else:
             cache = self.model.make_cache(1, capacity)
@@ -219,7 +214,7 @@ def _chunk(
     likely: np.ndarray | None = None,
     likely_logprobs: np.ndarray | None = None,
 ) -> Chunk:
-    """tokens, logprobs [n]; likely, likely_logprobs [n, top_logprobs], if they were asked for."""
+    """The chunk of tokens [n], logprobs [n] and, if asked for, likely and likely_logprobs [n, top_logprobs]."""
     if likely is None:
         top = [[] for _ in tokens]
     else:
@@ -228,8 +223,8 @@ def _chunk(
 
 
 def _for_its_devices(model: Laneformer) -> Laneformer:
-    """The model itself; in float32 on a CPU that is to multiply in it, where XLA would convert 16-bit weights anew for
-    every product.
+    """The model; its weights become float32 if a CPU is to multiply in float32, where XLA would otherwise convert
+    16-bit weights again for every product.
     """
     weight = model.tok_embeddings[...]
     if (
@@ -239,7 +234,7 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
     ):
         return model
     log.info(
-        "backend xla on a CPU: weights converted from %s to float32, in which it is about 20 times faster", weight.dtype
+        "backend xla on a CPU: converted the weights from %s to float32, which is about 20 times faster", weight.dtype
     )
     precision = dataclasses.replace(model.precision, param="float32")
     convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time

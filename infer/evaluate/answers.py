@@ -1,4 +1,4 @@
-"""From what a model wrote to a program: completions of a prompt, and answers of a chat with code blocks in them."""
+"""Programs from the texts of a model: completions of a prompt, and chat answers with code blocks."""
 
 import io
 import re
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from infer.evaluate.problems import Problem, parse
 
-# Where a completion ends; what EvalPlus stops at (evalplus/provider/utility.py), for comparable scores.
+# Strings that end a completion: EvalPlus's (evalplus/provider/utility.py), for comparable scores.
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(")
-FUNCTION_STOPS = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")  # the prompt has begun the function
+FUNCTION_STOPS = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ")  # the prompt starts the function
 SCRIPT_STOPS = ('\n"""', "\nassert")  # the prompt is a docstring; helper functions may come first
 REQUEST = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code"
@@ -20,32 +20,32 @@ OPEN_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """A program, in both forms that evaluators take."""
+    """A program in the two forms that evaluators read."""
 
     solution: str
     """The whole program."""
     completion: str
-    """What makes a program of the problem's prompt when it is put behind it."""
+    """The text that completes the problem's prompt to a program."""
 
 
 def stop_strings(problem: Problem) -> tuple[str, ...]:
-    """Where the completion of a prompt ends."""
+    """The strings that end the completion of a problem's prompt."""
     return (*STOPS, *(FUNCTION_STOPS if _defines(problem.prompt, problem.entry_point) else SCRIPT_STOPS))
 
 
 def from_completion(problem: Problem, text: str) -> Answer:
-    """The prompt and what followed it, without unfinished statements at the end."""
+    """The prompt and its completion, without unfinished statements at the end."""
     solution = whole_statements(problem.prompt + text)
-    if len(solution) < len(problem.prompt):  # a text that cannot be made a program of; it stays as it is and fails
+    if len(solution) < len(problem.prompt):  # no program: keep the text, which fails
         solution = problem.prompt + text
     return Answer(solution, solution[len(problem.prompt) :])
 
 
 def from_chat(problem: Problem, text: str) -> Answer:
-    """The program of the last code block that defines the function, else the last block, else all of the text.
+    """The program in the last code block that defines the function, else in the last block, else in the whole text.
 
-    What the prompt has before the function (imports, helpers) goes before it. An answer that does not define the
-    function is taken as its continuation.
+    It starts with what the prompt has before the function (imports, helpers). An answer that does not define the
+    function is read as a completion of the prompt.
     """
     blocks = BLOCK.findall(text) or OPEN_BLOCK.findall(text) or [text]
     defining = [block for block in blocks if _defines(block, problem.entry_point)]
@@ -58,9 +58,9 @@ def from_chat(problem: Problem, text: str) -> Answer:
 
 
 def whole_statements(text: str) -> str:
-    """The longest beginning of the text, in lines, that is Python; the text itself if there is none.
+    """The longest prefix of the text, in lines, that is Python; the text itself if there is none.
 
-    Goes back from error to error, so that it takes a few parses however long the text is.
+    Goes back from error to error, so that it takes a few parses, however long the text is.
     """
     lines = list(io.StringIO(text, newline="\n"))
     end = len(lines)
@@ -70,7 +70,7 @@ def whole_statements(text: str) -> str:
             return "".join(lines[:end])
         except SyntaxError as error:
             end = min(end, error.lineno or end) - 1
-        except (ValueError, RecursionError, MemoryError):  # null bytes, half characters, too deep for the parser
+        except (ValueError, RecursionError, MemoryError):  # null bytes, lone surrogates, too deep nesting
             return text
     return text
 

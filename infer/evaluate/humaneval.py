@@ -1,4 +1,4 @@
-"""Functional correctness of what a model writes: samples for programming problems, their verdicts, and pass@k.
+"""Functional correctness of generated programs: samples for programming problems, their verdicts, and pass@k.
 
     problems = infer.evaluate.problems.load_problems("HumanEval.jsonl.gz")
     print(infer.evaluate.humaneval.evaluate(engine, problems, max_new_tokens=512).summary)
@@ -35,11 +35,11 @@ TOO_LONG = "prompt too long"
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one sample ended."""
+    """The outcome of one sample."""
 
     task_id: str
     sample: int
-    """Number of the sample among those of the problem, from 0."""
+    """Number of the sample among those of its problem, from 0."""
     outcome: Outcome
 
     @property
@@ -54,15 +54,15 @@ class Report:
     problems: ProblemSet
     verdicts: tuple[Verdict, ...]
     samples: tuple[Sample, ...]
-    """In the order of `verdicts`."""
+    """The samples in the order of `verdicts`."""
     sandbox: Mapping[str, Any]
     limits: Mapping[str, Any]
     settings: Mapping[str, Any] | None
-    """How the samples were made; None where that is not known."""
+    """How the samples were made; None if unknown."""
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """task_id -> (samples, those that passed), of the problems that have samples."""
+        """task_id -> (samples, passed samples), for the problems that have samples."""
         counts: dict[str, tuple[int, int]] = {}
         for verdict in self.verdicts:
             n, passed = counts.get(verdict.task_id, (0, 0))
@@ -71,17 +71,17 @@ class Report:
 
     @property
     def pass_at(self) -> dict[int, float]:
-        """k -> pass@k as a share, for the k in PASS_AT that every problem has samples for."""
+        """k -> pass@k as a share, for the k in PASS_AT of which every problem has enough samples."""
         return {k: value for k in PASS_AT if (value := pass_at_k(self.counts, k)) is not None}
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of pass@1, the problems taken for a sample of all such problems."""
+        """The 95 % interval of pass@1, with the problems as a sample of all such problems."""
         return wilson(self.pass_at[1], len(self.counts))
 
     @property
     def speed(self) -> dict[str, Any] | None:
-        """Tokens and times of the generation, in seconds; None for samples made elsewhere."""
+        """Tokens and times of the generation, in seconds; None for samples from elsewhere."""
         asked = [sample for sample in self.samples if sample.seconds is not None]
         if not asked:
             return None
@@ -102,7 +102,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Some lines for people."""
+        """The result in a few lines."""
         passed, (low, high) = sum(verdict.passed for verdict in self.verdicts), self.interval
         shares = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in self.pass_at.items())
         lines = [
@@ -124,11 +124,11 @@ class Report:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many samples ended how."""
+        """Number of samples by verdict, the most frequent first."""
         return dict(Counter(verdict.outcome.verdict for verdict in self.verdicts).most_common())
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a file: shares from 0 to 1, times in seconds."""
+        """The whole report for a file: shares from 0 to 1, times in seconds."""
         return {
             "schema": SCHEMA,
             "passed": sum(verdict.passed for verdict in self.verdicts),
@@ -172,19 +172,19 @@ def evaluate(
     judge: Judge | None = None,
     progress: bool = False,
 ) -> Report:
-    """Lets a model solve problems, `samples` times each, and scores what it wrote.
+    """Generates `samples` solutions of each problem with a model, and scores them.
 
-    model: an engine, or a model, which then needs the tokenizer. chat: the template to ask with; without it the model
-    continues the prompts. judge: to keep from call to call, as in training: its sandbox is set up and the reference
-    solutions are run once.
+    model: an engine, or a model together with `tokenizer`. chat: the template to ask with; without it the model
+    continues the prompts. judge: keep one from call to call, as in training, so that the sandbox is set up and the
+    reference solutions are run once.
 
-    Raises ConfigError or InputError for what cannot work, HarnessError where programs cannot be judged.
+    Raises ConfigError or InputError for invalid arguments, HarnessError if programs cannot be judged.
     """
     engine = Engine(model, tokenizer=tokenizer) if isinstance(model, Laneformer) else model
     settings = generation_settings(engine, problems, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat)
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(Judge()) if judge is None else judge
-        ours.verify(problems.problems, progress)  # first: a sandbox that does not work should not cost a generation
+        ours.verify(problems.problems, progress)  # before generating: a broken sandbox should not cost a generation
         made = generate(
             engine,
             problems,
@@ -208,17 +208,17 @@ def generate(
     done: Mapping[str, int] | None = None,
     progress: bool = False,
 ) -> Iterator[Sample]:
-    """Samples, problem by problem; `done` says how many there are of each already.
+    """Samples, problem by problem. done: number of existing samples of each problem.
 
-    The seed of a sample is made of the sampling's seed, the problem and the sample's number, so that it does not matter
-    where one begins.
+    The seed of a sample is a hash of the sampling's seed, the problem and the sample's number, so that resuming gives
+    the same samples.
     """
     if samples < 1:
-        raise ConfigError(f"samples = {samples}: give at least 1")
+        raise ConfigError(f"samples must be at least 1, got {samples}")
     if samples > 1 and not sampling.temperature:
-        raise ConfigError(f"{samples} samples per problem at temperature 0 are all the same: give a temperature")
+        raise ConfigError(f"{samples} samples per problem at temperature 0 are all equal: give --temperature")
     if engine.tokenizer is None:
-        raise InputError("evaluation needs a tokenizer.json beside the checkpoint: put it there")
+        raise InputError("evaluation needs a tokenizer.json beside the checkpoint: add the file")
     jobs = [(problem, n) for problem in problems for n in range((done or {}).get(problem.task_id, 0), samples)]
     compiled: set[tuple[int, int]] = set()
     for problem, n in progress_bar(jobs, "generating", len(jobs), "sample", progress):
@@ -235,7 +235,7 @@ def _sample(
     chat: ChatTemplate | None,
     compiled: set[tuple[int, int]],
 ) -> Sample:
-    """compiled: sizes of requests that the engine was warmed up for, so that compiling is not in the times."""
+    """One sample. compiled: sizes of requests that the engine was warmed up for; times exclude compilation."""
     ends = engine.config.eos_token_id
     if chat is None:
         ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
@@ -290,8 +290,8 @@ def score(
 ) -> Report:
     """The verdicts of samples, after the reference solutions of their problems have passed.
 
-    verdicts: those that are known are taken, the others put in. settings: how the samples were made, for the report.
-    Raises HarnessError where that cannot be found out; no failure of the harness is one of a sample.
+    verdicts: a file of known verdicts, to which new ones are added. settings: how the samples were made.
+    Raises HarnessError if a program cannot be judged, which never counts as a failed sample.
     """
     judge.verify([problems[task_id] for task_id in dict.fromkeys(sample.task_id for sample in samples)], progress)
     known = verdicts.known if verdicts else {}
@@ -312,7 +312,7 @@ def score(
 def generation_settings(
     engine: Engine, problems: ProblemSet, *, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None
 ) -> dict[str, Any]:
-    """Everything that samples depend on, apart from how many there are."""
+    """Everything that samples depend on, except their number."""
     return {
         "mode": "completion" if chat is None else "chat",
         "template_sha256": chat and chat.sha256,
@@ -326,5 +326,5 @@ def generation_settings(
 
 
 def data_report(problems: ProblemSet) -> dict[str, Any]:
-    """Which problems."""
+    """The problems' origin, for reports."""
     return {"name": problems.name, "kind": problems.kind, "sha256": problems.sha256, "notes": list(problems.notes)}

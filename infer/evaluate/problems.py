@@ -1,6 +1,4 @@
-"""Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the files their authors publish or
-through `datasets`.
-"""
+"""Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the published files or `datasets`."""
 
 import ast
 import gzip
@@ -24,8 +22,8 @@ HUB = {
     "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "test"),
     "mbpp+": ("evalplus/mbppplus", None, "test"),
 }
-# Defects of the published -OriginFmt files: part of a test, what stands there instead, and why. EvalPlus's own
-# evaluator, which has other tests, compares as the second does.
+# Defects of the published -OriginFmt files: part of a test, its replacement, and the reason. The replacement compares
+# as EvalPlus's evaluator does, whose tests are others.
 REPAIRS = (
     (
         "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32
@@ -44,22 +42,21 @@ BASE_SECONDS, PLUS_SECONDS = 5.0, 60.0
 
 @dataclass(frozen=True)
 class Problem:
-    """One task."""
+    """One programming problem."""
 
     task_id: str
-    """As in "HumanEval/0" and "Mbpp/2"."""
+    """Name, as in "HumanEval/0" and "Mbpp/2"."""
     prompt: str
-    """What a program begins with: imports, signature and docstring; of MBPP a docstring with the text and the first
-    assertion.
+    """Start of the program: imports, signature and docstring; for MBPP a docstring of the text and the first assertion.
     """
     entry_point: str
     """The function that the tests call."""
     reference: str
-    """A program that passes, the prompt included."""
+    """A program that passes, including the prompt."""
     test: str
-    """Runs after the program and raises if it is wrong."""
+    """A program that runs after the solution and raises if that is wrong."""
     seconds: float
-    """CPU time that a program gets on a machine of nominal speed."""
+    """CPU time for a program, on a machine of nominal speed."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,9 @@ class ProblemSet:
     """HumanEval, HumanEval+, MBPP or MBPP+."""
     problems: tuple[Problem, ...]
     sha256: str
-    """Of the file, or of the rows as JSON where they were downloaded."""
+    """Hash of the file, or of the downloaded rows as JSON."""
     notes: tuple[str, ...] = ()
-    """What was changed in it."""
+    """Changes that were made to the tests."""
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
@@ -83,17 +80,17 @@ class ProblemSet:
         return len(self.problems)
 
     def __getitem__(self, task_id: str | int) -> Problem:
-        """By id; MBPP's also by its number. Raises KeyError."""
+        """The problem of that id, or of an MBPP number. Raises KeyError."""
         return self._by_id[task_name(task_id)]
 
     def __post_init__(self):
         by_id = {problem.task_id: problem for problem in self.problems}
         if len(by_id) < len(self.problems):
-            raise InputError(f"{self.name}: some task_id stands there twice")
+            raise InputError(f"{self.name}: a task_id appears more than once; remove the duplicate")
         object.__setattr__(self, "_by_id", by_id)
 
     def first(self, count: int) -> "ProblemSet":
-        """The first so many of them."""
+        """The first `count` problems."""
         return ProblemSet(self.name, self.kind, self.problems[:count], self.sha256, self.notes)
 
 
@@ -109,11 +106,9 @@ def load_problems(source: str | Path) -> ProblemSet:
         rows, name = _download(str(source)), str(source)
         raw = json.dumps(rows, sort_keys=True).encode()
     else:
-        raise InputError(
-            f"{source} is no file, nor one of {', '.join(HUB)}: give the file of a data set, or one of these names"
-        )
+        raise InputError(f"{source} is not a file: give the file of a data set, or one of {', '.join(HUB)}")
     if not rows:
-        raise InputError(f"{name} has no problems in it")
+        raise InputError(f"{name} contains no problems: get the file again")
     kind, read = _format(rows, name)
     try:
         problems, notes = [], []
@@ -125,24 +120,26 @@ def load_problems(source: str | Path) -> ProblemSet:
                     notes.append(f"{problem.task_id}: test repaired ({why})")
             problems.append(problem)
     except (LookupError, TypeError, AttributeError, SyntaxError, StopIteration) as error:
-        raise InputError(f"{name} is not a whole {kind} file ({type(error).__name__}: {error}): get it again") from None
+        raise InputError(
+            f"{name} is not a complete {kind} file ({type(error).__name__}: {error}): get it again"
+        ) from None
     return ProblemSet(name, kind, tuple(problems), hashlib.sha256(raw).hexdigest(), tuple(notes))
 
 
 def task_name(task_id: str | int) -> str:
-    """MBPP's numbers as names: 2 is "Mbpp/2"."""
+    """The name of a task id; a number is MBPP's: 2 is "Mbpp/2"."""
     return f"Mbpp/{task_id}" if isinstance(task_id, int) or task_id.isdecimal() else task_id
 
 
 def parse(source: str) -> ast.Module:
-    """`ast.parse` that does not warn of what others wrote. Raises what that does."""
+    """`ast.parse` without warnings about the source."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file, which may be packed with gzip. Raises InputError, naming the line."""
+    """The objects of a JSON-lines file, plain or gzipped. Raises InputError, which names the line."""
     return _rows(path.read_bytes(), path.name)
 
 
@@ -162,7 +159,7 @@ def _rows(raw: bytes, name: str) -> list[dict]:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{name} is a damaged gzip file ({error}): get it again") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{name}: a line, or a member of the list, is not a JSON object")
+        raise InputError(f"{name}: each line, or element of the list, must be a JSON object")
     return rows
 
 
@@ -171,26 +168,25 @@ def _download(name: str) -> list[dict]:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{name} comes through datasets: pip install -e '.[data]', or give --data the file of the data set"
+            f"{name} needs the datasets library: pip install -e '.[data]', or give --data the file of the data set"
         ) from None
     path, config, split = HUB[name]
     try:
         return [dict(row) for row in datasets.load_dataset(path, config, split=split)]
-    except Exception as error:  # of many kinds
+    except Exception as error:  # datasets raises many kinds
         raise InputError(f"{path} could not be loaded ({error}): give --data the file of the data set") from None
 
 
 def _format(rows: list[dict], name: str) -> tuple[str, Any]:
     fields = set.intersection(*(set(row) for row in rows))
     if "plus_input" in fields:
-        raise InputError(f"{name} has inputs in place of tests: give the -OriginFmt file of the same release")
+        raise InputError(f"{name} has inputs instead of tests: give the -OriginFmt file of the same release")
     if {"prompt", "entry_point", "canonical_solution", "test"} <= fields:
         return ("HumanEval+" if all("inputs = [" in row["test"] for row in rows) else "HumanEval"), _humaneval
     if {"code", "test_list"} <= fields:
         return ("MBPP+" if "test" in fields else "MBPP"), _mbpp
     raise InputError(
-        f"{name} has the fields {', '.join(sorted(fields))}: known are the files of HumanEval, HumanEval+, MBPP and"
-        " MBPP+"
+        f"{name} has the fields {', '.join(sorted(fields))}: give a file of HumanEval, HumanEval+, MBPP or MBPP+"
     )
 
 
@@ -210,7 +206,7 @@ def _mbpp(row: dict, kind: str) -> Problem:
     setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
     return Problem(
         task_id=task_name(row["task_id"]),
-        prompt=f'"""\n{text}\n{row["test_list"][0].strip()}\n"""\n',  # as EvalPlus asks
+        prompt=f'"""\n{text}\n{row["test_list"][0].strip()}\n"""\n',  # as EvalPlus prompts
         entry_point=_called(row["code"], row["test_list"]),
         reference=row["code"],
         test="\n".join([*setup, *([row["test"]] if kind == "MBPP+" else row["test_list"])]) + "\n",
@@ -219,7 +215,7 @@ def _mbpp(row: dict, kind: str) -> Problem:
 
 
 def _called(code: str, tests: list[str]) -> str:
-    """The function of the program that its tests call first."""
+    """The function of the program that the tests call first."""
     defined = {node.name for node in parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     calls = (node for test in tests for node in ast.walk(parse(test)) if isinstance(node, ast.Call))
     return next(call.func.id for call in calls if isinstance(call.func, ast.Name) and call.func.id in defined)

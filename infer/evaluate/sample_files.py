@@ -1,4 +1,4 @@
-"""Files of samples and of verdicts: read, written line by line, and continued after a kill."""
+"""Files of samples and of verdicts: read, written line by line, and resumed after a kill."""
 
 import hashlib
 import json
@@ -16,28 +16,28 @@ from laneformer.errors import ConfigError, InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One program for one problem. The fields after `solution` are known of those that were generated here."""
+    """One program for one problem. Only samples that were generated here have the fields after `solution`."""
 
     task_id: str
     solution: str
     """The whole program."""
     completion: str | None = None
-    """What makes it of the problem's prompt."""
+    """The part of the program after the problem's prompt."""
     raw: str | None = None
     """The text that the model wrote."""
     finish_reason: str | None = None
-    """stop, length, or "prompt too long" for the model's context."""
+    """stop, length, or "prompt too long" if the prompt exceeds the model's context."""
     prompt_tokens: int | None = None
     n_tokens: int | None = None
     seconds: float | None = None
-    """From the request to the last token, without compiling."""
+    """Time from the request to the last token, without compilation."""
     seconds_per_token: float | None = None
-    """Sustained, after the first token."""
+    """Sustained time per token after the first."""
 
 
 def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
-    """Samples in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"} (EvalPlus), as
-    JSON lines.
+    """Samples from JSON lines in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"}
+    (EvalPlus).
 
     Raises InputError for lines of another form and for problems that are not in the set.
     """
@@ -53,24 +53,24 @@ def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
         except KeyError as error:
             if error.args[0] in ("task_id", "completion"):
                 raise InputError(
-                    f"{path}: sample {n} has no {error.args[0]!r}: write task_id, and completion or solution"
+                    f"{path}: sample {n} has no {error.args[0]!r}: add task_id, and completion or solution"
                 ) from None
             raise InputError(
-                f"{path}: sample {n} is for {row['task_id']!r}, which {problems.name} does not have"
+                f"{path}: sample {n} is for {row['task_id']!r}, which is not in {problems.name}: give its problems"
             ) from None
         except (TypeError, AttributeError):
-            raise InputError(f"{path}: sample {n} is not task_id and completion or solution as text") from None
+            raise InputError(f"{path}: sample {n} must have task_id, and completion or solution, as text") from None
     if not samples:
-        raise InputError(f"{path} has no samples in it")
+        raise InputError(f"{path} contains no samples: name another file, or generate some with --checkpoint")
     return samples
 
 
 class SampleFile:
-    """Samples as they are made. A file of the same settings is continued; what a kill left of a line is dropped."""
+    """A file that grows by one sample at a time. A file of the same settings is resumed, less a half-written line."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], problems: ProblemSet):
-        """settings: everything the samples depend on, as JSON; kept beside the file. Raises ConfigError for a file of
-        other settings.
+        """settings: everything that the samples depend on, as JSON; written beside the file. Raises ConfigError for a
+        file of other settings.
         """
         self._path, kept = path, settings_path(path)
         settings = json.loads(json.dumps(settings))
@@ -78,8 +78,7 @@ class SampleFile:
             before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
             if other := sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key)):
                 raise ConfigError(
-                    f"{path} holds samples made with other settings ({', '.join(other)}): name another file, or"
-                    " remove it"
+                    f"{path} contains samples of other settings ({', '.join(other)}): name another file, or remove it"
                 )
             _drop_partial_line(path)
         else:
@@ -90,7 +89,7 @@ class SampleFile:
 
     @property
     def counts(self) -> Counter[str]:
-        """Samples there are of each problem."""
+        """Number of samples of each problem."""
         return Counter(sample.task_id for sample in self.samples)
 
     def add(self, sample: Sample) -> None:
@@ -106,12 +105,10 @@ class SampleFile:
 
 
 class VerdictFile:
-    """Outcomes as they come, for a scoring that is killed and started again; of no further use once the report is
-    written.
-    """
+    """A file that grows by one outcome at a time, to resume a scoring after a kill; removed after the report."""
 
     def __init__(self, path: Path, conditions: Mapping[str, Any]):
-        """conditions: what verdicts depend on beyond the program. A file of other conditions is begun anew."""
+        """conditions: what verdicts depend on besides the program. A file of other conditions is overwritten."""
         self._path = path
         self.known: dict[str, Outcome] = {}
         header = json.loads(json.dumps(conditions))
@@ -145,12 +142,12 @@ class VerdictFile:
 
 
 def settings_path(samples: Path) -> Path:
-    """Beside the samples."""
+    """The file of settings beside a file of samples."""
     return samples.with_suffix(".settings.json")
 
 
 def replace(path: Path, content: Any) -> None:
-    """Writes JSON so that there is never half a file."""
+    """Writes JSON atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""Judging programs: reference solutions first, verdicts in parallel, and the figures made of them."""
+"""Judging programs: reference solutions first, then verdicts in parallel; pass@k and its interval."""
 
 import math
 import os
@@ -15,28 +15,25 @@ from infer.evaluate.problems import Problem
 from infer.sandbox.sandbox import HarnessError, Limits, Outcome, Sandbox
 from laneformer.errors import ConfigError
 
-# A loop of a known length tells how fast a core is: 5 s are 5 s on a core that takes LOOP_SECONDS for it, and more on a
-# slower one.
+# A loop of known length measures the speed of a core: limits hold for a core that takes LOOP_SECONDS for it, and grow
+# on a slower one.
 LOOP = "n = 0\nfor i in range(2_000_000):\n    n += i * i % 7\n"
 LOOP_SECONDS = 0.15
-REFERENCE_FACTOR = 4  # a program may always take so many times as long as the reference solution did here
+REFERENCE_FACTOR = 4  # a program may always take this many times as long as the reference solution
 
 
 class Judge:
-    """Runs programs against their tests. Made once and used for any number of scorings; `close` it, or use it in a
-    `with` block.
-    """
+    """Runs programs against their tests, for any number of scorings; `close` it, or use it in a `with` block."""
 
     def __init__(self, sandbox: str = "auto", workers: int | None = None):
-        """sandbox: a level of infer.sandbox.sandbox.Sandbox; workers: programs at a time, by default one per core.
+        """sandbox: a level of infer.sandbox.sandbox.Sandbox. workers: programs at a time, by default one per core.
 
-        Raises ConfigError where the sandbox does not work.
+        Raises ConfigError if the sandbox does not work.
         """
         cores = len(os.sched_getaffinity(0))
         if workers is not None and not 1 <= workers <= cores:
             raise ConfigError(
-                f"workers = {workers}: give 1 to {cores}, the cores there are; more would only take time from each"
-                " other"
+                f"workers = {workers}: give 1 to {cores}, the number of cores; more would slow each other down"
             )
         self.workers = workers or cores
         self.sandbox = Sandbox(sandbox)
@@ -44,22 +41,22 @@ class Judge:
         if None in loops:
             self.close()
             raise HarnessError(
-                "a loop of 2,000,000 rounds takes more than a minute here: the machine is overloaded; go on when it"
-                " is not"
+                "a loop of 2,000,000 rounds takes more than a minute: reduce the load of this machine, then run the"
+                " command again"
             )
         self.slowness = max(1.0, min(loops) / LOOP_SECONDS)
-        """How many times as long as on a nominal core a program takes, at least 1."""
+        """Time of a program relative to a nominal core, at least 1."""
         self._references: dict[Problem, float] = {}
 
     @property
     def report(self) -> dict[str, Any]:
-        """What a verdict depends on beyond the sandbox."""
+        """What a verdict depends on besides the sandbox."""
         limits = {name: value for name, value in asdict(_limits(0)).items() if not name.endswith("seconds")}
         return {**limits, "reference_factor": REFERENCE_FACTOR, "slowness": self.slowness, "workers": self.workers}
 
     def verify(self, problems: Sequence[Problem], progress: bool = False) -> None:
-        """Runs the reference solutions that were not run before. Raises HarnessError if one fails: then no verdict
-        would mean anything.
+        """Runs the reference solutions that were not run before. Raises HarnessError if one fails, because then no
+        verdict is meaningful.
         """
         new = [problem for problem in problems if problem not in self._references]
         limits = [_limits(REFERENCE_FACTOR * problem.seconds * self.slowness) for problem in new]
@@ -71,25 +68,23 @@ class Judge:
                 failed.append(f"{new[n].task_id} ({outcome.verdict}: {outcome.error})")
         if failed:
             raise HarnessError(
-                f"{len(failed)} of {len(new)} reference solutions fail here, so nothing is scored; the sandbox, the"
-                f" machine or the data file is at fault: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
+                f"{len(failed)} of {len(new)} reference solutions fail, so nothing is scored: check the sandbox, the"
+                f" machine and the data file: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
             )
 
     def run(self, solution: str, test: str, seconds: float, longest_error: int) -> Outcome:
-        """One program that belongs to no problem. seconds: of CPU time on a machine of nominal speed. As
-        Sandbox.run.
-        """
+        """Runs a program without a problem, as Sandbox.run. seconds: CPU time on a machine of nominal speed."""
         return self.sandbox.run(solution, test, _limits(seconds * self.slowness), longest_error=longest_error)
 
     def limits(self, problem: Problem) -> Limits:
-        """What a program for it gets."""
+        """The limits of a program for a problem."""
         return _limits(max(problem.seconds * self.slowness, REFERENCE_FACTOR * self._references[problem]))
 
     def outcomes(
         self, programs: Sequence[tuple[Problem, str]], progress: bool = False
     ) -> Iterator[tuple[int, Outcome]]:
-        """(index, outcome) of each program, as they end; the problems must be verified. Raises HarnessError where one
-        could not be run.
+        """(index, outcome) of each program in the order in which they end; the problems must be verified. Raises
+        HarnessError if one could not be run.
         """
         return self._run(programs, [self.limits(problem) for problem, _ in programs], "samples", progress)
 
@@ -105,10 +100,10 @@ class Judge:
             for job in progress_bar(as_completed(jobs), what, len(jobs), "program", progress):
                 yield jobs[job], job.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # what runs still ends with its limits, or with the sandbox
+            pool.shutdown(wait=False, cancel_futures=True)  # running programs end by their limits, or with the sandbox
 
     def close(self) -> None:
-        """Ends programs that run."""
+        """Kills running programs."""
         self.sandbox.close()
 
     def __enter__(self) -> Self:
@@ -119,12 +114,12 @@ class Judge:
 
 
 def _limits(cpu_seconds: float) -> Limits:
-    """With time enough on the clock for a core that others work on too."""
+    """The limits of a CPU time, with enough elapsed time for a core that is shared."""
     return Limits(cpu_seconds, wall_seconds=4 * cpu_seconds + 10)
 
 
 def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool) -> tqdm:
-    """On standard error; in a log file rarely."""
+    """A progress bar on standard error; rare updates if that is a file."""
     return tqdm(
         items,
         what,
@@ -136,8 +131,7 @@ def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool)
 
 
 def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
-    """The mean over problems of the unbiased estimate that one of k samples passes; None where a problem has fewer than
-    k.
+    """The mean over problems of the unbiased estimate that one of k samples passes; None if a problem has fewer than k.
 
     counts: task_id -> (samples n, passed c); the estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
@@ -147,7 +141,7 @@ def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
 
 
 def wilson(share: float, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share observed in so many trials (Wilson, JASA 22, 1927)."""
+    """The 95 % interval of a share observed in that many trials (Wilson, JASA 22, 1927)."""
     z = 1.959963984540054
     middle = share + z * z / (2 * trials)
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

@@ -1,4 +1,4 @@
-"""How long an agent's task takes, and whether generating its tokens is what takes long."""
+"""The time of an agent's task, and the share of it that goes into generating tokens."""
 
 import math
 from dataclasses import dataclass
@@ -6,43 +6,43 @@ from dataclasses import dataclass
 from infer.roofline.table import PROJECTED, Column, Table
 from laneformer.errors import ConfigError
 
-SPEEDS = (30.0, 100.0, 300.0, 1000.0, 3000.0)  # tokens per second, to compare with
+SPEEDS = (30.0, 100.0, 300.0, 1000.0, 3000.0)  # tokens per second, for comparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """One task: rounds of generating, running tools and running tests. The times are examples: measure your own."""
+    """A task: rounds of generating, running tools and running tests. The times are examples: measure your own."""
 
     tokens: int = 50_000
     """Tokens that the whole task generates."""
     iterations: int = 10
     """Rounds."""
     tool_seconds: float = 1.0
-    """Of tools in each round: edits, searches, reading of prompts; an example, not a measurement."""
+    """Time of tools in each round (edits, searches, reading prompts), s; an example, not a measurement."""
     test_seconds: float = 5.0
-    """Of builds and tests in each round; an example, not a measurement."""
+    """Time of builds and tests in each round, s; an example, not a measurement."""
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be meant."""
+        """Raises ConfigError for a value outside its range."""
         if self.tokens < 1 or self.iterations < 1:
-            raise ConfigError(f"--tokens {self.tokens} --iterations {self.iterations}: both must be at least 1")
+            raise ConfigError(f"--tokens and --iterations must be at least 1, got {self.tokens} and {self.iterations}")
         for name, value in (("tool", self.tool_seconds), ("test", self.test_seconds)):
             if not 0 <= value < math.inf:
-                raise ConfigError(f"--{name}-seconds {value:g}: it must be 0 or above")
+                raise ConfigError(f"--{name}-seconds must be at least 0, got {value:g}")
 
     def split(self, rate: float) -> tuple[float, float, float]:
-        """Seconds of generating, of tools and of tests at that many tokens per second."""
+        """Seconds of generating, of tools and of tests at a rate in tokens per second."""
         return self.tokens / rate, self.iterations * self.tool_seconds, self.iterations * self.test_seconds
 
     @property
     def even_rate(self) -> float | None:
-        """Tokens per second at which generating takes as long as all the rest; None where there is no rest."""
+        """Tokens per second at which generating takes as long as the rest; None if there is no rest."""
         _, *rest = self.split(1)
         return self.tokens / sum(rest) if sum(rest) else None
 
 
 def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
-    """The task at each speed: name -> (tokens per second, where from)."""
+    """The split of the task's time at each speed. rates: name -> (tokens per second, origin)."""
     task.check()
     rows = []
     for name, (rate, origin) in rates.items():
@@ -75,5 +75,5 @@ def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
 
 
 def usual_rates() -> dict[str, tuple[float, str]]:
-    """Speeds to compare with."""
+    """Speeds for comparison, in the form that `agent_table` takes."""
     return {f"{rate:,.0f} tok/s": (rate, "example") for rate in SPEEDS}

@@ -1,13 +1,11 @@
-"""Accelerators as the roofline sees them, and the node that is made of them: every figure has a source or is an
-assumption.
-"""
+"""Accelerators and nodes of them for the roofline; every figure has a source or is marked as an assumption."""
 
 import math
 from dataclasses import dataclass
 
 from laneformer.errors import ConfigError
 
-# Of the specified bandwidth that long reads reach. An assumption; 4.3 of 4.8 TB/s is what a copy reaches on an H200.
+# Share of the specified bandwidth that long reads reach. An assumption; a copy on an H200 reaches 4.3 of 4.8 TB/s.
 SHARE = 0.80
 LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel. Kog, "Laneformer 2B", measured on MI300X.
 CUSTOM = "custom"
@@ -21,40 +19,39 @@ _KCCL = "3.0 us: Kog says below 3 us for its own exchange on MI300X"
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Bandwidths in bytes/s and one direction, times in seconds."""
+    """An accelerator. Bandwidths in bytes/s, one direction; times in seconds."""
 
     name: str
     kind: str | None = None
-    """`device_kind` of the JAX device; None for what cannot be bought yet, which the planning of training leaves out.
-    """
+    """`device_kind` of the JAX device; None for a device not yet sold, which the planning of training leaves out."""
     peak_flops: float | None = None
     """Dense bfloat16 products, FLOP/s."""
     memory: float
-    """Bytes."""
+    """Memory, bytes."""
     bandwidth: float
-    """Of its memory, as specified."""
+    """Memory bandwidth as specified, bytes/s."""
     link: float
-    """To the others of the node, all links together."""
+    """Bandwidth to the other devices of the node, all links together, bytes/s."""
     per_node: int
-    """Devices that its fast links join."""
+    """Number of devices that the fast links join."""
     network: float | None = None
-    """To other nodes; None where the node's builder chooses it."""
+    """Bandwidth to other nodes, bytes/s; None if it depends on how the node is built."""
     exchange: float
-    """Latency of one exchange between devices, without the time of its bytes. Assumed."""
+    """Latency of one exchange between devices, without the time of its bytes, s. Assumed."""
     sync: float
-    """From the end of one operation to the start of one that depends on it, inside a kernel. Assumed where not of this
-    very device.
+    """Time from the end of one operation to the start of a dependent one, inside a kernel, s. Assumed unless measured
+    on this device.
     """
     source: str
-    """Of bandwidth and link, with the date."""
+    """Source of bandwidth and link, with the date."""
     exchange_source: str
     sync_source: str
 
 
-# The one table of accelerators: train/planning/cluster.py, which plans training and finds peaks for MFU, is made of it.
-# Makers give NVLink, Infinity Fabric and UALink as the sum of both directions; here is half of it. NVIDIA gives
-# bfloat16 with 2:4 sparsity, twice the dense peak. Memory of what can be bought is in GiB where makers say GB; NVIDIA's
-# is what the driver reports (target_config/specs of github.com/openxla/xla).
+# The only table of accelerators; train/planning/cluster.py reads it to plan training and for peaks of MFU.
+# Makers specify NVLink, Infinity Fabric and UALink as the sum of both directions; the table has half of that. NVIDIA
+# specifies bfloat16 with 2:4 sparsity, twice the dense peak. Memory of devices on sale is in GiB where makers write GB;
+# NVIDIA's is what the driver reports (target_config/specs of github.com/openxla/xla).
 DEVICES: dict[str, Device] = {
     # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H100: 8 x 400 Gb/s InfiniBand.
     "h100": Device(
@@ -117,7 +114,7 @@ DEVICES: dict[str, Device] = {
         exchange=2.0e-6,
         sync=0.65e-6,
         source=(
-            "announced, NVIDIA at CES 2026, read second-hand (voice.lapaas.com 2026-03, which says that early parts may"
+            "announced, NVIDIA at CES 2026, read second-hand (voice.lapaas.com 2026-03, early parts may"
             " reach 20 TB/s; NVLink 6: jp.imgtag.co.kr)"
         ),
         exchange_source=_PUSH,
@@ -175,17 +172,17 @@ DEVICES: dict[str, Device] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Equal devices and what they cost. Bandwidths in bytes/s per device, times in seconds."""
+    """A node of equal devices. Bandwidths in bytes/s per device, times in seconds."""
 
     name: str
     devices: int
     bandwidth: float
-    """That reads of weights reach."""
+    """Bandwidth that reads of weights reach, bytes/s."""
     spec: float | None
-    """As the maker specifies it; None: not known."""
+    """Bandwidth as the maker specifies it, bytes/s; None if unknown."""
     memory: float | None
     link: float | None
-    """None: not known, the bytes of an exchange are not counted."""
+    """Bandwidth to the other devices, bytes/s; None if unknown: then the bytes of an exchange are not counted."""
     per_node: int | None
     exchange: float
     sync: float
@@ -193,15 +190,15 @@ class Node:
     """Kernel launches per token."""
     launch: float
     assumptions: tuple[str, ...]
-    """Where each figure is from."""
+    """The origin of each figure."""
 
     @property
     def total_bandwidth(self) -> float:
-        """Of all devices together."""
+        """Bandwidth of all devices together, bytes/s."""
         return self.devices * self.bandwidth
 
     def exchange_seconds(self, sent_values: float = 0) -> float:
-        """One exchange in which every device pushes that many float32 values to each other one; nothing on one
+        """Seconds of one exchange in which every device pushes that many float32 values to every other; 0 on one
         device.
         """
         if self.devices == 1:
@@ -221,28 +218,27 @@ def make_node(
     launches: float = 0,
     launch: float = LAUNCH,
 ) -> Node:
-    """A node of the table's devices, or of "custom" ones; figures that are given (bytes/s, seconds) stand in for the
-    table's.
+    """A node of devices of the table or of "custom" ones; figures given here (bytes/s, seconds) replace the table's.
 
-    Raises ConfigError for an unknown device, for a number that cannot be meant, and where a custom device lacks a
-    figure.
+    Raises ConfigError for an unknown device, for a number outside its range, and for a figure that a custom device
+    lacks.
     """
     if device != CUSTOM and device not in DEVICES:
-        raise ConfigError(f"--device {device}: known are {', '.join(DEVICES)}, and {CUSTOM} for figures of your own")
+        raise ConfigError(f"unknown --device {device}: choose {', '.join(DEVICES)}, or {CUSTOM} for your own figures")
     known = DEVICES.get(device)
     _check(devices, bandwidth, share, link, exchange, sync, launches, launch)
     if known is None and bandwidth is None:
-        raise ConfigError("--device custom: give --bandwidth, the GB/s that one device reads its memory with")
+        raise ConfigError("--device custom needs --bandwidth, the GB/s at which one device reads its memory")
     if known is None and devices > 1 and exchange is None:
         raise ConfigError(
-            "--device custom with several devices: give --exchange-us, the time of one exchange between them"
+            "--device custom with several devices needs --exchange-us, the time of one exchange between them"
         )
     if known is None and sync is None:
-        raise ConfigError(
-            "--device custom: give --sync-us, the time from one operation to one that needs its result; 0 for none"
-        )
+        raise ConfigError("--device custom needs --sync-us, the time from one operation to a dependent one; 0 for none")
     if known is not None and devices > known.per_node:
-        raise ConfigError(f"--devices {devices}: the fast links of {known.name} join {known.per_node}")
+        raise ConfigError(
+            f"--devices must be at most {known.per_node}, as the links of {known.name} join, got {devices}"
+        )
     used = (1.0 if bandwidth is not None else SHARE) if share is None else share
     base = known.bandwidth if bandwidth is None else bandwidth
     origin = (
@@ -250,17 +246,17 @@ def make_node(
         if bandwidth is None
         else f"of {base / 1e9:,.5g} GB/s given on the command line"
     )
-    said = [f"bandwidth {100 * used:.3g}% {origin}"]
+    assumptions = [f"bandwidth {100 * used:.3g}% {origin}"]
     for what, given, of_table in (("exchange", exchange, "exchange_source"), ("sync", sync, "sync_source")):
         if given is not None:
-            said.append(f"{what} {1e6 * given:g} us given")
+            assumptions.append(f"{what} {1e6 * given:g} us given")
         elif known is not None and (what == "sync" or devices > 1):
-            said.append(f"{what} {getattr(known, of_table)} (assumed here)")
+            assumptions.append(f"{what} {getattr(known, of_table)} (assumed here)")
     through = link if link is not None else known.link if known else None
     if devices > 1 and through is not None:
-        said.append(f"links {through / 1e9:g} GB/s a direction" + ("" if link is None else " given"))
+        assumptions.append(f"links {through / 1e9:g} GB/s a direction" + ("" if link is None else " given"))
     if launches:
-        said.append(
+        assumptions.append(
             f"{launches:g} launches a token of {1e6 * launch:g} us"
             + (" (Kog, measured on MI300X)" if launch == LAUNCH else "")
         )
@@ -276,18 +272,18 @@ def make_node(
         sync=sync if sync is not None else known.sync,
         launches=launches,
         launch=launch,
-        assumptions=tuple(said),
+        assumptions=tuple(assumptions),
     )
 
 
 def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) -> None:
     if devices < 1:
-        raise ConfigError(f"--devices {devices}: give at least 1")
+        raise ConfigError(f"--devices must be at least 1, got {devices}")
     for name, value, scale in (("--bandwidth", bandwidth, 1e9), ("--bandwidth-share", share, 1), ("--link", link, 1e9)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} {value / scale:g}: it must be above 0")
+            raise ConfigError(f"{name} must be above 0, got {value / scale:g}")
     if share is not None and share > 1:
-        raise ConfigError(f"--bandwidth-share {share:g}: a share is at most 1, as in 0.8")
+        raise ConfigError(f"--bandwidth-share must be at most 1, as in 0.8, got {share:g}")
     times = (
         ("--exchange-us", exchange, 1e6),
         ("--sync-us", sync, 1e6),
@@ -296,4 +292,4 @@ def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) ->
     )
     for name, value, scale in times:
         if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{name} {value * scale:g}: it must be 0 or above")
+            raise ConfigError(f"{name} must be at least 0, got {value * scale:g}")

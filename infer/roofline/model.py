@@ -1,11 +1,10 @@
-"""How fast a token can be: bytes that it must read over what the memory gives, and what waiting adds. All of it is
-projected.
+"""The projected time of one token: reading bytes from memory, plus what waiting adds.
 
     seconds = bytes / bandwidth + dependent operations x sync + waits for exchanges + launches x time of a launch
 
 The terms are added, as if no weight were read during a wait: a kernel that streams weights across its waits is faster.
-Exchanges run beside the modules between their issue and their landing; a landing waits for what those modules do not
-cover.
+Exchanges overlap the modules between their issue and their landing; a landing waits for the part that those modules do
+not cover.
 """
 
 import math
@@ -21,18 +20,18 @@ from laneformer.layout import Schedule
 from laneformer.state import values_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_count, parameter_table
 
-ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that all of a device waits for: q k v, attention, wo; w1 w3, w2
+ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that a whole device waits for: q k v, attention, wo; w1 w3, w2
 EDGES = "dependent operations"
 OUTER_EDGES = 2  # head, sampled token
-EXCHANGES_PER_LAYER = 2  # of plain tensor parallelism, for models that are known by their bytes alone
-# Shares of the effective bandwidth that Kog measured with 4 GB a token: 2,100 tok/s on 8 H200 of 7,680, 3,000 on 8
-# MI300X of 8,400.
+EXCHANGES_PER_LAYER = 2  # plain tensor parallelism, for models known only by their bytes
+# Shares of the effective bandwidth that Kog measured at 4 GB per token: 2,100 of 7,680 tok/s on 8 H200, 3,000 of 8,400
+# on 8 MI300X.
 PUBLIC_SHARES = (2100 / 7680, 3000 / 8400)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one token is asked of: precision of weights and of keys and values, and positions before it."""
+    """The work of one token: precision of weights and of keys and values, and the number of positions before it."""
 
     weights: str = "bfloat16"
     kv: str = "bfloat16"
@@ -41,9 +40,9 @@ class Work:
     def __post_init__(self):
         for name, value in (("--precision", self.weights), ("--kv-precision", self.kv)):
             if value not in FORMATS:
-                raise ConfigError(f"{name} {value}: known are {', '.join(FORMATS)}")
+                raise ConfigError(f"unknown {name} {value}: choose {', '.join(FORMATS)}")
         if self.context < 0:
-            raise ConfigError(f"--context {self.context}: it must be 0 or above")
+            raise ConfigError(f"--context must be at least 0, got {self.context}")
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,18 @@ class Token:
 
     @property
     def ceiling(self) -> float:
-        """Tokens per second if reading were all."""
+        """Tokens per second if reading took all the time."""
         return self.node.total_bandwidth / self.bytes
 
     def sync_for(self, rate: float) -> float | None:
-        """The time of a dependent operation with which this sum gives that many tokens per second; None if none
-        could.
-        """
+        """Seconds per dependent operation at which the sum gives that many tokens per second; None if no time does."""
         edges = next((term for term in self.terms if term.name == EDGES), None)
         left = None if edges is None else 1 / rate - (self.seconds - edges.seconds)
         return None if left is None or left < 0 else left / edges.count
 
 
 def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
-    """Bytes that one token reads and writes; together weight_bytes_per_token + kv_bytes_per_token."""
+    """Bytes that one token reads and writes, by part; the sum is weight_bytes_per_token + kv_bytes_per_token."""
     weights = parameter_table(config).values()
     sizes = {part: sum(weight.read for weight in weights if weight.part == part) for part in PARTS}
     sizes["row of the embedding"] = sum(weight.looked_up for weight in weights)
@@ -100,9 +97,7 @@ def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
 
 
 def module_bytes(config: ModelConfig, work: Work) -> list[float]:
-    """Bytes of each module, attention of layer 0 first; what is left of `bytes_by_part` is read outside of the
-    layers.
-    """
+    """Bytes of each module, attention of layer 0 first; the rest of `bytes_by_part` is read outside the layers."""
     blocks = [options for layer in config.layers for options in layer]
     return [
         sum(weight.read + weight.looked_up for weight in weights.values()) * FORMATS[work.weights].bytes
@@ -112,13 +107,13 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
 
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
-    """Time of each module between exchanges."""
+    """Seconds of each module, without exchanges."""
     edges = (ATTENTION_EDGES, MLP_EDGES)
     return [size / node.total_bandwidth + edges[m % 2] * node.sync for m, size in enumerate(module_bytes(config, work))]
 
 
 def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size: int) -> float:
-    """Seconds that landings wait for exchanges which the modules in between do not cover."""
+    """Seconds that landings wait for exchanges, beyond what the modules in between cover."""
     clock, waited, ready = 0.0, 0.0, {}
     last = len(modules) - 1
     for m, seconds in enumerate(modules):
@@ -134,7 +129,7 @@ def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size:
 
 
 def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
-    """The longest exchange that all delayed landings hide; None where there are none."""
+    """Seconds of the longest exchange that all delayed landings hide; None if no landing is delayed."""
     last, exposed = len(modules) - 1, set(schedule.exposed)
     return min(
         (
@@ -147,11 +142,12 @@ def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
 
 
 def check_devices(config: ModelConfig, devices: int) -> None:
-    """Raises ConfigError unless the lanes spread evenly."""
+    """Raises ConfigError unless the lanes spread evenly over that many devices."""
     if config.num_lanes % devices:
         fitting = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
         raise ConfigError(
-            f"--devices {devices}: {config.num_lanes} lanes spread over {', '.join(map(str, fitting))} devices"
+            f"--devices {devices}: the model's {config.num_lanes} lanes spread over {', '.join(map(str, fitting))}"
+            " devices"
         )
 
 
@@ -185,8 +181,8 @@ def token(config: ModelConfig, node: Node, work: Work) -> Token:
 
 
 def token_of_bytes(size: float, node: Node, layers: int | None) -> Token:
-    """The same where only bytes and layers are known, under plain tensor parallelism; without layers no waits are
-    counted.
+    """The time of one token of which only bytes and layers are known, under plain tensor parallelism; with layers None
+    no waits are counted.
     """
     terms = [_reading(size, node)]
     if layers is not None:

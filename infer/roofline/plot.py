@@ -1,4 +1,4 @@
-"""Pictures of the roofline as one PNG. Everything drawn is projected, and the picture says so."""
+"""Pictures of the roofline as one PNG, which is marked as projected."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,18 +13,13 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
 
 PUBLIC_DEVICES = 8
-KINDS = (
-    "routed experts",
-    "shared expert",
-    "dense layer",
-    "router",
-    "head",
-)  # beginnings of the names of parts; the rest mixes positions
-Panel = Callable[[Any], None]  # draws into its axes
+# Prefixes of the names of parts; all other parts are attention.
+KINDS = ("routed experts", "shared expert", "dense layer", "router", "head")
+Panel = Callable[[Any], None]  # draws into the axes that it is given
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel], assumptions: str) -> None:
-    """Writes the picture. Raises InputError where matplotlib is missing."""
+    """Writes the picture. Raises InputError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -141,8 +136,8 @@ def _layout_panel(config: ModelConfig, node: Node, work: Work) -> Panel:
 
 
 def moe_panels(models: Sequence[MoeModel], node: Node, device: str) -> list[Panel]:
-    """Bytes by part and speeds of each model, weights alone. device: whose nominal figures are drawn, which are for
-    eight.
+    """Bytes by part and speeds of each model, weights alone. device: the key of the nominal figures to draw, which are
+    for eight devices.
     """
     public = node.devices == PUBLIC_DEVICES and any(device in model.nominal for model in models)
 
@@ -188,7 +183,7 @@ def _kind(part: str) -> str:
 
 
 def agent_panel(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Panel:
-    """Where the time of the task goes at each speed."""
+    """How the time of the task splits at each speed."""
 
     def draw(axes):
         names = list(rates)

@@ -1,4 +1,4 @@
-"""Public figures of others, and what the same arithmetic gives here."""
+"""Public figures of others, and the results of the same arithmetic here."""
 
 from infer.roofline.agent import AgentTask
 from infer.roofline.devices import make_node
@@ -11,7 +11,7 @@ MI300X_READ = 4.2e12  # bytes/s of one MI300X behind the public ceiling, 79.2 % 
 
 
 def references() -> Table:
-    """Each public figure beside ours."""
+    """A table of each public figure and ours."""
     h200, mi300x = (
         token_of_bytes(NOMINAL, make_node("h200", 8), None),
         token_of_bytes(NOMINAL, make_node("mi300x", 8), None),
@@ -66,10 +66,10 @@ def references() -> Table:
 
 
 def share(rate: float, token) -> float:
-    """Of the bandwidth that reads reach: bytes per token x tokens per second over it (MBU)."""
+    """Bytes per token x tokens per second, as a share of the bandwidth that reads reach (MBU)."""
     return rate / token.ceiling
 
 
 def share_of_spec(rate: float, token) -> float | None:
-    """The same of the specified bandwidth."""
+    """The same as a share of the specified bandwidth; None if that is unknown."""
     return rate * token.bytes / (token.node.devices * token.node.spec) if token.node.spec else None

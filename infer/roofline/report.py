@@ -35,7 +35,7 @@ _SHARES = "shares of the ceiling that Kog measured on 8 H200 and 8 MI300X with a
 
 
 def bytes_table(parts: dict[str, float | None], title: str, assumed: str) -> Table:
-    """Part -> bytes; None for what is not known."""
+    """The bytes of each part and its share. parts: part -> bytes, None if unknown."""
     known = sum(size for size in parts.values() if size is not None)
     rows = [(name, size and size / 1e9, size and 100 * size / known) for name, size in parts.items()]
     columns = (Column("part"), Column("GB/token", ",.4f", PROJECTED), Column("%", ".1f", PROJECTED))
@@ -43,7 +43,7 @@ def bytes_table(parts: dict[str, float | None], title: str, assumed: str) -> Tab
 
 
 def time_table(found: Token, assumed: Sequence[str]) -> Table:
-    """Summands of a token's time; `alone`: the speed if nothing else took time."""
+    """The summands of a token's time, and the speed if each were the only one."""
     rows = [
         (
             term.name,
@@ -67,8 +67,8 @@ def time_table(found: Token, assumed: Sequence[str]) -> Table:
 
 
 def speed_table(found: Token, known: tuple[float, str] | None, in_memory: float | None) -> Table:
-    """Ceiling, the sum of all terms, the public shares of the ceiling, and a known speed with its status, if there is
-    one.
+    """The ceiling, the speed of the sum of all terms, the public shares of the ceiling, and a known speed with its
+    status, if there is one.
     """
     speeds = [
         ("ceiling: reading alone", found.ceiling, PROJECTED),
@@ -111,7 +111,7 @@ def _memory(node: Node, size: float | None) -> str:
 
 
 def laneformer_assumptions(work: Work) -> tuple[str, ...]:
-    """What `roofline.token` assumes besides the node."""
+    """What `token` assumes besides the node."""
     return (
         f"weights {work.weights}, keys and values {work.kv}",
         "bytes spread evenly over the devices",
@@ -121,24 +121,24 @@ def laneformer_assumptions(work: Work) -> tuple[str, ...]:
 
 
 def moe_parts(model: MoeModel, work: Work) -> dict[str, float | None]:
-    """Bytes by part, what a token reads of earlier positions among them."""
+    """Bytes by part, including the cache and state of earlier positions."""
     parts = {f"{part.name} ({part.precision})": part.bytes for part in model.parts}
     return parts | {f"cache and state at context {work.context:,}": model.kv_bytes(work.context, work.kv)}
 
 
 def moe_assumptions(model: MoeModel) -> str:
     """Sources of the bytes."""
-    read = f"read {MODELS_READ}; " if model.nominal else ""  # else it was read just now
+    read = f"read {MODELS_READ}; " if model.nominal else ""  # other models were read just now
     return f"dimensions from {model.source}; {model.precision_source}; {read}experts cut evenly over the devices"
 
 
 def public_nodes() -> dict[str, Node]:
-    """Those of the public figures, with their bandwidths."""
+    """The nodes of the public figures, with the bandwidths behind these."""
     return {"h200": make_node("h200", 8), "mi300x": make_node("mi300x", 8, bandwidth=MI300X_READ)}
 
 
 def nominal_table(models: Sequence[MoeModel], asked: Node) -> Table:
-    """Public nominal figures beside bottom-up ones, weights alone, and those of the node that is asked for."""
+    """Public nominal figures and bottom-up ones, weights alone, on the public nodes and the one asked for."""
     rows = []
     nodes = public_nodes()
     if not any(

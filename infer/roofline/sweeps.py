@@ -1,4 +1,4 @@
-"""Speed against layout, lanes, delay, context and precision: one table each."""
+"""Tables of the speed against layout, lanes, delay, context and precision."""
 
 import inspect
 
@@ -11,8 +11,8 @@ from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS
 
-TRIED_ARGUMENTS = (2, 0.5, 1, 0)  # for layouts that take some
-_UNPACKED = "unpacking costs nothing; what it does to the answers is not looked at"
+TRIED_ARGUMENTS = (2, 0.5, 1, 0)  # for layouts with arguments
+_UNPACKED = "unpacking is free; the quality of the answers is not considered"
 SPEED = (
     Column("us/token", ",.1f", PROJECTED),
     Column("tok/s", ",.0f", PROJECTED),
@@ -25,7 +25,7 @@ def _speed(found: Token) -> tuple[float, float, float]:
 
 
 def layouts_of(config: ModelConfig) -> list[str]:
-    """The config's own layout and every row of the table; layouts with arguments get the first that fit."""
+    """The config's layout and every other one; layouts with arguments get the first of TRIED_ARGUMENTS that fits."""
     found = [config.layout]
     for name, make in LAYOUTS.items():
         wanted = list(inspect.signature(make).parameters)[2:]
@@ -65,7 +65,7 @@ EXCHANGES = (
 
 
 def by_layout(config: ModelConfig, node: Node, work: Work) -> Table:
-    """Every layout with the same weights and lanes."""
+    """The speed of every layout, with the same weights and lanes."""
     rows = [(name, *_exchange_row(config.replace(layout=name), node, work)) for name in layouts_of(config)]
     return Table(
         "layout",
@@ -77,7 +77,7 @@ def by_layout(config: ModelConfig, node: Node, work: Work) -> Table:
 
 
 def by_delay(config: ModelConfig, node: Node, work: Work) -> Table:
-    """dtp(d) for d modules."""
+    """The speed of layout dtp(d) for several delays d."""
     delays = [d for d in (0, 1, 2, 3, 4, 6, 8, 12, 16) if d < 2 * config.num_hidden_layers]
     rows = [(d, *_exchange_row(config.replace(layout=f"dtp({d})"), node, work)) for d in delays]
     return Table(
@@ -90,15 +90,16 @@ def by_delay(config: ModelConfig, node: Node, work: Work) -> Table:
 
 
 def by_lanes(config: ModelConfig, node: Node, work: Work, options: dict) -> Table:
-    """One lane per device: every power of two that divides the model and that the node's links join. options: of
-    `make_node`.
+    """The speed with one lane per device, for every power of two that divides the model and that the node's links join.
+
+    options: arguments of `make_node`.
     """
     rows, lanes, used = [], 1, node
     while lanes <= min(config.num_attention_heads, node.per_node or config.num_attention_heads):
         try:
             cut = config.replace(num_lanes=lanes)
         except ConfigError:
-            break  # no lane count beyond can fit either
+            break  # no larger number of lanes fits either
         used = make_node(**options | {"devices": lanes})
         rows.append((lanes, *_exchange_row(cut, used, work)))
         lanes *= 2
@@ -112,7 +113,7 @@ def by_lanes(config: ModelConfig, node: Node, work: Work, options: dict) -> Tabl
 
 
 def by_context(config: ModelConfig, node: Node, work: Work) -> Table:
-    """Up to the model's longest context."""
+    """The speed at several contexts, up to the model's longest."""
     longest = config.max_position_embeddings
     rows = []
     for context in contexts(longest):
@@ -128,7 +129,7 @@ def by_context(config: ModelConfig, node: Node, work: Work) -> Table:
 
 
 def contexts(longest: int) -> list[int]:
-    """0, powers of two from 512 on, and the longest."""
+    """Contexts to tabulate: 0, powers of two from 512 on, and the longest."""
     steps, step = [0], 512
     while step < longest:
         steps.append(step)
@@ -137,7 +138,7 @@ def contexts(longest: int) -> list[int]:
 
 
 def by_precision(config: ModelConfig, node: Node, work: Work) -> Table:
-    """All weights in each precision; keys and values stay as they are."""
+    """The speed with all weights in each precision; keys and values keep theirs."""
     rows = []
     for name in sorted(FORMATS, key=lambda name: -FORMATS[name].bytes):
         found = token(config, node, Work(name, work.kv, work.context))
@@ -155,7 +156,7 @@ _PRECISION = (Column("weights"), Column("bits", "g"), Column("GB/token", ",.3f",
 
 
 def moe_by_precision(model: MoeModel, node: Node) -> Table:
-    """The published mixture, and every weight in one precision."""
+    """The speed with the published mixture of precisions, and with all weights in each one."""
     sizes = {"as published": (None, model.weight_bytes)}
     weights = sum(part.weights for part in model.parts)
     sizes |= {
@@ -181,6 +182,6 @@ def _assumed(node: Node, words: str) -> str:
 
 def _fixed(work: Work) -> str:
     return (
-        f"weights {work.weights}, keys and values {work.kv}, context {work.context:,}; what it does to the answers is"
-        " not looked at"
+        f"weights {work.weights}, keys and values {work.kv}, context {work.context:,}; the quality of the answers is"
+        " not considered"
     )

@@ -1,16 +1,16 @@
-"""Tables of the roofline: under every heading its status, under every table what its figures rest on."""
+"""Tables of the roofline: a status below each heading, and the assumptions below each table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MEASURED, PROJECTED = "measured", "projected"  # and "simulated", which only a speed that the user gives can be
+MEASURED, PROJECTED = "measured", "projected"  # a speed that the user gives may also be "simulated"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, how numbers are written, and measured, simulated or projected; no status for what was asked, or a
-    word.
+    """A heading with the format of its numbers and their status: measured, simulated or projected, or "" for inputs and
+    words.
     """
 
     name: str
@@ -20,17 +20,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words; None is written as unknown."""
+    """Rows of numbers and words; None is printed as unknown."""
 
     name: str
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[tuple[Any, ...]]
     assumptions: str
-    """What the figures rest on, in one line."""
+    """What the figures assume, in one line."""
 
     def text(self) -> str:
-        """For the terminal."""
+        """The table as text for the terminal."""
         body = [
             tuple(_cell(value, column) for value, column in zip(row, self.columns, strict=True)) for row in self.rows
         ]
@@ -51,7 +51,7 @@ class Table:
         return "\n".join([self.title, *map(line, lines), f"  Assumes: {self.assumptions}."])
 
     def record(self) -> dict:
-        """For JSON: rows with their columns' names, and the status of each column."""
+        """The table for JSON: rows keyed by column name, and the status of each column."""
         names = [column.name for column in self.columns]
         return {
             "table": self.name,
@@ -67,6 +67,4 @@ def _cell(value: Any, column: Column) -> str:
         return "unknown"
     if isinstance(value, str):
         return value
-    return format(
-        value, ",.1f" if "tok/s" in column.name and value < 100 else column.format
-    )  # a slow machine's speeds differ too
+    return format(value, ",.1f" if "tok/s" in column.name and value < 100 else column.format)  # for slow machines

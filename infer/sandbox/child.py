@@ -1,9 +1,8 @@
-"""Runs one program inside a sandbox: the text of this file goes to a fresh interpreter as `python -c`, started by
-infer/sandbox/sandbox.py alone.
+"""Runs one program inside a sandbox: infer/sandbox/sandbox.py passes the text of this file to `python -c`.
 
 Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict
-goes to standard output as JSON lines. The nonce is read only after the last test has passed, and only a report that
-carries it counts, so that ending early, whatever the exit status or the output, is not passing.
+is written to standard output as JSON lines. The nonce is read only after the last test has passed, and only a report
+that contains it counts, so that a program that ends early, with any exit status or output, has not passed.
 """
 
 import builtins
@@ -15,56 +14,23 @@ import sys
 import time
 import types
 
-# What a class of the solution's own would answer the tests' questions with.
+# Methods with which an object of the solution's classes could satisfy the tests.
 OPERATORS = {
-    *(
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__bool__",
-        "__len__",
-        "__iter__",
-        "__next__",
-        "__getitem__",
-    ),
-    *(
-        "__contains__",
-        "__abs__",
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-    ),
-    *(
-        "__floordiv__",
-        "__mod__",
-        "__pow__",
-        "__neg__",
-        "__pos__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__complex__",
-        "__round__",
-    ),
-    *("__array__", "__array_ufunc__", "__array_function__", "__getattr__", "__getattribute__", "__class__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__len__", "__iter__", "__next__"),
+    *("__getitem__", "__contains__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__neg__", "__pos__", "__float__"),
+    *("__int__", "__index__", "__complex__", "__round__", "__array__", "__array_ufunc__", "__array_function__"),
+    *("__getattr__", "__getattribute__", "__class__"),
 }
 
 
 def checked(function, module, isinstance=isinstance, type=type, id=id, vars=vars):
-    """`function`, whose results may not be objects that answer for themselves, such as one that equals everything."""
+    """`function`, refusing results whose classes redefine operators, such as an object that equals everything."""
 
     def own(kind):
-        """The first operator that a class of the solution's has redefined."""
+        """The first operator that a class of the solution redefines."""
         for base in type.mro(kind):
-            if base.__flags__ & 1 << 9 and base.__module__ == module.__name__:  # made by a program, and by this one
+            if base.__flags__ & 1 << 9 and base.__module__ == module.__name__:  # a heap type that the solution made
                 for name in vars(base):
                     if name in OPERATORS:
                         return f"{base.__name__}.{name}"
@@ -77,7 +43,7 @@ def checked(function, module, isinstance=isinstance, type=type, id=id, vars=vars
             value = left.pop()
             kind = type(value)
             if redefined := own(kind):
-                raise AssertionError(f"the result has an object that answers for itself: {redefined} is the program's")
+                raise AssertionError(f"the result contains an object whose class redefines {redefined}")
             if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
                 seen.add(id(value))
                 left += value
@@ -97,45 +63,40 @@ def main(size):
         kind = getattr(resource, name)
         ceiling = resource.getrlimit(kind)[1]
         most = ceiling if ceiling != resource.RLIM_INFINITY else limit + 1
-        # Of CPU time a second more: SIGXCPU first, SIGKILL for those who ignore it.
+        # One more second of CPU time as hard limit: SIGXCPU first, then SIGKILL for programs that ignore it.
         resource.setrlimit(kind, (min(limit, most), min(limit + (name == "RLIMIT_CPU"), most)))
-    signal.alarm(spec["alarm"])  # ends it should whoever started it be gone
+    signal.alarm(spec["alarm"])  # ends the program if the process that started it is gone
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # when memory runs out, this goes first
+            file.write("1000")  # when memory runs out, this process is killed first
     except OSError:
         pass
     sys.path[:0] = spec["path"]
     module = sys.modules["solution"] = types.ModuleType("solution")
-    write, read, leave, me, clock = (
-        os.write,
-        os.pread,
-        os._exit,
-        os.getpid(),
-        time.process_time,
-    )  # the solution may replace the originals
+    # The solution may replace the originals.
+    write, read, leave, me, clock = os.write, os.pread, os._exit, os.getpid(), time.process_time
     getpid, dumps, longest = os.getpid, json.dumps, spec["longest_error"]
 
-    def say(verdict, error="", **more):
-        if getpid() == me:  # not a child that the solution forked and let run on
+    def report_line(verdict, error="", **more):
+        if getpid() == me:  # not a child that the solution forked
             line = {"verdict": verdict, "error": error, "cpu": clock() - began, **more}
             write(report, (dumps(line) + "\n").encode())
 
     def describe(error):
         try:
             return f"{type(error).__name__}: {error}"[:longest]
-        except BaseException:  # the text of an exception is the solution's code too
+        except BaseException:  # the solution defines the text of its exceptions
             return "an exception without a text"
 
     began = clock()
-    say("started")
+    report_line("started")
     try:
         solution = compile(spec["solution"], "<solution>", "exec")
     except MemoryError as error:
-        say("memory", describe(error))
+        report_line("memory", describe(error))
         leave(0)
     except (SyntaxError, ValueError, RecursionError) as error:
-        say("syntax", describe(error))
+        report_line("syntax", describe(error))
         leave(0)
     test, entry_point = compile(spec["test"], "<test>", "exec"), spec["entry_point"]
     del spec
@@ -147,11 +108,11 @@ def main(size):
             names[entry_point] = checked(names[entry_point], module)
         exec(test, names | {"__builtins__": originals, "__name__": module.__name__})
     except MemoryError as error:
-        say("memory", describe(error))
+        report_line("memory", describe(error))
     except BaseException as error:
-        say("failed", describe(error))
+        report_line("failed", describe(error))
     else:
-        say("passed", nonce=read(request, 64, size).decode())
+        report_line("passed", nonce=read(request, 64, size).decode())
     leave(0)
 
 

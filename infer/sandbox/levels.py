@@ -1,6 +1,4 @@
-"""How programs are shut in, by level: the command in front of the interpreter for bubblewrap, for unshare and for
-resource limits alone.
-"""
+"""Isolation levels: the command that starts the interpreter under bubblewrap, unshare, or resource limits alone."""
 
 import functools
 import os
@@ -12,57 +10,54 @@ from pathlib import Path
 import numpy as np
 
 TMP_BYTES, SHM_BYTES = 64 << 20, 16 << 20
-# Users that own nothing (systemd's range for them). The limit on processes counts per user, so every run gets one of
-# its own.
+# Users that own nothing (systemd's range for dynamic users). The limit on processes counts per user, so each run gets
+# another user.
 UIDS = range(61184, 65520)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the order of sets is part of a verdict
-    # On a machine of many cores the buffers of a thread each do not fit the limit on memory
+    "PYTHONHASHSEED": "0",  # verdicts may depend on the order of sets
+    # On a machine with many cores one buffer per thread exceeds the limit on memory.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# Puts folders where a user without rights can reach them: a Python below /root lies in a folder that only root may
-# enter.
+# Mounts folders where an unprivileged user can reach them: only root may enter /root, which may contain the Python.
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift'
-# Empty folders over others, up to the next --.
+# Mounts empty folders over others, up to the next --.
 HIDE = 'while [ "$1" != -- ]; do mount -t tmpfs -o size=4k,mode=555 tmpfs "$1"; shift; done; shift'
 WORK = f'mount -t tmpfs -o size={TMP_BYTES},mode=1777 tmpfs "$1"; cd "$1"; shift'
 EXEC = 'exec "$@"'
-# As a child of the shell: the first process of a namespace does not get the signal for too much CPU time.
+# A child of the shell: the first process of a namespace does not receive SIGXCPU.
 RUN = '"$@"'
 
 
 @dataclass(frozen=True)
 class Level:
-    """One way to shut programs in. `stage` is an empty folder with the subfolders `PLACES`, open to every user."""
+    """One way to isolate programs. `stage` is an empty folder with the subfolders `PLACES`, open to every user."""
 
     name: str
     tools: tuple[str, ...]
-    """Programs that it needs."""
+    """Programs that the level needs."""
     network: bool
     """Whether a program can reach the network."""
     hidden: Callable[[Path], list[str]]
-    """stage -> paths that must be absent or empty inside."""
+    """stage -> paths that must be absent or empty in the sandbox."""
     command: Callable[[Path, int], list[str]]
-    """(stage, number of the run) -> the command up to the interpreter, which it ends with."""
+    """(stage, number of the run) -> the command up to and including the interpreter."""
     site: Callable[[Path], str]
-    """stage -> the folder that has numpy inside, for sys.path."""
+    """stage -> the folder in the sandbox that contains numpy, for sys.path."""
 
 
 @functools.cache
 def interpreter() -> Path:
-    """The running interpreter itself, not a virtual environment's link to it."""
+    """The running interpreter, not a virtual environment's link to it."""
     return Path(os.path.realpath(sys.executable))
 
 
 @functools.cache
 def needed() -> dict[str, Path]:
-    """What a program needs beyond the system's own folders, by its place below `stage`: Python's files, and numpy (of
-    an environment).
-    """
+    """Folders that a program needs outside /usr, by their place below `stage`: Python's files, and numpy."""
     numpy = Path(os.path.realpath(np.__file__)).parent
     found = {
         "python": Path(os.path.realpath(sys.base_prefix)),
@@ -80,7 +75,7 @@ def is_root() -> bool:
 
 
 def without_rights(run: int) -> list[str]:
-    """No capabilities ever again, and for root another user."""
+    """The command that drops all capabilities for good and, for root, changes the user."""
     uid = str(UIDS[run % len(UIDS)])
     user = ["--reuid", uid, "--regid", uid, "--clear-groups"] if is_root() else []
     return ["setpriv", *user, "--pdeathsig", "KILL", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
@@ -91,9 +86,7 @@ def staged(stage: Path) -> list[str]:
 
 
 def bwrap(stage: Path, run: int) -> list[str]:
-    """bubblewrap: no network, nothing of the machine but the system's programs and this Python, read-only; /tmp in
-    memory.
-    """
+    """bubblewrap: no network; only the system's programs and this Python, read-only; /tmp in memory."""
     command = [
         "bwrap",
         "--unshare-all",
@@ -110,11 +103,7 @@ def bwrap(stage: Path, run: int) -> list[str]:
             command += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
-    for name in (
-        "/etc/alternatives",
-        "/etc/ld.so.cache",
-        "/nix/store",
-    ):  # where some systems keep or look up shared libraries
+    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/nix/store"):  # for shared libraries on some systems
         command += ["--ro-bind-try", name, name]
     for place, folder in needed().items():
         command += [
@@ -143,9 +132,7 @@ def bwrap(stage: Path, run: int) -> list[str]:
 
 
 def unshare(stage: Path, run: int) -> list[str]:
-    """Namespaces of util-linux: no network, homes hidden; other files stay as readable, and without root as writable,
-    as they are.
-    """
+    """Namespaces of util-linux: no network, homes hidden; other files stay readable and, without root, writable."""
     root = [] if is_root() else ["--map-root-user"]
     spaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
     script = f"{BIND}; {HIDE}; {WORK}; {RUN}"
@@ -155,7 +142,7 @@ def unshare(stage: Path, run: int) -> list[str]:
 
 
 def homes(stage: Path) -> list[str]:
-    """Home folders, without those that hold what a program needs (a HOME such as /)."""
+    """Home folders, without those that contain files a program needs (a HOME such as /)."""
     known = {Path("/root"), Path("/home"), Path(os.path.realpath(os.path.expanduser("~")))}
     return sorted(
         str(home)
@@ -165,7 +152,7 @@ def homes(stage: Path) -> list[str]:
 
 
 def rlimits(stage: Path, run: int) -> list[str]:
-    """Nothing in front: only the limits on CPU time, memory, processes and file sizes that every level has."""
+    """No isolation: only the limits on CPU time, memory, processes and file sizes that every level has."""
     return [str(interpreter())]
 
 

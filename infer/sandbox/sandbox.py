@@ -1,10 +1,10 @@
-"""Runs programs that a model wrote, shut in, and says how each ended.
+"""Runs programs that a model wrote in isolation, and reports how each ended.
 
-Every program runs in a fresh interpreter without rights, network or home, with limits on CPU time, memory, processes,
-open files and output, and in the level `bwrap` without a writable place but 64 MiB of memory. It shares the kernel:
-this is no boundary against attacks on the kernel, and no bound on the memory of all its processes together. A program
-that sets out to can read its own tests or forge its own verdict, as they run in one process. Code of unknown people
-belongs into a virtual machine around all this.
+Every program runs in a fresh interpreter without privileges, network or home, with limits on CPU time, memory,
+processes, open files and output; in the level `bwrap` it can only write to 64 MiB of memory. It shares the kernel: this
+does not protect against kernel exploits, and does not limit the memory of all its processes together. Tests run in the
+program's process, so a malicious program can read its tests or forge its verdict. For code of unknown users run all of
+it in a virtual machine.
 """
 
 import itertools
@@ -35,30 +35,30 @@ CHILD = files("infer.sandbox").joinpath("child.py").read_text(encoding="utf-8")
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
 REPORT_BYTES = 1 << 16
 NAMESPACES = (
-    "where the system forbids user namespaces to ordinary users, allow them (Ubuntu: an AppArmor profile for bwrap, or"
+    "if the system forbids user namespaces, allow them (Ubuntu: an AppArmor profile for bwrap, or"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0; containers: run with the right to unshare)"
 )
 
 
 class HarnessError(LaneformerError):
-    """The sandbox or the harness failed, which says nothing about the program."""
+    """The sandbox or the harness failed, not the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     cpu_seconds: float
-    """Of the processor; the system counts whole seconds, so it is rounded up."""
+    """CPU time, rounded up to whole seconds."""
     wall_seconds: float
-    """Of the clock, for programs that sleep or wait."""
+    """Elapsed time, for programs that sleep or wait."""
     memory_bytes: int = 4 << 30
     """Address space of each process."""
     processes: int = 64
     """Processes and threads together."""
     open_files: int = 64
     file_bytes: int = 16 << 20
-    """Size of any file it writes."""
+    """Size of each file that it writes."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +66,31 @@ class Outcome:
     """How a program ended."""
 
     verdict: Verdict
-    """syntax: the solution does not compile; memory: MemoryError; killed: by a signal, such as that of an invalid
-    memory access.
-    """
+    """syntax: the solution does not compile; memory: MemoryError; killed: by a signal such as SIGSEGV."""
     error: str
-    """What went wrong, in a line; "" if it passed."""
+    """The reason in one line; "" if the program passed."""
     cpu_seconds: float | None
-    """Of solution and tests, without the interpreter's start. None where the program did not live to tell."""
+    """CPU time of solution and tests, without the start of the interpreter. None if the program did not report it."""
 
 
 class Sandbox:
-    """A way to run programs, made once and used from any number of threads; `close` it, or use it in a `with` block."""
+    """Runs programs from any number of threads; `close` it, or use it in a `with` block."""
 
     def __init__(self, level: str = "auto"):
         """level: "bwrap" (bubblewrap), "unshare" (weaker), "rlimits" (resource limits alone) or "auto": bwrap if
         installed, else unshare.
 
-        Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or does not keep programs in
-        here.
+        Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or fails its self-test.
         """
         self.level = _choose(level)
-        self._runs = itertools.count(os.getpid() * 97)  # two evaluations at a time begin at different users
+        self._runs = itertools.count(os.getpid() * 97)  # two evaluations at a time start at different users
         self._running: set[subprocess.Popen] = set()
         self._closed, self._lock = False, threading.Lock()
         self._stage = Path(tempfile.mkdtemp(prefix="laneformer-", dir="/tmp"))
         try:
             for place in (".", *PLACES):
                 (self._stage / place).mkdir(exist_ok=True)
-                (self._stage / place).chmod(0o755)  # whatever the umask
+                (self._stage / place).chmod(0o755)  # regardless of the umask
             self._self_test()
         except BaseException:
             self.close()
@@ -101,7 +98,7 @@ class Sandbox:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What a score depends on: the level, the tool's version, whether there was a network, the interpreter."""
+        """What a score depends on: the level, the version of its tool, network access, the interpreter."""
         tool = self.level.tools[0] if self.level.tools else None
         version = (
             tool and subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -117,11 +114,11 @@ class Sandbox:
     def run(
         self, solution: str, test: str, limits: Limits, *, longest_error: int = 500, entry_point: str | None = None
     ) -> Outcome:
-        """Runs `solution`, then `test` with the names that it has made, but Python's own built-in functions; passed if
+        """Runs `solution`, then `test` with the solution's names and Python's original built-in functions; passed if
         neither raises or ends the program. longest_error: in characters. entry_point: a function whose results must not
-        be objects of the solution's own classes that redefine operators, because these could equal anything.
+        contain objects of the solution's classes that redefine operators, because these could equal anything.
 
-        Raises HarnessError where the program could not be started, and after `close`.
+        Raises HarnessError if the program could not be started, and after `close`.
         """
         if self._closed:
             raise HarnessError("the sandbox was closed")
@@ -136,9 +133,8 @@ class Sandbox:
         spec["limits"] = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),
-            "RLIMIT_NPROC": (
-                limits.processes if self.level.tools else 8 * limits.processes
-            ),  # here all processes of the user count
+            # Without isolation all processes of the user count.
+            "RLIMIT_NPROC": limits.processes if self.level.tools else 8 * limits.processes,
             "RLIMIT_NOFILE": limits.open_files,
             "RLIMIT_FSIZE": limits.file_bytes,
             "RLIMIT_CORE": 0,
@@ -162,7 +158,7 @@ class Sandbox:
             return _judge(stdout.read(REPORT_BYTES), stderr.read(REPORT_BYTES), status, nonce, limits, took)
 
     def close(self) -> None:
-        """Ends what is running; no more runs."""
+        """Kills running programs; no more can be run."""
         with self._lock:
             self._closed = True
             for process in self._running:
@@ -180,7 +176,7 @@ class Sandbox:
             if self._closed:
                 raise HarnessError("the sandbox was closed")
             try:
-                # Without preexec_fn this is vfork and exec: safe in a process whose other threads run JAX.
+                # Without preexec_fn this is vfork and exec, which is safe in a process whose other threads run JAX.
                 process = subprocess.Popen(
                     command,
                     stdin=stdin,
@@ -192,13 +188,13 @@ class Sandbox:
                 )
             except OSError as error:
                 raise HarnessError(
-                    f"no program could be started ({error}): free memory or processes, and go on"
+                    f"no program could be started ({error}): free memory or processes, then run the command again"
                 ) from None
             self._running.add(process)
             return process
 
     def _wait(self, process: subprocess.Popen, seconds: float) -> int | None:
-        """The exit status, None after the time was up."""
+        """The exit status; None if the program exceeded its time."""
         handle, ended = os.pidfd_open(process.pid), []
         try:
             poll = select.poll()
@@ -206,7 +202,7 @@ class Sandbox:
             ended = poll.poll(1000 * seconds)
         finally:
             os.close(handle)
-            with self._lock:  # before it is reaped, while its number is certain to be its own
+            with self._lock:  # before it is reaped, while no other process can have its id
                 _kill(process)
                 self._running.discard(process)
             status = process.wait()
@@ -249,56 +245,56 @@ class Sandbox:
 
 def _choose(name: str) -> Level:
     if sys.platform != "linux":
-        raise ConfigError("model-written programs are run on Linux only: write the samples here and score them there")
+        raise ConfigError("model-written programs run only on Linux: write the samples here and score them there")
     if name != "auto" and name not in LEVELS:
-        raise ConfigError(f"sandbox = {name!r}: known are auto, {', '.join(LEVELS)}")
+        raise ConfigError(f"unknown sandbox = {name!r}: choose auto, {', '.join(LEVELS)}")
     wanted = [LEVELS[name]] if name != "auto" else [LEVELS["bwrap"], LEVELS["unshare"]]
     for level in wanted:
         missing = [tool for tool in level.tools if shutil.which(tool) is None]
         if not missing:
             if level is not wanted[0]:
                 log.warning(
-                    "bubblewrap is not installed (apt install bubblewrap): unshare shuts programs in, and hides fewer"
-                    " files"
+                    "bubblewrap is not installed (apt install bubblewrap): using unshare, which hides fewer files"
                 )
             return level
     raise ConfigError(
         f"sandbox {name} needs {missing[0]}, which is not installed: install bubblewrap (apt install bubblewrap)."
-        " --sandbox rlimits runs the model's programs with your rights, your files and your network: only inside a"
-        " virtual machine"
+        " --sandbox rlimits runs the model's programs with access to your files and network: use it only in a virtual"
+        " machine"
     )
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """The process, and what it left behind in its group; its namespace ends with it."""
+    """Kills the process and its group; its namespace ends with it."""
     os.killpg(process.pid, signal.SIGKILL)
 
 
 def _judge(report: bytes, stderr: bytes, status: int | None, nonce: str, limits: Limits, took: float) -> Outcome:
-    """The outcome from what the child wrote and how it ended."""
+    """The outcome, from the child's report and how it ended."""
     lines = report.splitlines()
     if not lines:
         if status is None:
-            raise HarnessError(f"a program did not start within {limits.wall_seconds:.0f} s: the machine is overloaded")
+            raise HarnessError(
+                f"a program did not start within {limits.wall_seconds:.0f} s: reduce the load of this machine"
+            )
         raise HarnessError(
             f"a program did not start: {stderr.decode(errors='replace').strip()[-500:] or f'status {status}'}"
         )
     try:
-        said = json.loads(lines[1]) if len(lines) == 2 else {}
-        verdict, error, cpu = said.get("verdict"), str(said.get("error", "")), said.get("cpu")
-    except (ValueError, AttributeError):  # not what the child writes
-        said, verdict, error, cpu = {}, None, "", None
-    if verdict == "passed" and said.get("nonce") == nonce:
+        reported = json.loads(lines[1]) if len(lines) == 2 else {}
+        verdict, error, cpu = reported.get("verdict"), str(reported.get("error", "")), reported.get("cpu")
+    except (ValueError, AttributeError):  # not written by the child
+        reported, verdict, error, cpu = {}, None, "", None
+    if verdict == "passed" and reported.get("nonce") == nonce:
         return Outcome("passed", "", cpu)
     if verdict in ("failed", "syntax", "memory"):
         return Outcome(verdict, error, cpu)
     if status is None:
         return Outcome("timeout", f"no end after {limits.wall_seconds:.0f} s", None)
-    ended_by = (
-        -status if status < 0 else status - 128 if status > 128 else 0
-    )  # a shell's and bubblewrap's way to tell a signal
+    # A shell and bubblewrap report a signal as 128 + its number.
+    ended_by = -status if status < 0 else status - 128 if status > 128 else 0
     if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and took >= limits.cpu_seconds):
         return Outcome("timeout", f"more than {math.ceil(limits.cpu_seconds)} s of CPU time", None)
     if ended_by in set(signal.Signals):
         return Outcome("killed", signal.Signals(ended_by).name, None)
-    return Outcome("failed", f"the program ended, with status {status}, before the tests did", None)
+    return Outcome("failed", f"the program ended with status {status} before the tests were done", None)

@@ -1,6 +1,5 @@
-"""The HTTP application: OpenAI-compatible completions over one engine. Reading order: protocol (what is asked),
-engine (the queue and the engine's process), worker (inside that process), responses (what is
-answered), guard (who may ask).
+"""The HTTP application: OpenAI-compatible completions by one engine. Reading order: protocol (requests), engine (the
+queue and the engine process), worker (inside that process), responses (answers), guard (access).
 """
 
 import asyncio
@@ -26,14 +25,14 @@ from infer.serve.responses import Answer
 log = logging.getLogger("infer")
 
 MOST_BYTES = 1 << 20  # of a request
-BODY_SECONDS = 30.0  # in which it has to come
+BODY_SECONDS = 30.0  # for the request to arrive
 
 
 class Api:
-    """The routes."""
+    """The routes of the server."""
 
     def __init__(self, engine: EngineProcess, metrics: Metrics, model: str, stream_interval: float):
-        """model: what it is called. stream_interval: seconds between two events of a stream at least."""
+        """model: its name. stream_interval: minimum seconds between two events of a stream."""
         self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
         self._pages = Pages()
 
@@ -64,7 +63,7 @@ class Api:
             self._engine.close()
 
     async def index(self, request: Request) -> Response:
-        """For a browser the playground, for others where to go from here."""
+        """The playground for a browser, a list of the routes for other clients."""
         if is_page("/", request.headers):
             return self._pages.response(INDEX, request.headers)
         return JSONResponse(
@@ -86,7 +85,7 @@ class Api:
         return self._pages.response(request.path_params["name"], request.headers)
 
     async def health(self, request: Request) -> Response:
-        """200 if a request would be answered now; no key is needed, so it tells no more than that."""
+        """200 if the engine is ready, else 503. Needs no key, so it reports no more than the state."""
         state = self._engine.state
         return JSONResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
@@ -101,7 +100,7 @@ class Api:
         return JSONResponse(self._described())
 
     def _described(self) -> dict:
-        """The model, with the conditions that belong beside a measured speed once the engine knows them."""
+        """The model, with the conditions of a measured speed once the engine has reported them."""
         facts = self._engine.facts
         known = {"conditions": facts["conditions"], "chat": facts["chat"]} if facts else {}
         context = {"max_model_len": facts["conditions"]["context"]} if facts else {}
@@ -110,7 +109,7 @@ class Api:
     def _require(self, model: str | None) -> None:
         if model is not None and model != self._model:
             raise ApiError(
-                404, f"there is no model {model!r} here, only {self._model!r}", param="model", code="model_not_found"
+                404, f"unknown model {model!r}: this server has {self._model!r}", param="model", code="model_not_found"
             )
 
     async def completions(self, request: Request) -> Response:
@@ -121,7 +120,7 @@ class Api:
 
     async def _generate(self, request: Request, chat: bool) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # Browsers let any page on the web send other types without asking this server first.
+            # Browsers let any web page send other types without asking the server first (CORS preflight).
             raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
         call = read_call(read_json(await _body(request)), chat)
         self._require(call.model)
@@ -139,7 +138,7 @@ class Api:
 
 
 class _Stream(Response):
-    """Server-sent events, each as soon as there is something to say."""
+    """Server-sent events, sent as updates arrive."""
 
     media_type = "text/event-stream"
 
@@ -160,7 +159,7 @@ class _Stream(Response):
 
 @asynccontextmanager
 async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels the job when its client goes away, and in any case when the answering ends before it."""
+    """Cancels the job if its client disconnects, or if the block ends first."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -178,7 +177,7 @@ async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIt
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body. Raises ApiError as soon as it is too long."""
+    """The body of the request. Raises ApiError as soon as it is too long."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -187,15 +186,17 @@ async def _body(request: Request) -> bytes:
                 if len(body) > MOST_BYTES:
                     raise ApiError(
                         413,
-                        f"the request is longer than {MOST_BYTES} bytes: shorten it",
+                        f"the request has more than {MOST_BYTES} bytes: shorten it",
                         headers={"Connection": "close"},
                     )
     except TimeoutError:
         raise ApiError(
-            408, f"the request did not come within {BODY_SECONDS:g} s", headers={"Connection": "close"}
+            408,
+            f"the request did not arrive within {BODY_SECONDS:g} s: send it faster",
+            headers={"Connection": "close"},
         ) from None
     except ClientDisconnect:
-        raise ApiError(499, "the client has gone") from None
+        raise ApiError(499, "the client disconnected") from None
     return bytes(body)
 
 
@@ -204,10 +205,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own, in OpenAI's form: unknown paths and methods."""
-    what = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not take {request.method}"}
+    """Starlette's errors for unknown paths and methods, in OpenAI's form."""
+    what = {404: f"unknown path {request.url.path}", 405: f"{request.url.path} does not accept {request.method}"}
     return error_response(ApiError(error.status_code, what.get(error.status_code, error.detail), headers=error.headers))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "the server failed; its log says how"))
+    return error_response(ApiError(500, "the server failed: read its log"))

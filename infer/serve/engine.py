@@ -1,5 +1,5 @@
-"""The engine's process as the server sees it: starts it, puts requests in a queue, hands out what comes back, restarts
-it after a crash.
+"""The server's side of the engine process: starts it, queues requests, distributes the results, restarts it after a
+crash.
 """
 
 import asyncio
@@ -20,36 +20,38 @@ from infer.serve.worker import End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
-KEEPALIVE_SECONDS = 15.0  # proxies drop a connection that is silent for longer
-MOST_AT_ONCE = 256  # messages from the engine, before others get their turn
-PATIENCE_SECONDS = 3.0  # that a process which was told to end gets for it
+KEEPALIVE_SECONDS = 15.0  # proxies close a connection after a longer silence
+MOST_AT_ONCE = 256  # messages from the engine per turn of the event loop
+PATIENCE_SECONDS = 3.0  # for the process to end by itself
 
 
 class Limits(NamedTuple):
-    """What a server takes on."""
+    """Limits of a server."""
 
     waiting: int
-    """Requests in the queue at most."""
+    """Maximum number of requests in the queue."""
     seconds: float
-    """For a request, its time in the queue included."""
+    """Maximum seconds for a request, including its time in the queue."""
     tokens_per_dispatch: int | None
-    """Between two looks at whether the client is still there; None leaves it to the backend."""
+    """Tokens after which a cancellation is noticed; None lets the backend choose."""
 
 
 class Queued(NamedTuple):
+    """A job's place in the queue."""
+
     position: int
-    """Requests before this one, the running one included."""
+    """Requests before this one, including the running one."""
 
 
 class Alive(NamedTuple):
-    """Nothing new: a sign of life for the connection."""
+    """Nothing new; keeps the connection open."""
 
 
 Update = Token | End | ApiError | Queued | Alive
 
 
 class Job:
-    """A request that was accepted, and what has come of it."""
+    """An accepted request and its updates."""
 
     def __init__(self, number: int, call: Call, ids: list[int], order: Order, arrived: float):
         self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
@@ -70,9 +72,9 @@ class Job:
                 timer.cancel()
 
     async def updates(self, interval: float = 0.0) -> AsyncIterator[list[Update]]:
-        """All that is there, whenever there is something; the last one is an End or an ApiError.
+        """Batches of updates as they arrive; the last update is an End or an ApiError.
 
-        interval: seconds between two batches at least. The first comes at once, the last as soon as the end is there.
+        interval: minimum seconds between two batches. The first and the last are not delayed.
         """
         while True:
             await self._news.wait()
@@ -87,16 +89,14 @@ class Job:
 
 
 class EngineProcess:
-    """One engine, which answers one request at a time, and the queue before it. Everything happens on the event
-    loop.
-    """
+    """One engine, which answers one request at a time, and its queue. Runs on the event loop."""
 
     def __init__(self, model: ServedModel, limits: Limits, metrics: Metrics, end: Callable[[], None]):
-        """end: called when there is no way on; `failure` then says why."""
+        """end: called when the engine cannot be restarted; `failure` has the reason."""
         self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
         self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
         self.facts: dict[str, Any] = {}
-        """What the engine says of itself: name, conditions, chat, fingerprint."""
+        """Facts that the engine reports: name, conditions, chat, fingerprint."""
         self.failure: str | None = None
         self._numbers = 0
         self._checks: dict[int, asyncio.Future[list[int]]] = {}
@@ -105,16 +105,14 @@ class EngineProcess:
 
     def start(self) -> None:
         """Starts the process; needs a running event loop."""
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork would copy threads' locks and whatever the devices' libraries hold
+        # A fork would copy locks of threads, and handles of the devices' libraries.
+        context = multiprocessing.get_context("spawn")
         self._connection, child = context.Pipe()
         self._process = context.Process(
             target=worker.main, args=(child, self._model), name="laneformer-engine", daemon=True
         )
-        handler = signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # which it inherits: Ctrl-C ends the server, and that ends the engine
+        # Inherited by the process: Ctrl-C ends the server, which ends the engine.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._process.start()
         finally:
@@ -125,7 +123,7 @@ class EngineProcess:
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
 
     def close(self, reason: str = "the server is shutting down") -> None:
-        """Ends every request and the process."""
+        """Ends all requests and the process."""
         if self.state == "stopped":
             return
         listens, self.state = self.state == "ready", "stopped"
@@ -136,7 +134,7 @@ class EngineProcess:
         self._disconnect(PATIENCE_SECONDS if listens else 0)
 
     def _disconnect(self, patience: float) -> None:
-        """Without its pipe the process ends by itself, but not while it loads."""
+        """Closes the pipe, whereupon the process ends; kills it if it does not, as while it loads a model."""
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         self._connection.close()
         self._process.join(patience)
@@ -145,7 +143,7 @@ class EngineProcess:
             self._process.join()
 
     async def submit(self, call: Call) -> Job:
-        """Takes a request into the queue. Raises ApiError if it cannot be answered, or not now."""
+        """Queues a request. Raises ApiError if it is invalid, or if the queue is full."""
         arrived = time.perf_counter()
         if self.state != "ready":
             raise ApiError(
@@ -158,7 +156,7 @@ class EngineProcess:
             self._metrics.failure.labels("queue_full").inc()
             raise ApiError(
                 429,
-                f"{self.limits.waiting} requests are waiting already: try again later",
+                f"the queue is full with {self.limits.waiting} waiting requests: try again later",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -167,7 +165,7 @@ class EngineProcess:
         question = Question(call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop))
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
-            self._tell("check", number, question)
+            self._send_message("check", number, question)
             ids = await asyncio.wait_for(self._checks[number], self.limits.seconds)
         except RecursionError:
             raise ApiError(400, NESTED, param=call.prompt_param) from None
@@ -176,7 +174,7 @@ class EngineProcess:
             raise ApiError(504, "reading the prompt took too long", code="timeout") from None
         except ApiError as error:
             self._metrics.failure.labels("refused").inc()
-            if error.body["error"]["param"] is None:  # a message of a check begins with the parameter that it is about
+            if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
                 name = str(error).split(" = ")[0]
                 error.body["error"]["param"] = (
                     name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
@@ -205,18 +203,16 @@ class EngineProcess:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for the job any more: the engine is free with its next token, or with the end of its
-        dispatch.
-        """
+        """Drops a job that no client waits for; the engine is free after its next token or the end of its dispatch."""
         self._fail(job, ApiError(499, "cancelled"), "cancelled")
 
     def _next(self) -> None:
-        """Gives the engine its next job if it is free, and tells the others where they stand."""
+        """Gives the engine its next job if it is free, and reports the waiting jobs their places in the queue."""
         if self._running is None and self._waiting and self.state == "ready":
             job = self._running = self._waiting.popleft()
             job.started = time.perf_counter()
             self._metrics.queue_time.observe(job.started - job.arrived)
-            self._tell("generate", job.number, job.order)
+            self._send_message("generate", job.number, job.order)
         busy = self._running is not None
         self._metrics.running.set(busy)
         self._metrics.waiting.set(len(self._waiting))
@@ -224,25 +220,25 @@ class EngineProcess:
             job.put(Queued(position))
 
     def _fail(self, job: Job, error: ApiError, reason: str) -> None:
-        """Ends a job for its client; the engine may need a moment until it is free again."""
+        """Ends a job for its client; the engine may still be busy for a moment."""
         if job.ended.is_set():
             return
         job.put(error)
         self._metrics.failure.labels(reason).inc()
         if job is self._running:
-            self._tell("cancel", job.number)
+            self._send_message("cancel", job.number)
         elif job in self._waiting:
             self._waiting.remove(job)
             self._next()
 
-    def _tell(self, *message: Any) -> None:
-        with suppress(OSError):  # of a process that has died: the end of its pipe is read next
+    def _send_message(self, *message: Any) -> None:
+        with suppress(OSError):  # the process has died: _read notices the end of its pipe next
             self._connection.send(message)
 
     def _expire(self, job: Job) -> None:
         error = ApiError(
             504,
-            f"the answer was not complete after {self.limits.seconds:g} s, the time limit of this server",
+            f"the answer was not complete within {self.limits.seconds:g} s, the time limit of this server",
             code="timeout",
         )
         self._fail(job, error, "timeout")
@@ -252,7 +248,7 @@ class EngineProcess:
         job.timers[1] = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._keep_alive, job)
 
     def _read(self) -> None:
-        """Takes the messages that are there; the loop calls again as long as one is."""
+        """Reads available messages; the event loop calls again while there are more."""
         try:
             for _ in range(MOST_AT_ONCE):
                 self._take(*self._connection.recv())
@@ -296,7 +292,7 @@ class EngineProcess:
         job.put(token)
 
     def _take_end(self, number: int, end: End | str) -> None:
-        """Of the running job, also when its client has gone."""
+        """Handles the end of the running job, whose client may already be gone."""
         job, self._running = self._running, None
         self._metrics.no_more_tokens()
         if job is not None and not job.ended.is_set():
@@ -319,20 +315,20 @@ class EngineProcess:
         self._next()
 
     def _died(self) -> None:
-        """The pipe's other end is closed. While it loads a second try would end the same way; later only its request is
-        lost.
+        """Handles the end of the process. While the model loads a restart would fail the same way; later only the
+        running request is lost.
         """
         self._process.join(PATIENCE_SECONDS)
         code = self._process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         message = f"the engine process ended unexpectedly ({how})"
         if self.state != "ready":
-            self._give_up(f"{message} while it loaded the model; what it wrote before says more")
+            self._give_up(f"{message} while it loaded the model: read its output above")
             return
-        if self._model.distributed:
-            self._give_up(f"{message}; the job's other processes cannot go on without it: start all of them again")
+        if self._model.engine.distributed:
+            self._give_up(f"{message}, and the job's other processes need it: start all of them again")
             return
-        log.error("%s; starting it again", message)
+        log.error("%s: restarting it", message)
         self._disconnect(0)
         self.state = "restarting"
         self._metrics.restarts.inc()

@@ -1,4 +1,4 @@
-"""Who may use the server: the key, and the names it answers to. Before anything else, for every route."""
+"""Access control, before every route: the key, and the host names that the server answers to."""
 
 import hashlib
 import hmac
@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.serve.pages import is_page
 from infer.serve.protocol import ApiError
 
-OPEN = ("/health",)  # for whatever watches over the process
+OPEN = ("/health",)  # for process supervisors
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on that address."""
+    """Whether a server on that address can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -24,12 +24,11 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """An ASGI middleware."""
+    """ASGI middleware that refuses requests without the key or for another host name."""
 
     def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]):
-        """key: without which only OPEN routes and the playground answer, whose page asks for it; None for no key.
-
-        hosts: names besides localhost and IP addresses.
+        """key: required except by OPEN routes and the playground, whose page asks for it; None to require no key.
+        hosts: host names to accept besides localhost and IP addresses.
         """
         self._app, self._hosts = app, {"localhost", *(host.lower() for host in hosts)}
         self._key = None if key is None else _digest(key)
@@ -46,11 +45,11 @@ class Guard:
     def _check(self, path: str, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
         if name not in self._hosts and not _is_address(name):
-            # A page on the web can make its own name lead to this machine, and would then read our answers; an address
-            # cannot be made so.
+            # A web page can point its own host name at this machine and then read the answers (DNS rebinding); that is
+            # impossible with an address.
             raise ApiError(
                 403,
-                f"the request is for host {name!r}, which this server does not go by: start it with --allowed-host",
+                f"host {name!r} is not allowed: start the server with --allowed-host {name}",
                 code="host_not_allowed",
             )
         if self._key is None or path in OPEN or is_page(path, headers):
@@ -59,7 +58,7 @@ class Guard:
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):
             raise ApiError(
                 401,
-                "a valid key is needed: send the header Authorization: Bearer KEY",
+                "the key is missing or wrong: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -70,7 +69,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def host_name(header: str) -> str:
-    """Of a Host header, without port."""
+    """The host name in a Host header, without port."""
     name = header.rsplit(":", 1)[0] if header.rpartition(":")[2].isdigit() and not header.endswith("]") else header
     return name.strip("[]").lower()
 
@@ -84,5 +83,5 @@ def _is_address(name: str) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    """Of the same length for every key: comparing tells nothing about it."""
+    """A hash of the key; the time of a comparison reveals nothing about the key, not even its length."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

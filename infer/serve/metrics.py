@@ -1,77 +1,57 @@
-"""What GET /metrics tells Prometheus; names are vLLM's with another prefix, so that its dashboards need little
-change.
-"""
+"""The metrics of GET /metrics for Prometheus; vLLM's names with another prefix, so that its dashboards fit."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "laneformer_"
-# A fast decoder draws a token in some hundred microseconds: buckets that begin at milliseconds would show nothing.
+# A fast decoder draws a token in some hundred microseconds, below usual buckets, which start at milliseconds.
 BETWEEN_TOKENS = (
-    50e-6,
-    100e-6,
-    200e-6,
-    300e-6,
-    400e-6,
-    500e-6,
-    750e-6,
-    1e-3,
-    1.5e-3,
-    2e-3,
-    5e-3,
-    10e-3,
-    20e-3,
-    50e-3,
-    0.1,
-    0.2,
-    0.5,
-    1,
+    *(50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 500e-6, 750e-6),
+    *(1e-3, 1.5e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1),
 )
 REQUESTS = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
 class Metrics:
-    """The counters of one server."""
+    """The metrics of one server."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        self.running = self._of(Gauge, "num_requests_running", "Requests that the engine works on")
+        self.running = self._of(Gauge, "num_requests_running", "Requests being generated")
         self.waiting = self._of(Gauge, "num_requests_waiting", "Requests in the queue")
         self.queue_time = self._of(
-            Histogram, "request_queue_time_seconds", "From arrival until the engine took it", buckets=REQUESTS
+            Histogram, "request_queue_time_seconds", "From arrival to the start in the engine", buckets=REQUESTS
         )
         self.first_token = self._of(
-            Histogram, "time_to_first_token_seconds", "From then to the first token", buckets=REQUESTS
+            Histogram,
+            "time_to_first_token_seconds",
+            "From the start in the engine to the first token",
+            buckets=REQUESTS,
         )
         self.between_tokens = self._of(
             Histogram,
             "inter_token_latency_seconds",
-            "Between tokens; those that came together share the time since the last ones",
+            "Between tokens; tokens that arrived together share the time since the previous ones",
             buckets=BETWEEN_TOKENS,
         )
         self.whole = self._of(
             Histogram, "e2e_request_latency_seconds", "From arrival to the last token", buckets=REQUESTS
         )
-        self.prompt_tokens = self._of(Counter, "prompt_tokens", "Tokens of prompts that were answered")
+        self.prompt_tokens = self._of(Counter, "prompt_tokens", "Prompt tokens of completed answers")
         self.generation_tokens = self._of(Counter, "generation_tokens", "Tokens generated")
-        self.success = self._of(
-            Counter, "request_success", "Answers that reached their end", labelnames=("finished_reason",)
-        )
+        self.success = self._of(Counter, "request_success", "Completed answers", labelnames=("finished_reason",))
         self.failure = self._of(
             Counter,
             "request_failure",
-            "Requests that did not: cancelled, timeout, queue_full, refused, error",
+            "Failed requests: cancelled, timeout, queue_full, refused, error",
             labelnames=("reason",),
         )
-        self.restarts = self._of(
-            Counter, "engine_restarts", "Times that the engine's process ended and was started again"
-        )
+        self.restarts = self._of(Counter, "engine_restarts", "Restarts of the engine process")
 
-        self._together: tuple[float, float, int] | None = (
-            None  # the newest tokens: arrival of those before, theirs, how many
-        )
+        # The newest tokens that arrived together: arrival of the previous ones, their own, and their number.
+        self._together: tuple[float, float, int] | None = None
 
     def token(self, time: float) -> None:
-        """A token of the running answer came, so many seconds after the engine took the request."""
+        """Counts a token of the running answer. time: seconds since the engine started the request."""
         self.generation_tokens.inc()
         if self._together is None:
             self.first_token.observe(time)
@@ -84,7 +64,7 @@ class Metrics:
         self._together = (before, time, count + 1)
 
     def no_more_tokens(self) -> None:
-        """The running answer has ended."""
+        """Counts the last tokens of the running answer, which has ended."""
         if self._together is not None:
             self._observe()
             self._together = None
@@ -98,5 +78,5 @@ class Metrics:
         return kind(PREFIX + name, what, registry=self.registry, **options)
 
     def text(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)

@@ -1,6 +1,4 @@
-"""The playground's files as a browser gets them. They tell nothing of the model, so they need no key: the page asks for
-it.
-"""
+"""The playground's files. They contain nothing about the model and so need no key; the page asks for it."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,19 +12,19 @@ INDEX = "index.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"  # no innerHTML, whoever writes it
+    "require-trusted-types-for 'script'; trusted-types 'none'"  # forbids innerHTML
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, but asked for again: an upgraded server must not meet an old page
+    "Cache-Control": "no-cache",  # cached, but revalidated: an upgraded server must not serve an old page
     "Vary": "Accept",
 }
 
 
 def is_page(path: str, headers: Mapping[str, str]) -> bool:
-    """Whether the playground is meant: one of its files, or "/" by a client that reads HTML."""
+    """Whether a request is for the playground: one of its files, or "/" from a client that accepts HTML."""
     return path.startswith(FOLDER) or (path == "/" and "text/html" in headers.get("accept", ""))
 
 
@@ -38,7 +36,7 @@ class Pages:
         self._files = {file.name: file.read_bytes() for file in files if file.suffix in TYPES}
 
     def response(self, name: str, headers: Mapping[str, str]) -> Response:
-        """headers: of the request. Raises HTTPException for a file that is not there."""
+        """The answer to a request for a file, given the request's headers. Raises HTTPException for an unknown file."""
         if name not in self._files:
             raise HTTPException(404)
         body = self._files[name]

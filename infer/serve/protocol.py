@@ -1,5 +1,5 @@
-"""What clients ask in OpenAI's forms, read and checked; and errors in OpenAI's form. A parameter is obeyed or refused,
-never ignored.
+"""Requests in OpenAI's forms, read and checked, and errors in OpenAI's form. A parameter is obeyed or refused, never
+ignored.
 """
 
 import json
@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPLETION_TOKENS = (
-    16  # when a completion does not say how many: OpenAI's default; a chat goes on to the end of the context
-)
+COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
 MOST_TOP_LOGPROBS = 20
-MOST_STOPS, LONGEST_STOP = 16, 256  # every token's text is compared with all of them
+MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -30,7 +28,7 @@ ERROR_TYPES = {
     503: "server_error",
     504: "timeout",
 }
-# What this server cannot do, with the values that ask for nothing: clients send these with every request.
+# Parameters that are not supported, with the values that have no effect, which clients send by default.
 ABSENT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -55,20 +53,13 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-LABELS = ("user", "safety_identifier", "prompt_cache_key")  # whom a request is for: any text, nothing depends on it
+LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 NESTED = "the request is nested too deeply"
-MESSAGE_FIELDS = {
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-}  # which templates may know
+MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status, and what OpenAI's clients read from its body."""
+    """An error as answer: HTTP status, and a body that OpenAI's clients can read."""
 
     def __init__(
         self,
@@ -87,36 +78,36 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request for text."""
+    """A checked request for a completion or a chat completion."""
 
     chat: bool
     prompt: str | list[int] | list[dict[str, Any]]
-    """Text or token ids; of a chat, its messages."""
+    """Text or token ids; the messages of a chat."""
     model: str | None
     max_tokens: int | None
     sampling: dict[str, float]
-    """Fields of infer.Sampling; the temperature is 1 and the seed a random one where none is given, as with OpenAI."""
+    """Fields of infer.Sampling; by default the temperature is 1 and the seed random, as OpenAI's."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-    """Besides the model's own."""
+    """Stop tokens besides the model's."""
     ignore_eos: bool
     logprobs: int | None
-    """How many of the most likely tokens to tell at each position; None for no log-probabilities at all."""
+    """Number of most likely tokens to report at each position; None for no log-probabilities at all."""
     return_token_ids: bool
     return_timeline: bool
-    """Whether to tell each token's text and time."""
+    """Whether to report the text and time of each token."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
 
     @property
     def prompt_param(self) -> str:
-        """What the client calls the prompt."""
+        """The name of the parameter that holds the prompt."""
         return "messages" if self.chat else "prompt"
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body holds. Raises ApiError."""
+    """The JSON object in a body. Raises ApiError."""
     try:
         fields = json.loads(body, parse_constant=_no_constant)
     except RecursionError:
@@ -129,11 +120,11 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_call(fields: dict[str, Any], chat: bool) -> Call:
-    """The request in a body's fields. Raises ApiError, naming the parameter."""
+    """The request in the fields of a body. Raises ApiError, which names the parameter."""
     left = {name: value for name, value in fields.items() if value is not None}
     prompt = _messages(left) if chat else _prompt(left)
     stream = _take(left, "stream", bool, False)
@@ -164,7 +155,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         if value not in ABSENT[name]:
             raise ApiError(
                 400,
-                f"{name} = {_shown(value)} is not supported here: leave {name} out",
+                f"{name} = {_shown(value)} is not supported: leave {name} out",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -172,7 +163,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
 
 
 def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """The value of a parameter, taken out of what is left."""
+    """Removes a parameter from the fields and returns its checked value."""
     value = left.pop(name, default)
     if value is default:
         return value
@@ -214,7 +205,7 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):
         raise ApiError(
             400,
-            "several prompts in one request are not supported here: send a request for each",
+            "several prompts in one request are not supported: send one request per prompt",
             param="prompt",
             code="unsupported_parameter",
         )
@@ -224,7 +215,7 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
 
 
 def _messages(left: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, with what is null left out and parts of text put together: templates take text."""
+    """The messages, without null fields and with the parts of a text joined, as templates expect."""
     messages = left.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of at least one message")
@@ -236,7 +227,7 @@ def _messages(left: dict[str, Any]) -> list[dict[str, Any]]:
         for name in kept.keys() - MESSAGE_FIELDS:
             raise ApiError(
                 400,
-                f"messages[{i}].{name} is not supported here: leave it out",
+                f"messages[{i}].{name} is not supported: leave it out",
                 param=f"messages[{i}].{name}",
                 code="unsupported_parameter",
             )
@@ -254,7 +245,7 @@ def _content(content: Any, name: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(name, content, 'a text, or parts {"type": "text", "text": ...}: the model reads nothing else')
+        raise _wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
     return "\n".join(texts)
 
 
@@ -263,7 +254,9 @@ def _max_tokens(left: dict[str, Any], chat: bool) -> int | None:
     newer = _count(left, "max_completion_tokens", None, 1) if chat else None
     if limit is not None and newer is not None and limit != newer:
         raise ApiError(
-            400, f"max_tokens = {limit} and max_completion_tokens = {newer} mean the same: give one", param="max_tokens"
+            400,
+            f"max_tokens = {limit} and max_completion_tokens = {newer} mean the same: give only one",
+            param="max_tokens",
         )
     return limit if newer is None else newer
 
@@ -290,22 +283,20 @@ def _stop_token_ids(left: dict[str, Any]) -> tuple[int, ...]:
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _take(left, "logprobs", bool, False), _count(left, "top_logprobs", None, 0, MOST_TOP_LOGPROBS)
     if top and not wanted:
-        raise ApiError(400, f"top_logprobs = {top} goes with logprobs = true", param="top_logprobs")
+        raise ApiError(400, f"top_logprobs = {top} needs logprobs = true", param="top_logprobs")
     return (top or 0) if wanted else None
 
 
 def _stream_options(left: dict[str, Any], stream: bool) -> tuple[bool, bool]:
-    """Whether usage is to come at the end, and with each event."""
+    """Whether to report usage at the end, and with each event."""
     options = _take(left, "stream_options", dict, {})
     if options and not stream:
-        raise ApiError(400, "stream_options goes with stream = true", param="stream_options")
+        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
     options = {f"stream_options.{name}": value for name, value in options.items() if value is not None}
     usage = _take(options, "stream_options.include_usage", bool, False)
     continuous = _take(options, "stream_options.continuous_usage_stats", bool, False)
     if options.pop("stream_options.include_obfuscation", False) is not False:
-        raise ApiError(
-            400, "stream_options.include_obfuscation is not supported here: leave it out", param="stream_options"
-        )
+        raise ApiError(400, "stream_options.include_obfuscation is not supported: leave it out", param="stream_options")
     for name in options:
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return usage, continuous

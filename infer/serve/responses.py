@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answer:
-    """What is said in reply to one job."""
+    """The reply to one job."""
 
     def __init__(self, job: Job, model: str, fingerprint: str):
         self._job, self._call = job, job.call
@@ -33,7 +33,7 @@ class Answer:
         self._prefix = "data: " + json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
 
     def opening(self) -> bytes:
-        """The event before the first token: a chat's says who speaks; the prompt's ids, if wanted."""
+        """The event before the first token: the role in a chat, and the ids of the prompt if asked for."""
         call = self._call
         if not call.chat and not call.return_token_ids:
             return b""
@@ -41,7 +41,7 @@ class Answer:
         return self._event(self._choice("", {"role": "assistant"}, logprobs=None), **prompt)
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The events for what came together: one for all tokens, and those of the end."""
+        """The events of a batch: one for all its tokens, and those of the end."""
         tokens = [update for update in batch if isinstance(update, Token)]
         for update in batch[-1:]:
             if isinstance(update, Queued):
@@ -50,13 +50,13 @@ class Answer:
                 yield b": keepalive\n\n"
         if tokens:
             yield self._tokens_event(tokens)
-        if isinstance(batch[-1], ApiError):  # the status line is long sent: clients look for this in each event
+        if isinstance(batch[-1], ApiError):  # the status line was sent before; clients check each event for errors
             yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
         elif isinstance(batch[-1], End):
             yield from self._ending(batch[-1])
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """The whole answer of a request that did not ask for a stream; the last update is its End."""
+        """The whole answer to a request without stream; the last update is its End."""
         tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
         text = "".join(token.text for token in tokens) + end.tail
         logprobs = self._logprobs(tokens)
@@ -81,7 +81,7 @@ class Answer:
         call = self._call
         if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
             if not text:
-                return b""  # it is held back: a part of a character, or what may become a stop string
+                return b""  # held back: part of a character, or of a possible stop string
             body = f'"delta": {{"content": {json.dumps(text)}}}' if call.chat else f'"text": {json.dumps(text)}'
             return (
                 f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
@@ -111,8 +111,8 @@ class Answer:
         yield DONE
 
     def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
-        said = {"delta": {**delta, "content": text}} if self._call.chat else {"text": text}
-        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": None}
+        content = {"delta": {**delta, "content": text}} if self._call.chat else {"text": text}
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         return (
@@ -177,9 +177,7 @@ class Answer:
 
 
 def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:
-    """What became printable with each token, and when it was on the host: milliseconds since the engine took the
-    request.
-    """
+    """The text that each token made printable, and its arrival in milliseconds since the engine started the request."""
     return [[token.text, round(1000 * token.time, 3)] for token in tokens]
 
 
@@ -192,7 +190,7 @@ def _named(named: Named) -> dict[str, Any]:
 
 
 def _spelled(text: bytes) -> str:
-    """As OpenAI writes tokens that are parts of characters."""
+    """The text, or OpenAI's spelling of bytes that are part of a character."""
     try:
         return text.decode()
     except UnicodeDecodeError:

@@ -1,11 +1,10 @@
-"""The engine's process under `serve`: loads the model once, then checks prompts and generates, one answer at a time.
+"""The engine process of `infer serve`: loads the model once, then checks prompts and generates one answer at a time.
 
-It talks over a pipe in tuples whose first item says what they are. In: ("check", n, question), ("generate", n, order),
-("cancel", n). Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code);
-("token", n, Token) as they come, then ("end", n, End) or ("error", n, message). What is not sent in order of its number
-is sent as soon as it is known.
+Messages on the pipe are tuples, the kind first. In: ("check", n, question), ("generate", n, order), ("cancel", n).
+Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code); ("token", n, Token)
+as they are drawn, then ("end", n, End) or ("error", n, message). Checks are answered in any order.
 
-The types in the messages need no JAX, so that the web process can do without.
+The types of the messages need no JAX, so that the web process does not import it.
 """
 
 import hashlib
@@ -32,68 +31,70 @@ if TYPE_CHECKING:
     from infer.text.chat_template import ChatTemplate
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
-END_SECONDS = 10.0  # for processes of a job to end together
+END_SECONDS = 10.0  # for the processes of a job to end together
 LOWEST = -9999.0  # JSON has no minus infinity
 
 
 class ServedModel(NamedTuple):
-    """What the process loads."""
+    """The model that the process loads."""
 
     engine: JobEngineOptions
     chat_template: Path | None
-    """Instead of the checkpoint's."""
+    """Template to use instead of the checkpoint's."""
 
 
 class Question(NamedTuple):
-    """A prompt to turn into ids, and what of a request only the engine can check."""
+    """A prompt to encode, and the parts of a request that only the engine can check."""
 
     prompt: str | list[int] | list[dict]
     chat: bool
     sampling: dict[str, float]
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
-    """Whether there are any."""
+    """Whether the request has stop strings."""
 
 
 class Order(NamedTuple):
-    """A generation: arguments of Engine.generate."""
+    """A generation to run: arguments of Engine.generate."""
 
     ids: list[int]
     max_new_tokens: int | None
     sampling: dict[str, float]
     stop_token_ids: tuple[int, ...]
-    """Besides the model's own."""
+    """Stop tokens besides the model's."""
     ignore_eos: bool
     stop_strings: tuple[str, ...]
     logprobs: int | None
-    """How many of the most likely tokens to tell; None if nobody wants log-probabilities."""
+    """Number of most likely tokens to report at each position; None for no log-probabilities."""
     tokens_per_dispatch: int | None
 
 
 class Named(NamedTuple):
-    """A token's own text, as UTF-8 (which may be a part of a character), and its log-probability."""
+    """The text of a token in UTF-8, possibly part of a character, and its log-probability."""
 
     text: bytes
     logprob: float
 
 
 class Token(NamedTuple):
+    """A generated token."""
+
     id: int
     text: str
-    """What became printable with it."""
+    """Text that became printable with this token."""
     time: float
-    """Seconds since the engine took the order."""
+    """Seconds since the engine started the order."""
     named: Named | None
     top: tuple[Named, ...]
 
 
 class End(NamedTuple):
-    """A finished generation; see infer.Result."""
+    """The end of a generation; see infer.Result."""
 
     reason: str
     stop_reason: int | str | None
     tail: str
-    """Text that was held back when the last token was handed out."""
+    """Text that was held back when the last token was yielded."""
     tokens: int
     time_to_first_token: float | None
     prefill_time: float | None
@@ -102,7 +103,7 @@ class End(NamedTuple):
 
 
 def main(connection: Connection, model: ServedModel) -> None:
-    """The process. It ends when the other end of the pipe is closed."""
+    """Runs the process, which ends when the other end of the pipe is closed."""
     from infer.engine import job
 
     began = time.perf_counter()
@@ -115,7 +116,7 @@ def main(connection: Connection, model: ServedModel) -> None:
 
 
 def follow(options: JobEngineOptions) -> int:
-    """What the other processes of a job do: the engine answers in all of them."""
+    """Runs another process of a job, whose engine generates in step with the first one's."""
     from infer.engine import job
 
     return job.follow(_open(options))
@@ -131,9 +132,7 @@ def _open(options: JobEngineOptions) -> "Engine":
 
 
 def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: float) -> None:
-    """Warms the engine up, and does what it is told. Raises LaneformerError for a chat template that was asked for and
-    cannot be used.
-    """
+    """Warms the engine up and answers messages. Raises LaneformerError if the given chat template cannot be used."""
     from infer.engine.backend import on_host
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
@@ -146,7 +145,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         if engine.tokenizer is None:
             raise InputError(f"model {engine.name} has no tokenizer")
         chat = ChatTemplate.load(folder, model.chat_template)
-    except LaneformerError as error:  # without a template it can still continue texts
+    except LaneformerError as error:  # completions work without a template
         if model.chat_template is not None:
             raise
         no_chat = str(error)
@@ -167,14 +166,14 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
 
 
 def special_tokens(file: Path) -> dict[int, bytes]:
-    """How the tokens that have no text are spelled."""
+    """The spelling of the tokens that have no text, by id."""
     added = json.loads(file.read_bytes()).get("added_tokens", []) if file.is_file() else []
     return {token["id"]: token["content"].encode() for token in added if token.get("special")}
 
 
 class _Worker:
-    """Takes messages on one thread, checks prompts on a second one and generates on the main one, so that a
-    cancellation waits for none.
+    """Receives messages on one thread, checks prompts on another and generates on the main one, so that a
+    cancellation waits for neither.
     """
 
     def __init__(
@@ -186,22 +185,17 @@ class _Worker:
         special: dict[int, bytes],
         alone: bool = True,
     ):
-        """no_chat: why there is no chat template. special: names of tokens that have no text. alone: no other processes
-        follow this one.
+        """no_chat: why there is no chat template. special: spelling of tokens without text. alone: no processes follow
+        this one.
         """
-        self._connection, self._engine, self._chat, self._no_chat, self._special = (
-            connection,
-            engine,
-            chat,
-            no_chat,
-            special,
-        )
+        self._connection, self._engine, self._special = connection, engine, special
+        self._chat, self._no_chat = chat, no_chat
         self._alone, self._ends = alone, (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
         self._running: tuple[int, Generation] | None = None
-        self._cancelled = -1  # the last number that was; orders come one at a time
+        self._cancelled = -1  # the last cancelled number; orders arrive one at a time
 
     def run(self) -> None:
         from laneformer.processes import GroupError
@@ -217,9 +211,9 @@ class _Worker:
                 raise
             except LaneformerError as error:
                 self._send("error", number, str(error))
-            except Exception:  # a bug, or memory that ran out: of this answer, not of the process
+            except Exception:  # a bug, or out of memory: fails this answer, not the process
                 traceback.print_exc()
-                self._send("error", number, "the engine failed; its log says how")
+                self._send("error", number, "the engine failed: read the server's log")
 
     def _receive(self) -> None:
         try:
@@ -231,11 +225,11 @@ class _Worker:
                     self._orders.put((number, *rest))
                 else:
                     self._cancel(number)
-        except (EOFError, OSError):  # the server is gone: nobody waits for anything
+        except (EOFError, OSError):  # the server is gone
             sys.stderr.flush()
             if self._alone:
                 os._exit(0)
-            self._orders.put(None)  # the other processes must hear of it, if they still do
+            self._orders.put(None)  # ends `run`, which releases the other processes if they still respond
             end = threading.Timer(END_SECONDS, os._exit, (1,))
             end.daemon = True
             end.start()
@@ -262,7 +256,9 @@ class _Worker:
                 self._send("refused", number, NESTED, None)
             except Exception:
                 traceback.print_exc()
-                self._send("refused", number, "the engine failed to read the prompt; its log says how", "engine_error")
+                self._send(
+                    "refused", number, "the engine failed to read the prompt: read the server's log", "engine_error"
+                )
 
     def _check(self, number: int, question: Question) -> None:
         from infer.sampling import Sampling
@@ -270,9 +266,7 @@ class _Worker:
         engine, prompt = self._engine, question.prompt
         Sampling(**question.sampling)
         if question.stop_strings and engine.tokenizer is None:
-            raise InputError(
-                "stop = a text: this needs a tokenizer, which the model does not have; give stop_token_ids"
-            )
+            raise InputError("stop = a text: it needs a tokenizer, which the model does not have; give stop_token_ids")
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
         for token in question.stop_token_ids:
             if not 0 <= token < vocabulary:
@@ -286,14 +280,13 @@ class _Worker:
             prompt = engine.tokenizer.encode(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:
             message = (
-                f"the prompt has {len(prompt)} tokens and the context {context}: shorten it so that there is room for"
+                f"the prompt has {len(prompt)} tokens and the context {context}: shorten the prompt to leave room for"
                 " an answer"
             )
             self._send("refused", number, message, "context_length_exceeded")
             return
-        if (
-            prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary
-        ):  # whatever their size
+        # Checked before they become an array of int64, which may be too small for them.
+        if prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         self._send("checked", number, engine.encode(prompt).tolist())
 
@@ -343,5 +336,5 @@ class _Worker:
         return Named(text or self._special.get(int(token), f"token_id:{int(token)}".encode()), max(logprob, LOWEST))
 
     def _send(self, *message: Any) -> None:
-        with self._sending, suppress(OSError):  # a closed pipe is seen by the receiving thread, which ends the process
+        with self._sending, suppress(OSError):  # the receiving thread notices a closed pipe and ends the process
             self._connection.send(message)

@@ -1,8 +1,8 @@
-"""Chat templates: conversations to text and to token ids, as Hugging Face folders define them, and which of it the
-assistant wrote.
+"""Chat templates of Hugging Face folders: conversations as text and as token ids, with the parts that the assistant
+wrote.
 
-A template is a Jinja program over `messages`, run in a sandbox with what Hugging Face gives it. What people and models
-write is data: where a message spells a special token, that is text; only the template itself makes special tokens.
+A template is a Jinja program over `messages`, run in a sandbox with the filters and functions of Hugging Face. Messages
+are data: the spelling of a special token in a message is plain text; only the template itself makes special tokens.
 """
 
 import functools
@@ -22,8 +22,7 @@ from laneformer.errors import CheckpointError, InputError
 
 TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-# For a tokenizer without a template of its own that has these two tokens. What it cannot write is an error, not left
-# out.
+# For a tokenizer without template that has these two tokens. Parts of a message that it cannot write are an error.
 CHATML = """\
 {%- if tools %}{{- raise_exception('the default template cannot write tool definitions: give a template that can') }}{%- endif %}
 {%- for message in messages %}
@@ -36,23 +35,25 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Characters that Unicode keeps for internal use: three of them that a conversation does not contain mark places while
+# Characters that Unicode reserves for internal use: three that a conversation does not contain mark places in it while
 # it is rendered.
 NONCHARACTERS = [
     *map(chr, range(0xFDD0, 0xFDF0)),
     *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
 ]
-CODE = "<template>"  # Jinja's name for it in tracebacks
-MARKS = "generation_marks"  # the variable that carries them into {% generation %} blocks
+CODE = "<template>"  # Jinja's name for a template in tracebacks
+MARKS = "generation_marks"  # the variable that passes them to {% generation %} blocks
 
 
 class Marks(NamedTuple):
+    """Characters that mark places in a conversation while it is rendered."""
+
     cut: str
-    """Inside text that would otherwise read as a special token."""
+    """Marks text that would otherwise read as a special token."""
     start: str
-    """Before what the assistant wrote."""
+    """Marks the start of what the assistant wrote."""
     stop: str
-    """After it."""
+    """Marks its end."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,9 @@ class Rendered:
 
     text: str
     answers: tuple[tuple[int, int], ...] = ()
-    """Character spans [start, stop) that the assistant wrote, its end-of-turn token included."""
+    """Character spans [start, stop) that the assistant wrote, including the end-of-turn token."""
     cuts: tuple[int, ...] = ()
-    """Positions inside the spelling of special tokens that came from messages: there the text is encoded in separate
-    parts.
-    """
+    """Positions inside the spelling of special tokens in messages; the text is split there before it is encoded."""
 
 
 class ChatTemplate:
@@ -81,12 +80,11 @@ class ChatTemplate:
         config: bytes | None = None,
         now: Callable[[], datetime] = datetime.now,
     ):
-        """tokens: what the template may name, as in {"bos_token": "<s>"}; config: the tokenizer_config.json to hand on;
+        """tokens: variables of the template, as in {"bos_token": "<s>"}. config: the tokenizer_config.json for `files`.
         now: for `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2 package.
         """
         self.source, self.tokens, self.name, self._config, self._now = source, dict(tokens), name, config, now
-        # Without a post-processor, which would trim spaces off the offsets; it adds its tokens to no text of a
-        # template.
+        # Without the post-processor, which would trim spaces off the offsets; its tokens do not belong in a template.
         self._tokenizer = tokenizers.Tokenizer.from_str(
             json.dumps({**json.loads(tokenizer.to_str()), "post_processor": None})
         )
@@ -108,19 +106,17 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             names = _names(environment.parse(source))
-        except Exception as error:  # TemplateSyntaxError, and what else comes of a file that is none
+        except Exception as error:  # TemplateSyntaxError, and others for files that are not templates
             line = getattr(error, "lineno", None)
             raise InputError(
                 f"{name}{'' if line is None else f', line {line}'} is not a chat template: {error}"
             ) from None
         if "eos_token" in names and "eos_token" not in tokens:
-            raise InputError(
-                f"{name} writes the eos_token, and no {CONFIG} says which one that is: put it beside the {TOKENIZER}"
-            )
+            raise InputError(f"{name} uses eos_token, which needs a {CONFIG}: put that beside the {TOKENIZER}")
         self.says_answers = MARKS in names
-        """Whether {% generation %} blocks say what the assistant wrote."""
+        """Whether {% generation %} blocks mark what the assistant wrote."""
         self.says_date = "strftime_now" in names
-        """Whether it writes the date: then the same conversation is other text on another day."""
+        """Whether the text contains the date, and so differs from day to day."""
 
     @classmethod
     def load(
@@ -132,10 +128,10 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
         """The template in `file`, or that of a tokenizer folder: its chat_template.jinja, else the one in its
-        tokenizer_config.json, else CHATML where the tokenizer has its tokens. tokenizer: where it is not the folder's
+        tokenizer_config.json, else CHATML if the tokenizer has its tokens. tokenizer: instead of the folder's
         tokenizer.json.
 
-        Raises CheckpointError for a folder without tokenizer or template, InputError for a template that cannot work.
+        Raises CheckpointError for a folder without tokenizer or template, InputError for an invalid template.
         """
         folder = Path(folder)
         try:
@@ -173,20 +169,18 @@ class ChatTemplate:
         }:
             source, name = CHATML, "the default chat template"
         else:
-            raise CheckpointError(
-                f"{folder} has no chat template: put a {TEMPLATE} there, or name a file that holds one"
-            )
+            raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name the file of one")
         return cls(source, tokenizer, tokens, name=name, config=config, now=now)
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end an answer beside the model's end of text: the special token that the template writes behind one,
-        if it does.
+        """Ids that end an answer besides the model's end of text: the special token that the template writes after an
+        answer, if any.
         """
         answer = "<the answer>"
         try:
             text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}])
-        except InputError:  # it wants conversations of another kind
+        except InputError:  # the template refuses this conversation
             return ()
         behind = text[text.rindex(answer) + len(answer) :] if answer in text else ""
         first = self._tokenizer.encode(behind.lstrip(), add_special_tokens=False)
@@ -197,7 +191,7 @@ class ChatTemplate:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        """What has to lie beside the tokenizer.json for `load` to give this template again: name -> content."""
+        """The files that `load` needs beside the tokenizer.json to load this template again: name -> content."""
         config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens}, indent=1).encode()
         return {TEMPLATE: self.source.encode(), CONFIG: self._config or config}
 
@@ -207,11 +201,11 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The text of a conversation; with add_generation_prompt up to where the assistant goes on writing.
+        """The text of a conversation; with add_generation_prompt up to where the assistant continues.
 
-        messages: {"role": ..., "content": ...} and whatever else the template knows. Raises InputError for messages of
-        another shape, and with the line for what the template refuses. For token ids use `encode`: in this text
-        messages are not told from the template.
+        messages: {"role": ..., "content": ...} and other fields that the template knows. Raises InputError for messages
+        of another shape, and, with the line, if the template refuses them. For token ids use `encode`: in the text
+        messages cannot be distinguished from the template.
         """
         return self._rendered(messages, tools, add_generation_prompt).text
 
@@ -220,9 +214,9 @@ class ChatTemplate:
     ) -> Rendered:
         """The text of a whole conversation, with the parts that the assistant wrote.
 
-        These are what {% generation %} blocks enclose. Without such blocks an answer is what its message adds to the
-        conversation before it with add_generation_prompt, up to and with the end-of-turn token. Raises InputError where
-        that cannot be: for templates that write an answer differently once another message follows.
+        These are the contents of {% generation %} blocks. Without such blocks an answer is what its message adds to the
+        previous conversation with add_generation_prompt, including the end-of-turn token. Raises InputError if the
+        template writes an answer differently once another message follows.
         """
         return self._rendered(messages, tools, False, find_answers=not self.says_answers)
 
@@ -237,9 +231,9 @@ class ChatTemplate:
         return ids.tolist()
 
     def encode_rendered(self, conversations: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each: ids uint32[n] and a mask bool[n], true for the tokens of answers.
+        """For each conversation its ids, uint32 [n], and a mask of the tokens of answers, bool [n].
 
-        No token reaches over the border of an answer, as at inference, where the prompt is encoded without the answer.
+        No token crosses the border of an answer, as at inference, where the prompt is encoded without the answer.
         """
         encodings = self._tokenizer.encode_batch(
             [conversation.text for conversation in conversations], add_special_tokens=False
@@ -259,15 +253,14 @@ class ChatTemplate:
         return found
 
     def _encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """ids and offsets (into `text`) of text whose tokens must not reach over `cuts`."""
+        """Ids of a text and their offsets in it; no token crosses one of the `cuts`."""
         ids, offsets = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             part, lead = self._spans(text[start:stop]), 0
-            # After a line end, without its tokens: sentencepiece-style tokenizers put a space before the beginning of a
-            # text
+            # Encoded after a line end, which is then removed: sentencepiece-style tokenizers put a space before a text.
             if start:
                 follows = [(token, span) for token, span in self._spans("\n" + text[start:stop]) if span[1] > 1]
-                if all(span[0] >= 1 for _, span in follows):  # else the line end became part of a token
+                if all(span[0] >= 1 for _, span in follows):  # otherwise a token includes the line end
                     part, lead = follows, 1
             ids += [token for token, _ in part]
             offsets += [(start + a - lead, start + b - lead) for _, (a, b) in part]
@@ -288,12 +281,12 @@ class ChatTemplate:
         everything = json.dumps([messages, tools, self.source], ensure_ascii=False, default=str)
         try:
             everything.encode()
-        except UnicodeEncodeError:  # JSON can spell it
-            raise InputError("a message is not valid Unicode: it holds half of a surrogate pair") from None
+        except UnicodeEncodeError:  # JSON can contain lone surrogates
+            raise InputError("a message is not valid Unicode: remove the lone surrogate from it") from None
         free = [character for character in NONCHARACTERS if character not in everything][: len(Marks._fields)]
         if len(free) < len(Marks._fields):
             raise InputError(
-                "the conversation uses up the characters that Unicode reserves for internal use: take these out"
+                "the conversation contains all characters that Unicode reserves for internal use: remove them"
             )
         marks = Marks(*free)
         messages, tools = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
@@ -303,9 +296,7 @@ class ChatTemplate:
         return self._read_marks(text, marks)
 
     def _marked(self, value: Any, cut: str) -> Any:
-        """`value` with a cut inside all that reads as a special token, and at ends that could become one beside other
-        text.
-        """
+        """`value` with a cut inside each spelling of a special token, and at ends that could form one with other text."""
         if isinstance(value, str):
             parts = range(1, max(self._lengths, default=1))
             before, after = (
@@ -337,7 +328,7 @@ class ChatTemplate:
                     MARKS: marks,
                 }
             )
-        except Exception as error:  # a template can do anything that an expression can
+        except Exception as error:  # an expression in a template can raise anything
             lines, frame = [], error.__traceback__
             while frame is not None:
                 if frame.tb_frame.f_code.co_filename == CODE:
@@ -346,7 +337,7 @@ class ChatTemplate:
             raise InputError(f"{self.name}{f', line {lines[-1]}' if lines else ''}: {error}") from None
 
     def _mark_answers(self, whole: str, messages: list[Any], tools: list[Any] | None, marks: Marks) -> str:
-        """`whole`, the text of all messages, with marks around what each answer adds to the text before it."""
+        """The text of all messages, `whole`, with marks around what each answer adds to the text before it."""
         pieces, done = [], 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -355,29 +346,29 @@ class ChatTemplate:
             after = self._run(messages[: i + 1], tools, False, marks) if i + 1 < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise InputError(
-                    f"{self.name} does not tell what the assistant wrote in messages[{i}]: it writes the message"
-                    " differently than after its generation prompt, or than when others follow; put {% generation %}"
-                    " and {% endgeneration %} around it in the template"
+                    f"{self.name} does not show what the assistant wrote in messages[{i}], as it writes the message"
+                    " differently after its generation prompt, or when others follow: put {% generation %} and"
+                    " {% endgeneration %} around answers in the template"
                 )
-            said = after[len(before) :].rstrip()
+            answer = after[len(before) :].rstrip()
             ended = any(
-                said[-n:] in self._special for n in self._lengths
-            )  # what follows the end of turn is the template's
-            stop = len(before) + len(said) if ended else len(after)
+                answer[-n:] in self._special for n in self._lengths
+            )  # text after the end of turn is not its own
+            stop = len(before) + len(answer) if ended else len(after)
             pieces += [whole[done : len(before)], marks.start, whole[len(before) : stop], marks.stop]
             done = stop
         return "".join([*pieces, whole[done:]])
 
     def _read_marks(self, text: str, marks: Marks) -> Rendered:
-        clean, position, cuts, answers, begun = [], 0, set(), [], []
+        clean, position, cuts, answers, open_at = [], 0, set(), [], []
         for piece in re.split(f"([{''.join(marks)}])", text):
             if piece == marks.cut:
                 cuts.add(position)
             elif piece == marks.start:
-                begun.append(position)
-            elif piece == marks.stop and begun:
-                start = begun.pop()
-                answers += [(start, position)] if not begun and start < position else []
+                open_at.append(position)
+            elif piece == marks.stop and open_at:
+                start = open_at.pop()
+                answers += [(start, position)] if not open_at and start < position else []
             else:
                 clean.append(piece)
                 position += len(piece)
@@ -385,16 +376,16 @@ class ChatTemplate:
 
 
 def check_messages(messages: Any) -> None:
-    """InputError unless these are messages: a list of objects, each with a role and, where it has content, text or a
-    list of parts.
+    """Raises InputError unless these are messages: a list of objects with a role and, as content, text or a list of
+    parts.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise InputError(f"messages must be a list of at least one message, not {_shown(messages)}")
+        raise InputError(f"messages must be a list of at least one message, got {_shown(messages)}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f"messages[{i}] must be an object with a role and content, not {_shown(message)}")
+            raise InputError(f"messages[{i}] must be an object with a role and content, got {_shown(message)}")
         if not isinstance(message.get("content"), str | list | None):
-            raise InputError(f"messages[{i}].content must be text, not {_shown(message['content'])}")
+            raise InputError(f"messages[{i}].content must be text, got {_shown(message['content'])}")
 
 
 def _shown(value: Any) -> str:
@@ -404,7 +395,7 @@ def _shown(value: Any) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    """The sandbox that templates run in, with the filters, functions and blocks that Hugging Face gives them."""
+    """The sandbox that templates run in, with the filters, functions and blocks of Hugging Face."""
     try:
         from jinja2 import nodes
         from jinja2.exceptions import TemplateError
@@ -435,13 +426,13 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = to_json  # Jinja's own writes <, > and & as \u escapes, for HTML
+    environment.filters["tojson"] = to_json  # Jinja's escapes <, > and & for HTML
     environment.globals["raise_exception"] = refuse
     return environment
 
 
 def _names(tree: Any) -> set[str]:
-    """The variables and functions that a parsed template takes from outside."""
+    """The variables and functions that a parsed template uses but does not define."""
     from jinja2.meta import find_undeclared_variables
 
     return find_undeclared_variables(tree)

@@ -1,23 +1,23 @@
-"""Stop strings in a text that comes in pieces."""
+"""Stop strings in a text that arrives in pieces."""
 
 from collections.abc import Iterable
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; what could still become one is held back.
+    """Passes text on up to the first stop string, and holds back what may become one.
 
-    The first is the one that is complete first as characters come one by one, the longest of several that end together:
-    so the result does not depend on how the text is cut into pieces.
+    The first stop string is the one that is complete first, read character by character, and the longest of several
+    that end together: so the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, strings: Iterable[str] = ()):
         self._strings = tuple(strings)
         self._held = ""
         self.found: str | None = None
-        """The stop string that was found; nothing is passed on any more."""
+        """The stop string that was found; after that no text is passed on."""
 
     def add(self, piece: str) -> str:
-        """The text that is certain to stand before any stop string."""
+        """The text that is certain to be before any stop string."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -31,6 +31,6 @@ class StopStrings:
         return text[: len(text) - longest]
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text that is held back, at the end of the text."""
         held, self._held = self._held, ""
         return held

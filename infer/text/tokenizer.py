@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the tokenizer.json beside a checkpoint; and text as it comes, token by token."""
+"""Text to token ids and back, with the tokenizer.json beside a checkpoint; and streaming text token by token."""
 
 import codecs
 import json
@@ -11,16 +11,13 @@ from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError, InputError
 
 FILE = "tokenizer.json"
-# Decoders whose text for a token depends on the tokens before it at most through "there are some"; others cannot be
-# streamed.
+# Decoders whose text for a token depends only on whether there are tokens before it; others cannot be streamed.
 STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"}
 RAW_BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # pieces of a vocabulary with byte fallback
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 stands for itself, the rest for U+0100
-    onwards.
-    """
+    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 is itself, the rest U+0100 and up."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -30,12 +27,10 @@ BYTE_LEVEL = _byte_level_alphabet()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json. Text is always plain text: the spelling of a special token in it is not that
-    token.
-    """
+    """A Hugging Face tokenizer.json. The spelling of a special token in a text is encoded as plain text."""
 
     def __init__(self, file: str | Path, bos_token_id: int | None = None):
-        """bos_token_id: of the model's config; put before every text where set. Raises CheckpointError for an unusable
+        """bos_token_id: from the model's config; if set, put before every text. Raises CheckpointError for an unusable
         file.
         """
         try:
@@ -49,7 +44,7 @@ class Tokenizer:
         self._decoders = set(_types(json.loads(self._tokenizer.to_str())["decoder"]))
         if unknown := self._decoders - STREAMABLE:
             raise CheckpointError(
-                f"{file}: the text of decoder {', '.join(unknown)} cannot be streamed; give prompts as ids instead"
+                f"{file}: decoder {', '.join(unknown)} cannot be streamed; remove the file and give prompts as ids"
             )
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, what in added.items() if what.special}
@@ -57,27 +52,27 @@ class Tokenizer:
 
     @classmethod
     def find(cls, checkpoint: str | Path, bos_token_id: int | None = None) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint: an HF folder, a training run or one step of it. None where there is none."""
+        """The tokenizer of a checkpoint: an HF folder, a training run or one step of it. None if it has none."""
         file = checkpoint_files(checkpoint) / FILE
         return cls(file, bos_token_id) if file.is_file() else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, after the begin-of-text token where the model has one."""
+        """Token ids of a text, after the begin-of-text token if the model has one."""
         try:
             text.encode()
-        except UnicodeEncodeError:  # lone surrogates, as Python makes of command lines that are not UTF-8
+        except UnicodeEncodeError:  # lone surrogates, to which Python decodes command lines that are not UTF-8
             raise InputError("the text is not valid Unicode: write it in UTF-8") from None
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.bos_token_id is None else [self.bos_token_id, *ids]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens])
 
     def token_bytes(self, token: int, *, first: bool = False) -> bytes:
-        """The UTF-8 bytes of one token of a text, b"" for special and unknown ones.
+        """The UTF-8 bytes of one token of a text; b"" for special and unknown tokens.
 
-        first: nothing stands before it, where sentencepiece-style decoders leave out a space.
+        first: the token starts the text, where sentencepiece-style decoders omit a space.
         """
         if first:
             return self._bytes(token, first=True)
@@ -99,14 +94,13 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text as tokens come. A character whose bytes are spread over tokens is held back until it is whole.
+    """Text of a stream of tokens. A character whose bytes are spread over tokens is held back until it is complete.
 
-    The pieces joined are `tokenizer.decode` of all tokens; bytes that are no UTF-8 become U+FFFD as soon as that is
-    certain.
+    The joined pieces are `tokenizer.decode` of all tokens; invalid UTF-8 becomes U+FFFD as soon as that is certain.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()):
-        """prompt: the tokens before the first one; only whether they have text matters."""
+        """prompt: the tokens before the stream; it only matters whether they have text."""
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = not any(tokenizer.token_bytes(int(token)) for token in prompt)
@@ -118,14 +112,12 @@ class Detokenizer:
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """What is still held back, at the end of the text: U+FFFD for a character that was not completed, or
-        nothing.
-        """
+        """The text that is held back, at the end of the text: U+FFFD for an incomplete character, or ""."""
         return self._utf8.decode(b"", final=True)
 
 
 def _types(decoder: dict | None) -> Iterator[str]:
-    """The type names in a tokenizer.json's decoder."""
+    """The type names in the decoder of a tokenizer.json."""
     if decoder:
         yield decoder["type"]
         for part in decoder.get("decoders", ()):

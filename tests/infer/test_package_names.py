@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("name", ["laneformer", "infer"])
-def test_every_name_is_there_and_editors_see_the_same(name):
+def test_names_match_type_checking_imports(name):
     package = importlib.import_module(name)
     assert {*package.__all__} <= {*dir(package)}
     seen = {}
@@ -37,13 +37,13 @@ def test_every_name_is_there_and_editors_see_the_same(name):
         "import train.planning.cluster",
     ],
 )
-def test_what_needs_no_jax_does_not_import_it(code):
+def test_jax_is_not_imported(code):
     subprocess.run(
         [sys.executable, "-c", f"import sys\n{code}\nassert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60
     )
 
 
-def test_all_names_at_once():
+def test_star_imports_work():
     code = (
         "from laneformer import *\nfrom infer import *\nassert Engine.load and make_mesh and isinstance(LAYOUTS, dict)"
     )

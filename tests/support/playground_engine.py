@@ -1,8 +1,8 @@
 """`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
 and needs no model.
 
-With the prompt "crash" it does. --checkpoint no-chat is without chat template; one that is a path is loaded once there
-is a file.
+The prompt "crash" ends the engine process. --checkpoint no-chat has no chat template; a path is "loaded" once the file
+exists.
 """
 
 import itertools
@@ -26,7 +26,7 @@ CONTEXT = 100_000
 
 
 def pieces(prompt):
-    """The tokens of an answer: words and blanks of at most four characters, without end."""
+    """The endless tokens of an answer: words and blanks of at most four characters."""
     return itertools.cycle(re.findall(r"\w{1,4}|\s{1,4}|\S", prompt))
 
 
@@ -84,7 +84,7 @@ class Engine:
 
 
 class Chat:
-    """A template that is the last message alone."""
+    """A template whose text is the last message."""
 
     ends = ()
 
@@ -92,9 +92,10 @@ class Chat:
         return list(messages[-1]["content"].encode())
 
 
-def worker(connection, options):
-    """In place of serve_worker.main."""
-    chat, file = None if options.checkpoint == "no-chat" else Chat(), Path(options.checkpoint)
+def worker(connection, model):
+    """Replaces serve_worker.main."""
+    checkpoint = model.engine.checkpoint
+    chat, file = None if checkpoint == "no-chat" else Chat(), Path(checkpoint)
     while file.is_absolute() and not file.exists():
         time.sleep(0.01)
     conditions = {

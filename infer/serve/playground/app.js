@@ -1,5 +1,5 @@
-// The page: connects, runs, stops, replays. Reading order: form (what is asked), stream (how), recording (what came), pane (its text),
-// meter and histogram (its figures).
+// The page: connects, runs, stops, replays. Reading order: form (the request), stream (sending it), recording (the answer), pane (its
+// text), meter and histogram (its figures).
 
 import { EXAMPLES } from "./examples.js";
 import { asCurl, isChat, readRequest } from "./form.js";
@@ -12,17 +12,17 @@ const byId = (id) => document.getElementById(id);
 const form = byId("request");
 const answer = new Pane(byId("answer"));
 const replay = new Pane(byId("replay"));
-const METER_MS = 200; // between two readings of the figures: faster ones cannot be read
+const METER_MS = 200; // between updates of the figures, so that they can be read
 const RETRY_MS = 1000;
 const COPIED_MS = 1200;
 const [SLOWEST, FASTEST] = [30, 3000];
 const PRESETS = [30, 100, 300, 1000, 3000];
 
-let key = ""; // in memory alone
+let key = ""; // kept only in memory
 let model = null;
 let recording = null;
 let running = null; // AbortController of the request
-let playing = null; // and of the replay
+let playing = null; // AbortController of the replay
 let example = null;
 
 // ---- the server
@@ -34,7 +34,7 @@ async function connect() {
     byId("key-form").hidden = true;
     byId("model").textContent = model.id;
     const ready = "conditions" in model;
-    showProblem(ready ? null : ["The model is loading.", "This page goes on by itself when it is there."]);
+    showProblem(ready ? null : ["The model is loading.", "This page continues when it is ready."]);
     if (!ready) {
       setTimeout(connect, RETRY_MS);
       return;
@@ -106,7 +106,7 @@ async function run() {
         if (!current.tokens) state("running");
         current.add(events, performance.now() - began);
       },
-      (before) => state(before === 1 ? "one request is before this one" : `${before} requests are before this one`),
+      (before) => state(before === 1 ? "1 request before this one" : `${before} requests before this one`),
     );
   } catch (error) {
     problem = error;
@@ -121,14 +121,14 @@ async function run() {
   end(current, problem);
 }
 
-/** Says how a run ended, to the eyes and to a screen reader. */
+/** Shows how a run ended, and announces it to screen readers. */
 function end(current, problem) {
   const count = `${current.tokens.toLocaleString("en")} tokens`;
   if (problem?.name === "AbortError") {
     state(`stopped after ${count}`);
     announce(`Stopped after ${count}.`);
   } else if (problem) {
-    state(current.tokens ? `ended after ${count}: not the whole answer` : "no answer");
+    state(current.tokens ? `ended after ${count}: the answer is incomplete` : "no answer");
     if (problem.status === 401) askForKey(problem);
     else showProblem(explain(problem));
   } else {
@@ -163,7 +163,7 @@ addEventListener("keydown", (event) => {
 const speed = () => Math.round(SLOWEST * (FASTEST / SLOWEST) ** (byId("speed").value / byId("speed").max));
 const speedInWords = () => `${rounded(speed()).toLocaleString("en")} tok/s`;
 
-/** To two figures, as the slider is no finer than that. */
+/** Rounded to two significant digits, the precision of the slider. */
 function rounded(value) {
   const unit = 10 ** (Math.floor(Math.log10(value)) - 1);
   return Math.round(value / unit) * unit;
@@ -177,17 +177,17 @@ async function startReplay() {
   const wanted = `${((current.tokens - 1) / rate).toFixed(2)} s`;
   replayState(`0.00 of ${wanted}`);
   enable();
-  let said = 0;
+  let shown = 0;
   const onFrame = (ms) => {
-    if (ms - said < METER_MS) return;
-    said = ms;
+    if (ms - shown < METER_MS) return;
+    shown = ms;
     replayState(`${(ms / 1000).toFixed(2)} of ${wanted}`);
   };
   const original = play(current, answer, chat, (ms) => current.tokensAt(ms), stop.signal);
   const took = await play(current, replay, chat, (ms) => 1 + Math.floor((ms * rate) / 1000), stop.signal, onFrame);
   if (playing === stop) replayState(took === null ? "stopped" : `${rate.toLocaleString("en")} tok/s took ${(took / 1000).toFixed(2)} s`);
   const whole = (await original) !== null;
-  if (playing !== stop) return; // another one has begun
+  if (playing !== stop) return; // another replay has started
   if (!whole) answer.finish(current.text, chat);
   playing = null;
   announce(took === null ? "Replay stopped." : "Replay finished.");
@@ -214,7 +214,7 @@ for (const preset of PRESETS) {
   }).setAttribute("aria-label", `${preset} tokens per second`);
 }
 
-// ---- what to take away
+// ---- copies and downloads
 
 byId("copy-text").addEventListener("click", ({ target }) => recording && copy(target, recording.text));
 byId("copy-curl").addEventListener("click", ({ target }) => {
@@ -236,7 +236,7 @@ async function copy(button, text) {
   setTimeout(() => (button.textContent = name), COPIED_MS);
 }
 
-/** Browsers give the clipboard to pages of this machine and of HTTPS; elsewhere the older way is left. */
+/** Browsers allow the clipboard only for HTTPS and localhost; other pages use execCommand. */
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -258,7 +258,7 @@ const state = (text) => (byId("state").textContent = text);
 const replayState = (text) => (byId("replay-state").textContent = text);
 const announce = (text) => (byId("announcement").textContent = text);
 
-/** Buttons are marked, not disabled: a disabled one would lose the focus. */
+/** Buttons are marked, not disabled, because a disabled button loses the focus. */
 function enable() {
   const able = { run: !running, stop: running || playing, play: !running && recording?.tokens, "copy-text": recording?.tokens,
                  download: !running && recording?.tokens };

@@ -1,4 +1,4 @@
-// Prompts to begin with: as the beginning of a file for a completion, as a question for a chat.
+// Example prompts: the start of a file for a completion, a question for a chat.
 
 export const EXAMPLES = [
   {

@@ -1,11 +1,11 @@
-// What the form asks for, as a request and as a command.
+// The request in the form, as an object and as a command.
 
 const form = document.getElementById("request");
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
 
 export const isChat = () => form.elements.mode.value === "chat";
 
-/** The request in the form: fields that are empty are left to the server. */
+/** The request in the form; the server chooses the values of empty fields. */
 export function readRequest(model) {
   const prompt = form.elements.prompt.value;
   const asked = isChat() ? { messages: [{ role: "user", content: prompt }] } : { prompt };
@@ -17,7 +17,7 @@ export function readRequest(model) {
   return { path: isChat() ? "v1/chat/completions" : "v1/completions", body: { ...body, stream: true, return_timeline: true } };
 }
 
-/** The request as a command for a POSIX shell. The key is in a variable: it is not shown anywhere. */
+/** The request as a command for a POSIX shell. The key is read from a variable and never shown. */
 export function asCurl({ path, body }, seed, withKey) {
   const { return_timeline, ...plain } = body;
   const data = JSON.stringify(seed === undefined ? plain : { ...plain, seed }).replaceAll("'", "'\\''");

@@ -1,4 +1,4 @@
-// Colours for Python, made of elements and text nodes alone: what a model writes is never read as HTML.
+// Colours for Python, made only of elements and text nodes, so that a model's text is never parsed as HTML.
 
 const KEYWORDS =
   "and|as|assert|async|await|break|case|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|match|" +
@@ -14,13 +14,13 @@ const PYTHON = new RegExp(
   "g",
 );
 const FENCE = /```[^\n]*\n([\s\S]*?)(?:```|$)/dg;
-const MOST = 200_000; // characters: beyond that colours cost more than they help
+const MOST = 200_000; // characters; longer texts are not coloured, which would be slow
 
 function strings() {
   return String.raw`"""[\s\S]*?(?:"""|$)|'''[\s\S]*?(?:'''|$)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?`;
 }
 
-/** Pieces [kind, start, end] of a text that is code, or of the code between ``` in one that is prose. */
+/** Pieces [kind, start, end] of code, or of the code between ``` in prose. */
 function* pieces(text, prose) {
   const ranges = prose ? Array.from(text.matchAll(FENCE), (match) => match.indices[1]) : [[0, text.length]];
   for (const [from, to] of ranges) {
@@ -31,7 +31,7 @@ function* pieces(text, prose) {
   }
 }
 
-/** The part of a text from `start` on, coloured as it is within the whole. */
+/** The part of a text from `start` on, coloured in the context of the whole text. */
 export function highlighted(text, start, prose) {
   const made = document.createDocumentFragment();
   let done = start;

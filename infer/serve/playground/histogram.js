@@ -4,10 +4,10 @@ import { percentile } from "./recording.js";
 
 const WIDTH = 400;
 const HEIGHT = 92;
-const FLOOR = 74; // where the bars stand
+const FLOOR = 74; // y of the base line
 const BINS = 50;
 
-/** Counts of sorted values in equal bins; the first and the last bin also have what lies beyond them. */
+/** Counts of sorted values in equal bins; the first and the last bin include the values beyond them. */
 export function bins(sorted) {
   const middle = percentile(sorted, 99) - percentile(sorted, 1);
   const margin = Math.max(middle * 0.15, sorted.at(-1) * 1e-3, 1e-3);
@@ -21,7 +21,7 @@ export function bins(sorted) {
   return { counts, low, high };
 }
 
-/** Draws sorted times in ms. marks: {name: value}. label: for those who do not see it. */
+/** Draws sorted times in ms. marks: {name: value}. label: for screen readers. */
 export function draw(svg, sorted, marks, label) {
   svg.replaceChildren();
   svg.setAttribute("aria-label", label);
@@ -50,7 +50,7 @@ export function draw(svg, sorted, marks, label) {
   add(svg, "text", { x: WIDTH, y: HEIGHT - 3, "text-anchor": "end" }, beyond);
 }
 
-/** With three figures. */
+/** A time with three significant digits. */
 export function milliseconds(ms) {
   return ms === null || ms === undefined ? "–" : ms >= 10_000 ? `${figures(ms / 1000)} s` : `${figures(ms)} ms`;
 }

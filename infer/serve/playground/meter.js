@@ -1,4 +1,4 @@
-// Every figure on the page, and the conditions that it holds under.
+// The figures on the page and their conditions.
 
 import { samplingInWords } from "./form.js";
 import { draw, figures, milliseconds } from "./histogram.js";
@@ -12,7 +12,7 @@ function put(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** What the speed of a recording depends on; of the model alone where there is none yet. */
+/** The conditions of a recording, or of the model alone before the first run. */
 export function showConditions(model, recording) {
   const facts = model.conditions ?? {};
   const seed = recording?.final?.seed ?? recording?.request.body.seed;
@@ -37,7 +37,7 @@ export function showConditions(model, recording) {
   );
 }
 
-/** The figures that move while tokens come. elapsed: ms since Run. */
+/** The figures that change while tokens arrive. elapsed: ms since Run. */
 export function showProgress(recording, elapsed) {
   const { rate, clientRate } = recording;
   put("rate", rate === null ? NONE : figures(rate));
@@ -48,7 +48,7 @@ export function showProgress(recording, elapsed) {
   const first = recording.final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
   put("first", milliseconds(first));
   const note = recording.final ? "sustained, measured by the server" : "so far, by the engine's clock";
-  put("rate-note", recording.elapsed !== null && !recording.final ? "until it ended early, by the engine's clock" : note);
+  put("rate-note", recording.elapsed !== null && !recording.final ? "until the early end, by the engine's clock" : note);
 }
 
 /** Prefill, decode and the distribution of times between tokens. */
@@ -67,8 +67,8 @@ export function showDetails(recording) {
   for (const name of ["p50", "p95", "p99"]) put(name, milliseconds(marks[name]));
   const each = gaps.length ? (recording.tokens - 1) / gaps.length : 1;
   put("gaps-title", each > 1.005 ? "Time between arrivals" : "Time between tokens");
-  const beside = each > 1.005 ? `, ${figures(each)} tokens each` : "";
-  put("gaps-note", gaps.length ? `${gaps.length.toLocaleString("en")} at the engine's host${beside}` : "");
+  const detail = each > 1.005 ? `, ${figures(each)} tokens each` : "";
+  put("gaps-note", gaps.length ? `${gaps.length.toLocaleString("en")} at the engine's host${detail}` : "");
   const words = Object.entries(marks).map(([name, value]) => `${name} ${milliseconds(value)}`);
   draw(byId("histogram"), gaps, marks, `Histogram of ${gaps.length} times: ${words.join(", ")}`);
 }

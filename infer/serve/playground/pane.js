@@ -1,11 +1,11 @@
-// Text that grows: one write per frame, into a short last block, so that a frame costs the same however long the text is.
+// Growing text: one write per frame into a short last block, so that the cost of a frame does not depend on the length of the text.
 
 import { highlighted } from "./highlight.js";
 
-const BLOCK = 500; // characters after which the next line begins a new block
+const BLOCK = 500; // characters after which the next line starts a new block
 
 export const still = matchMedia("(prefers-reduced-motion: reduce)");
-const STILL_MS = 500; // between writes for those who asked for less motion
+const STILL_MS = 500; // between writes if the user prefers reduced motion
 
 export class Pane {
   constructor(element) {
@@ -13,7 +13,7 @@ export class Pane {
     this.clear();
   }
 
-  /** prompt: shown before the text, for a completion of it. */
+  /** Empties the pane. prompt: shown before the text of a completion. */
   clear(prompt = "") {
     this.prompt = prompt;
     this.length = 0;
@@ -26,19 +26,19 @@ export class Pane {
   #block;
   #size;
 
-  /** Shows the text, of which what was shown before is the beginning. now: of the frame. */
+  /** Shows the text, which starts with what is already shown. now: time of the frame. */
   show(text, now) {
     if (text.length === this.length || (still.matches && now - this.#written < STILL_MS)) return;
     const element = this.element;
     const follows = element.scrollHeight - element.scrollTop - element.clientHeight < 40;
-    if (this.length === 0) this.#begin();
+    if (this.length === 0) this.#start();
     this.#written = now;
     this.#append(text.slice(this.length));
     this.length = text.length;
     if (follows) element.scrollTop = element.scrollHeight;
   }
 
-  /** The end: all of the text, coloured. prose: that of a chat. */
+  /** Shows the whole text in colours. prose: whether it is the text of a chat. */
   finish(text, prose) {
     this.#written = -Infinity;
     this.show(text, 0);
@@ -48,7 +48,7 @@ export class Pane {
     this.element.scrollTop = top;
   }
 
-  #begin() {
+  #start() {
     const prompt = document.createElement("span");
     prompt.className = "prompt";
     prompt.textContent = this.prompt;
@@ -72,8 +72,8 @@ export class Pane {
   }
 }
 
-/** Plays a recording in a pane from its first token on. tokensAt: how many have come after some ms. Resolves with the ms it took, or null
- * if it was stopped. */
+/** Plays a recording in a pane from its first token on. tokensAt: number of tokens after some ms. Resolves with the duration in ms, or
+ * null if it was stopped. */
 export function play(recording, pane, prose, tokensAt, signal, onFrame = () => {}) {
   pane.clear(pane.prompt);
   return new Promise((resolve) => {

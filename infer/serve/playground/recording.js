@@ -1,6 +1,6 @@
-// One answer as it came: its text, where each token ends in it, and when each came by the engine's clock and by this page's.
+// One answer as received: its text, the end of each token in it, and arrival times by the engine's clock and by this page's.
 
-/** Numbers, appended one by one. */
+/** A growing array of numbers. */
 class Series {
   #data = new Float64Array(4096);
   length = 0;
@@ -24,16 +24,16 @@ class Series {
 }
 
 export class Recording {
-  /** model: as /v1/models tells it. request: path and body. Times are milliseconds. */
+  /** model: as /v1/models reports it. request: path and body. Times are in milliseconds. */
   constructor(model, request) {
     this.model = model;
     this.request = request;
     this.date = new Date();
     this.text = "";
-    this.ends = new Series(); // of each token, in the text
-    this.times = new Series(); // of each token, since the engine took the request, by its clock
-    this.arrivals = new Series(); // of what came together, since the request was sent, by this page's clock
-    this.counts = new Series(); // of tokens that were here then
+    this.ends = new Series(); // end of each token in the text
+    this.times = new Series(); // arrival of each token since the engine started the request, by the engine's clock
+    this.arrivals = new Series(); // arrival of each read since the request was sent, by this page's clock
+    this.counts = new Series(); // number of tokens at each of these arrivals
     this.final = null; // the event with the timings
     this.finish = null;
     this.elapsed = null;
@@ -43,7 +43,7 @@ export class Recording {
     return this.times.length;
   }
 
-  /** Takes events that came together `time` ms after the request was sent. */
+  /** Adds the events of one read, `time` ms after the request was sent. */
   add(events, time) {
     for (const event of events) {
       const choice = event.choices?.[0];
@@ -65,20 +65,20 @@ export class Recording {
     }
   }
 
-  /** Tokens per second after the first by the engine's clock: the server's own figure once it is there. Null with fewer than two. */
+  /** Tokens per second after the first by the engine's clock; the server's figure once it is in. Null with fewer than two tokens. */
   get rate() {
     if (this.final) return this.final.timings.predicted_per_second;
-    const later = this.tokens - this.tokensAt(0); // what came together with the first token took no time of its own
+    const later = this.tokens - this.tokensAt(0); // tokens that arrived with the first one have no time
     return later ? (1000 * later) / (this.times.last - this.times.values[0]) : null;
   }
 
-  /** The same by this page's clock, over what came after the first arrival. */
+  /** The same by this page's clock, over the tokens after the first arrival. */
   get clientRate() {
     const counts = this.counts.values;
     return counts.length > 1 ? (1000 * (this.counts.last - counts[0])) / (this.arrivals.last - this.arrivals.values[0]) : null;
   }
 
-  /** How many tokens had come `ms` after the first one, by the engine's clock. */
+  /** Number of tokens that had arrived `ms` after the first one, by the engine's clock. */
   tokensAt(ms) {
     const times = this.times.values;
     let low = 0;
@@ -91,7 +91,7 @@ export class Recording {
     return low;
   }
 
-  /** The text up to a number of tokens. What was held back at the end comes with the last. */
+  /** The text up to a number of tokens. The last one includes what was held back. */
   upTo(tokens) {
     return tokens >= this.tokens ? this.text : this.text.slice(0, tokens ? this.ends.values[tokens - 1] : 0);
   }
@@ -105,7 +105,7 @@ export class Recording {
     return gaps.subarray(0, n).sort();
   }
 
-  /** Everything, for a file. */
+  /** The whole record, for a file. */
   toJSON() {
     const gaps = this.gaps;
     const list = (series) => Array.from(series.values);
@@ -134,12 +134,12 @@ export class Recording {
         tokens_per_second: this.clientRate,
         elapsed_ms: this.elapsed,
       },
-      notes: ["one request, watched in a browser: `python -m infer bench` measures figures to publish"],
+      notes: ["one request, measured in a browser; use `python -m infer bench` for figures to publish"],
     };
   }
 }
 
-/** Of sorted values, linear between neighbours as numpy does it. */
+/** A percentile of sorted values, interpolated linearly as numpy's. */
 export function percentile(sorted, percent) {
   const place = ((sorted.length - 1) * percent) / 100;
   const below = Math.floor(place);

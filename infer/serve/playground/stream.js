@@ -1,6 +1,6 @@
-// Requests to the server, its streams, and what went wrong in plain words.
+// Requests to the server, its streams, and its errors in plain words.
 
-/** An answer that is an error; status 0 where none came. */
+/** An error answer; status 0 without an answer. */
 export class Problem extends Error {
   constructor(status, error = {}, retryAfter = null) {
     super(error.message ?? `HTTP status ${status}`);
@@ -11,7 +11,7 @@ export class Problem extends Error {
   }
 }
 
-/** fetch() from the server that this page came from, under whatever path it lies; raises Problem. */
+/** fetch() from the server of this page, relative to the path of the page; raises Problem. */
 export async function ask(path, key, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   let response;
@@ -25,7 +25,7 @@ export async function ask(path, key, options = {}) {
   throw new Problem(response.status, body.error, response.headers.get("Retry-After"));
 }
 
-/** The events of a stream, those that came together in one array: texts after "data: ", and comments as they are. */
+/** The events of a stream, in one array per read: the text after "data: ", and comments unchanged. */
 export async function* batches(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -40,7 +40,8 @@ export async function* batches(response) {
   }
 }
 
-/** Sends a request for a stream. onEvents gets the events that came together, read; onQueued how many requests are before this one. */
+/** Sends a request for a stream. onEvents: called with the parsed events of a read. onQueued: called with the number of requests before
+ * this one. */
 export async function stream(request, key, signal, onEvents, onQueued) {
   const headers = { "Content-Type": "application/json" };
   const response = await ask(request.path, key, { method: "POST", headers, body: JSON.stringify(request.body), signal });
@@ -60,23 +61,23 @@ export async function stream(request, key, signal, onEvents, onQueued) {
   if (!complete) throw new Problem(0, { message: "the connection was lost" });
 }
 
-/** What happened, and what to do about it. */
+/** The problem and its remedy. */
 export function explain(problem) {
   const { status, code, message } = problem;
   if (!(problem instanceof Problem)) return ["This page failed.", `Reload it and try again. (${problem})`];
-  if (status === 0) return ["The server cannot be reached.", "See in its terminal whether it still runs, start it again if not, then press Run."];
-  if (status === 401) return ["The server did not take the key.", "Enter the one that it was started with."];
-  if (status === 403) return ["The server does not go by this name.", sentence(message)];
-  if (code === "model_not_found") return ["The server has another model now.", "Reload this page."];
+  if (status === 0) return ["The server cannot be reached.", "Check in its terminal whether it is running, start it again if not, then press Run."];
+  if (status === 401) return ["The server refused the key.", "Enter the key that it was started with."];
+  if (status === 403) return ["The server does not accept this host name.", sentence(message)];
+  if (code === "model_not_found") return ["The server has a different model now.", "Reload this page."];
   if (status === 413) return ["The prompt is too long for one request.", "Shorten it."];
   if (status === 429) {
-    return ["The queue is full.", `${sentence(message)} The engine answers one request at a time: run again in ${problem.retryAfter ?? "a few"} s or more.`];
+    return ["The queue is full.", `${sentence(message)} The engine answers one request at a time: press Run again in ${problem.retryAfter ?? "a few"} s or more.`];
   }
   if (code === "timeout") return ["The answer took too long.", `${sentence(message)} Ask for fewer tokens, or start the server with a larger --timeout.`];
   if (code === "context_length_exceeded") return ["The prompt does not fit.", sentence(message)];
   if (message.includes("shutting down")) return ["The server was stopped.", "Start it again, then press Run."];
   if (status === 503) return ["The engine is not ready.", sentence(message)];
-  if (status >= 500) return ["The engine failed.", `${sentence(message)} Press Run to try once more; the server's terminal may say how it came.`];
+  if (status >= 500) return ["The engine failed.", `${sentence(message)} Press Run to try again; the server's terminal may show the cause.`];
   return ["The server refused the request.", `${sentence(message)} Change that, then press Run.`];
 }
 

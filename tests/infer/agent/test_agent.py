@@ -95,7 +95,7 @@ def task(tmp_path):
     return Path(shutil.copytree(EXAMPLE, tmp_path / "task"))
 
 
-def test_first_wrong_then_right(task, tmp_path, capsys):
+def test_second_turn_passes(task, tmp_path, capsys):
     before, work = files_of(task), tmp_path / "work"
     with Scripted(WRONG, RIGHT, pause=0.02, metrics={"queue_time_ms": 5.0}) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", work, "--seed", 3)) == 0
@@ -144,7 +144,7 @@ def test_first_wrong_then_right(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-def test_turns_run_out_and_what_a_model_must_not_write(task, tmp_path, capsys):
+def test_protected_files_stay_and_turns_run_out(task, tmp_path, capsys):
     cheats = (
         "```python test_intervals.py\nimport unittest\n```",
         "```python ../outside.py\nx = 1\n```",
@@ -175,7 +175,7 @@ def test_turns_run_out_and_what_a_model_must_not_write(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-def test_a_model_that_only_continues_texts(task, tmp_path, capsys):
+def test_completion_mode_writes_one_file(task, tmp_path, capsys):
     with Scripted("def merge(intervals):\n    return []\n\nunfinished(", PROGRAM, chat=False) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
     first, second = (request["prompt"] for request in server.requests)
@@ -192,7 +192,7 @@ def test_a_model_that_only_continues_texts(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-def test_a_server_that_tells_little(task, tmp_path, capsys):
+def test_server_without_usage_is_reported_as_unknown(task, tmp_path, capsys):
     with Scripted(RIGHT, models=None, usage=False) as server:
         assert main(agent(task, "--base-url", server.url, "--model", "any", "--workspace", tmp_path / "work")) == 0
     out, err = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_a_server_that_tells_little(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-def test_a_command_of_its_own(task, tmp_path, capsys):
+def test_test_command_of_the_task_is_run(task, tmp_path, capsys):
     (task / "test_intervals.py").unlink()
     (task / "check.py").write_text(
         "from intervals import merge\nassert merge([(1, 2), (2, 3)]) == [(1, 3)], 'not joined'\n"
@@ -214,7 +214,7 @@ def test_a_command_of_its_own(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-def test_an_error_in_the_middle_keeps_the_record(task, tmp_path, capsys):
+def test_server_error_keeps_the_record(task, tmp_path, capsys):
     with Scripted(WRONG, (400, {"message": "the prompt has 9000 tokens and the context 4096"})) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -224,7 +224,7 @@ def test_an_error_in_the_middle_keeps_the_record(task, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_interruption_keeps_the_record(task, tmp_path, number):
+def test_interruption_keeps_the_record(task, tmp_path, number):
     with (
         Scripted(WRONG, "slow " * 1000, pause=0.2) as server,
         started(task, "--base-url", server.url, "--workspace", tmp_path / "work") as running,
@@ -248,7 +248,7 @@ def test_an_interruption_keeps_the_record(task, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("known_judge")
-def test_our_own_server(task, tmp_path, capfd):
+def test_checkpoint_starts_a_server(task, tmp_path, capfd):
     checkpoint = save_checkpoint(tmp_path / "small")
     args = ("--backend", BACKEND, "--max-turns", 2, "--max-new-tokens", 30, "--workspace", tmp_path / "work")
     assert main(agent(task, "--checkpoint", checkpoint, *args)) == 1
@@ -269,7 +269,7 @@ def test_our_own_server(task, tmp_path, capfd):
     assert main(agent(task, "--base-url", f"http://127.0.0.1:{port}/v1", "--workspace", tmp_path / "two")) == 2, (
         "the server has ended"
     )
-    assert "no server answers there" in capfd.readouterr().err
+    assert "cannot connect to --base-url" in capfd.readouterr().err
     assert main(agent(task, "--checkpoint", tmp_path / "no", "--workspace", tmp_path / "three")) == 2
     assert re.fullmatch(r"error: \S+/no is not a folder.*", capfd.readouterr().err.strip().splitlines()[-1])
 
@@ -278,33 +278,33 @@ def test_our_own_server(task, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("change", "args", "message"),
     [
-        (None, (), "give either --base-url, a server's, or --checkpoint"),
-        (None, (*ONE, "--checkpoint", "x"), "give either --base-url"),
-        (None, (*ONE, "--threads", 2), "--threads goes with --checkpoint"),
-        (None, ("--checkpoint", "x", "--model", "y"), "--model goes with --base-url"),
-        (None, (*ONE, "--max-turns", 0), "--max-turns 0: give at least 1"),
-        (None, (*ONE, "--timeout", "nan"), "--timeout nan: give seconds"),
+        (None, (), "--base-url of a server, or --checkpoint"),
+        (None, (*ONE, "--checkpoint", "x"), "either --base-url"),
+        (None, (*ONE, "--threads", 2), "--threads needs --checkpoint"),
+        (None, ("--checkpoint", "x", "--model", "y"), "--model needs --base-url"),
+        (None, (*ONE, "--max-turns", 0), "--max-turns must be at least 1, got 0"),
+        (None, (*ONE, "--timeout", "nan"), "--timeout must be above 0 seconds, got nan"),
         (None, (*ONE, "--model", "other"), "--model other: URL has one, two"),
-        (None, ONE, "--model: URL has one, two: name one"),
-        (None, ("--base-url", "127.0.0.1:1/v1"), "no server answers there"),
-        (None, (*ONE, "--workspace", "TASK/work"), "lies in the task's folder"),
-        (None, (*ONE, "--workspace", "TASK/../task"), "lies in the task's folder"),
-        (None, (*ONE, "--workspace", os.devnull), "is there already"),
-        (lambda task: (task / "task.md").unlink(), ONE, "says nowhere what is to be done"),
+        (None, ONE, "URL has one, two: name one with --model"),
+        (None, ("--base-url", "127.0.0.1:1/v1"), "--base-url 127.0.0.1:1/v1"),
+        (None, (*ONE, "--workspace", "TASK/work"), "is in the task's folder"),
+        (None, (*ONE, "--workspace", "TASK/../task"), "is in the task's folder"),
+        (None, (*ONE, "--workspace", os.devnull), f"--workspace {os.devnull}"),
+        (lambda task: (task / "task.md").unlink(), ONE, "add task.md"),
         (lambda task: (task / "test_intervals.py").unlink(), ONE, "has no tests"),
         (
             lambda task: (task / "test_intervals.py").write_text("x = 1\n"),
             (*ONE, "--model", "one"),
-            "finds no test in test_intervals.py",
+            "no test in test_intervals.py",
         ),
         (shutil.rmtree, ONE, "is not a folder"),
-        (lambda task: (task / "link").symlink_to("/etc/passwd"), ONE, "is no plain file"),
-        (lambda task: (task / "big.bin").write_bytes(bytes(5 << 20)), ONE, "at most 4,194,304"),
+        (lambda task: (task / "link").symlink_to("/etc/passwd"), ONE, "link is not a regular file"),
+        (lambda task: (task / "big.bin").write_bytes(bytes(5 << 20)), ONE, "4,194,304"),
         (lambda task: (task / "task.md").write_bytes(b"\xff"), ONE, "is not UTF-8"),
-        (lambda task: (task / "intervals.py").write_text(PROGRAM), (*ONE, "--model", "one"), "nothing to do"),
+        (lambda task: (task / "intervals.py").write_text(PROGRAM), (*ONE, "--model", "one"), "already pass"),
     ],
 )
-def test_mistakes_are_one_line(task, tmp_path, monkeypatch, capsys, change, args, message):
+def test_bad_options_are_one_line(task, tmp_path, monkeypatch, capsys, change, args, message):
     monkeypatch.chdir(tmp_path)
     if change is not None:
         change(task)
@@ -320,11 +320,11 @@ def test_mistakes_are_one_line(task, tmp_path, monkeypatch, capsys, change, args
     )
 
 
-def test_without_library_sandbox_or_key(task, tmp_path, monkeypatch, capsys):
+def test_missing_library_sandbox_and_key_are_named(task, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Scripted(RIGHT, key="right") as server:
         assert main(agent(task, "--base-url", server.url, "--api-key", "wrong")) == 2
-        assert "wants another key (no such key): set OPENAI_API_KEY" in capsys.readouterr().err
+        assert "(no such key): set OPENAI_API_KEY" in capsys.readouterr().err
         monkeypatch.setenv("OPENAI_API_KEY", "right")
         assert main(agent(task, "--base-url", server.url)) == 0
         assert "right" not in (tmp_path / "runs/agent/task-1/record.json").read_text()
@@ -354,17 +354,17 @@ def test_without_library_sandbox_or_key(task, tmp_path, monkeypatch, capsys):
         ("```python .git/hooks\n1\n```\n```python /etc/x.py\n1\n```", {}),
     ],
 )
-def test_code_blocks_and_their_files(answer, files):
+def test_code_blocks_become_files(answer, files):
     edits = read_edits(answer, ["a.py"], ["test_a.py"])
     assert edits.files == files and bool(edits.notes) == (not files)
 
 
-def test_a_block_without_a_name_is_refused_where_two_could_be_meant():
+def test_unnamed_block_for_two_files_is_refused():
     edits = read_edits("```python\n1\n```", ["a.py", "b.py"], [])
     assert edits.files == {} and edits.notes == ("No code block had a file's name after its opening fence.",)
 
 
-def test_the_example_needs_no_jax():
+def test_example_runs_without_jax():
     assert load_task(EXAMPLE).editable == ("intervals.py",)
     code = "import sys, infer.commands.agent, openai\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -43,7 +43,7 @@ def run_of(arrivals, counts, drawn=None) -> Run:
 
 
 @pytest.mark.parametrize("count", [1, 2, 37, 9_999, 10_000])
-def test_percentiles_are_those_of_numpy(count):
+def test_percentiles_match_numpy(count):
     samples = np.random.default_rng(count).exponential(size=count)
     told = latency.summary(samples)
     for p in (50, 90, 95, 99):
@@ -53,7 +53,7 @@ def test_percentiles_are_those_of_numpy(count):
     assert told["mean"] == pytest.approx(samples.mean()) and told["std"] == pytest.approx(samples.std())
 
 
-def test_a_run_takes_the_arrival_of_each_dispatch_from_the_result():
+def test_run_has_the_arrivals_of_dispatches():
     times = (0.5, 0.7, 0.7, 0.7, 1.5)
     result = SimpleNamespace(tokens=(5, 6, 7, 8, 9), token_times=times, tokens_per_dispatch=(1, 3, 1))
     run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), 5e9, 0.25)
@@ -62,7 +62,7 @@ def test_a_run_takes_the_arrival_of_each_dispatch_from_the_result():
     assert run.gaps == pytest.approx([0.1, 0.1, 0.2, 0.1])  # of the kernel's clock, which has other zero
 
 
-def test_tokens_that_came_in_groups_have_no_gaps_of_their_own():
+def test_grouped_tokens_have_no_gaps():
     assert run_of([0.1, 0.2, 0.4], [1, 2, 1]).gaps is None
     assert run_of([0.1, 0.2, 0.4], [1, 1, 1]).gaps == pytest.approx([0.1, 0.2])
 
@@ -88,7 +88,7 @@ class FakeEngine:
         )
 
 
-def test_engines_take_turns_and_every_run_lies_between_reads_of_the_memory(monkeypatch):
+def test_engines_take_turns_between_memory_reads(monkeypatch):
     log, speeds, passes = [], iter(range(100)), iter([9, 1, 2, 3, 4, 8, 6, 7, 5, 5] * 2)
     session = SimpleNamespace(
         read_pass=lambda: next(passes), drawn=lambda first, count: SimpleNamespace(times=2.0 * np.arange(count))
@@ -111,7 +111,7 @@ def test_engines_take_turns_and_every_run_lies_between_reads_of_the_memory(monke
     assert (a.first_request, len(a.load_after)) == (3.0, 3)
 
 
-def test_without_the_native_library_there_is_no_bandwidth_but_a_reason(monkeypatch):
+def test_missing_library_gives_a_reason(monkeypatch):
     def fails():
         raise custom_calls.NativeError("compiling failed")
 
@@ -124,7 +124,7 @@ def test_without_the_native_library_there_is_no_bandwidth_but_a_reason(monkeypat
 
 
 @pytest.mark.parametrize("largest", [1, 5])
-def test_the_peak_is_the_fastest_stretch_between_arrivals(largest):
+def test_peak_is_the_fastest_stretch(largest):
     random = np.random.default_rng(0)
     counts = np.concatenate([[1], random.integers(1, largest + 1, 60)])
     arrivals = np.cumsum(random.exponential(size=61))
@@ -140,7 +140,7 @@ def test_the_peak_is_the_fastest_stretch_between_arrivals(largest):
     assert latency.peak(arrivals, counts, int(so_far[-1]) - 1) is not None
 
 
-def test_where_runs_begin_to_differ():
+def test_first_difference_is_the_smallest_index():
     a = [SimpleNamespace(tokens=(1, 2, 3, 4)), SimpleNamespace(tokens=(5, 6, 7, 8))]
     b = [SimpleNamespace(tokens=(1, 2, 3, 9)), SimpleNamespace(tokens=(5, 0, 7, 8))]
     assert (
@@ -150,7 +150,7 @@ def test_where_runs_begin_to_differ():
     )
 
 
-def test_bytes_of_a_token_are_weights_and_the_mean_of_keys_and_values():
+def test_bytes_per_token_are_weights_and_mean_cache():
     config = CONFIG.replace(qkv_bias=False, sliding_window=8, sliding_window_n_layers=1)
     engine = Engine(RandomSource(config, "float16"), "xla")
     case = Case(prompt_tokens=4, output_tokens=11, runs=1, warmup_runs=0)
@@ -170,7 +170,7 @@ def test_prompts_depend_on_seed_and_run():
     assert (first == case.prompt(0, 64)).all() and (first != case.prompt(1, 64)).any()
 
 
-def test_random_weights_are_those_of_the_table_and_scaled_like_initial_ones():
+def test_random_weights_are_scaled_like_initial_ones():
     source = RandomSource(CONFIG, "bfloat16")
     table, arrays = parameter_table(CONFIG), dict(source.weights())
     assert list(arrays) == list(table)
@@ -194,7 +194,7 @@ def test_random_weights_are_made_one_at_a_time():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_random_model_has_the_random_weights(devices):
+def test_random_model_has_the_random_weights(devices):
     source = RandomSource(CONFIG, "float32", mesh=None if devices == 1 else make_mesh(2, lane=devices))
     model = source.model()
     for path, array in source.weights():
@@ -202,7 +202,7 @@ def test_a_random_model_has_the_random_weights(devices):
     assert source.precision.param == "float32" and len(model.tok_embeddings[...].devices()) == devices
 
 
-def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
+def test_recipes_are_found_by_name_and_file(tmp_path):
     assert recipe_config("stdlib").num_lanes == 8
     assert (
         recipe_config("tiny").max_position_embeddings > recipe_config("stdlib").max_position_embeddings
@@ -223,7 +223,7 @@ def test_a_recipe_is_found_by_name_and_by_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
+def test_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     kind = np.dtype([("op", "i4"), ("layer", "i4"), ("begin_ns", "i8"), ("end_ns", "i8")])
     op = custom_calls.Session.ops.index
     first = np.array([(op("embed"), 0, 10_000, 10_500), (op("qkv"), 2, 10_500, 12_750)], kind)

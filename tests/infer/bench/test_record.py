@@ -106,7 +106,7 @@ def test_every_key_is_mandatory(complete):
     assert tried > 100
 
 
-def test_null_only_where_it_is_allowed(complete):
+def test_null_is_refused_unless_allowed(complete):
     for path, _ in paths(FIELDS):
         changed = copy.deepcopy(complete)
         if (holder := inside(changed, path)) is None:
@@ -122,13 +122,13 @@ def test_null_only_where_it_is_allowed(complete):
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (("schema",), "laneformer.bench/2", "this program knows laneformer.bench/1"),
-        (("status",), "guessed", "known are measured, simulated, projected"),
+        (("schema",), "laneformer.bench/2", "schema must be laneformer.bench/1"),
+        (("status",), "guessed", "measured, simulated, projected"),
         (("conditions", "colour"), "red", "conditions.colour is not a field"),
-        (("conditions", "batch_size"), True, "conditions.batch_size = True: it must be int"),
-        (("conditions", "pruned"), 0, "conditions.pruned = 0: it must be bool"),
-        (("metrics", "ttft_ms"), 3.0, "metrics.ttft_ms is not an object"),
-        (("metrics", "ttft_ms", "p50"), "3", "it must be int or float"),
+        (("conditions", "batch_size"), True, "conditions.batch_size must be int, got True"),
+        (("conditions", "pruned"), 0, "conditions.pruned must be bool, got 0"),
+        (("metrics", "ttft_ms"), 3.0, "metrics.ttft_ms must be an object"),
+        (("metrics", "ttft_ms", "p50"), "3", "metrics.ttft_ms.p50 must be int or float"),
     ],
 )
 def test_wrong_values_are_refused(complete, path, value, message):
@@ -140,7 +140,7 @@ def test_wrong_values_are_refused(complete, path, value, message):
         table.markdown([complete, changed])
 
 
-def test_the_figures_of_known_times(complete):
+def test_figures_of_known_times(complete):
     m, c = complete["metrics"], complete["conditions"]
     assert m["decode_tps"]["samples"] == pytest.approx([1000, 500])
     assert m["decode_tps"]["sustained_median"] == pytest.approx(750) and m["decode_tps"][
@@ -169,7 +169,7 @@ def test_the_figures_of_known_times(complete):
     assert c["model"]["weights"] == "random" and any("random weights" in note for note in complete["notes"])
 
 
-def test_groups_give_no_figure_per_token(measured):
+def test_groups_have_no_figure_per_token(measured):
     memory = Memory(measured.engine, 1)
     memory.unavailable = "no compiler here"
     grouped = Measured(measured.engine, measured.case, memory, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
@@ -188,7 +188,7 @@ def test_groups_give_no_figure_per_token(measured):
     assert "no effective bandwidth: no compiler here" in record["notes"]
 
 
-def test_what_the_kernel_drew_counts_though_tokens_came_in_groups(measured):
+def test_kernel_times_are_used_for_grouped_tokens(measured):
     grouped = Measured(measured.engine, measured.case, measured.memory, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
     counts = np.array([1] + [100] * 10)
     grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, 5e-3 * np.arange(1001), None, 1e-3))
@@ -198,7 +198,7 @@ def test_what_the_kernel_drew_counts_though_tokens_came_in_groups(measured):
     assert m["mbu"]["read_pass"]["samples"] == pytest.approx([0.1])
 
 
-def test_files_hold_raw_times_with_their_hash(complete, measured, tmp_path):
+def test_raw_times_are_written_with_their_hash(complete, measured, tmp_path):
     file = tmp_path / "two.json"
     records = [copy.deepcopy(complete), copy.deepcopy(complete)]
     write(file, records, [measured, measured])
@@ -212,13 +212,13 @@ def test_files_hold_raw_times_with_their_hash(complete, measured, tmp_path):
     assert arrays[f"{again[1]['raw']['prefix']}run1.bandwidth_Bps"] == 1e9
 
 
-def test_a_file_that_is_no_record_is_refused(complete, tmp_path):
+def test_invalid_files_are_refused(complete, tmp_path):
     file = tmp_path / "bad.json"
     for text, message in (
         ("{", "is not JSON"),
-        ("[]", "holds no record"),
+        ("[]", "contains no record"),
         ("[{}]", "schema is missing"),
-        ("3", "is not an object"),
+        ("3", "the record must be an object"),
     ):
         file.write_text(text)
         with pytest.raises(InputError, match=message):
@@ -230,7 +230,7 @@ def test_a_file_that_is_no_record_is_refused(complete, tmp_path):
         read(file)
 
 
-def test_tables_mark_figures_and_put_conditions_below(measured):
+def test_tables_have_marks_and_conditions(measured):
     record = make_record(measured, random_weights=True)
     for text in (table.markdown([record, record]), table.terminal([record, record])):
         rows = [n for n, line in enumerate(text.splitlines()) if "known, xla" in line]
@@ -258,7 +258,7 @@ def test_tables_mark_figures_and_put_conditions_below(measured):
     assert table.terminal([simulated]).count("§") == 6 and "SIMULATED" in table.terminal([simulated])
 
 
-def test_a_gpu_is_described_by_its_tool(tmp_path, monkeypatch):
+def test_gpu_is_described_by_nvidia_smi(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '580.1, 700.00, 1980, 1980, 3201'\n")
     tool.chmod(0o755)

@@ -40,7 +40,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_all_of_a_laneformer(folder, capsys):
+def test_laneformer_report_is_complete(folder, capsys):
     files = ("--json", str(folder / "sub/r.json"), "--png", str(folder / "sub/r.png"))
     sweeps = ("--sweep", "layout", "lanes", "delay", "context", "precision", "--agent", "--rate", "2000")
     assert main(["roofline", "--checkpoint", str(folder), *sweeps, *files]) == 0
@@ -61,7 +61,7 @@ def test_all_of_a_laneformer(folder, capsys):
     assert (folder / "sub/r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_config_file_layout_device_and_simulated_rate(folder, capsys):
+def test_config_layout_device_and_rate_are_used(folder, capsys):
     assert (
         main(
             [
@@ -90,7 +90,7 @@ def test_config_file_layout_device_and_simulated_rate(folder, capsys):
     assert re.search(r"given as simulated, explained by --sync-us [\d.]+ +500 .* simulated\n", out)
 
 
-def test_a_dense_model_and_measured_figures(tmp_path, capsys):
+def test_dense_model_with_measured_figures(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     node = ("--device", "custom", "--bandwidth", "100", "--sync-us", "0", "--context", "0", "--precision", "float32")
     assert main(["roofline", "--checkpoint", str(tmp_path), *node]) == 0
@@ -123,7 +123,7 @@ def test_a_dense_model_and_measured_figures(tmp_path, capsys):
     assert "4 exchanges of 7.00 us, 4 exposed landings" in capsys.readouterr().out
 
 
-def test_moe_models(tmp_path, capsys):
+def test_moe_models_are_reported(tmp_path, capsys):
     picture = tmp_path / "moe.png"
     assert (
         main(
@@ -152,7 +152,7 @@ def test_moe_models(tmp_path, capsys):
     assert rows["bfloat16"]["tok/s"] < rows["as published"]["tok/s"] < rows["mxfp4"]["tok/s"]
 
 
-def test_a_published_config(tmp_path, capsys):
+def test_published_config_is_reported(tmp_path, capsys):
     values = {
         "model_type": "mixtral",
         "hidden_size": 4096,
@@ -192,7 +192,7 @@ def test_a_published_config(tmp_path, capsys):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_config_of_a_model_that_runs_here(folder, capsys):
+def test_config_file_equals_its_checkpoint(folder, capsys):
     (folder / "mine.json").write_text(json.dumps(VALUES))
     shown = []
     for args in ([str(folder / "mine.json")], [str(folder)], ["--checkpoint", str(folder)]):
@@ -201,19 +201,19 @@ def test_the_config_of_a_model_that_runs_here(folder, capsys):
     assert shown[0] == shown[1] == shown[2] and "waits of layout tp" in shown[0]
 
 
-def test_models_larger_than_the_memory(capsys):
+def test_too_large_models_are_marked(capsys):
     assert main(["roofline", "--moe", "kimi-k2.6", "--devices", "3"]) == 0
     assert "weights of 595.00 GB DO NOT FIT in 454 GB" in capsys.readouterr().out
 
 
-def test_a_cache_that_is_given(capsys):
+def test_given_cache_is_counted(capsys):
     assert main(["roofline", "--moe", "deepseek-v4-flash", "--kv-megabytes", "230"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"cache and state, given +0.2300 ", out) and "10.9955" in out
     assert "Note: deepseek-v4-flash: what" not in out
 
 
-def test_bytes_references_and_agent_alone(tmp_path, capsys):
+def test_bytes_references_and_agent_need_no_model(tmp_path, capsys):
     assert main(["roofline", "--gigabytes", "4", "--rate", "2100"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"ceiling: reading alone +7,680 ", out) and re.search(
@@ -233,23 +233,23 @@ def test_bytes_references_and_agent_alone(tmp_path, capsys):
     ("arguments", "words"),
     [
         ([], "give CONFIG.json, --checkpoint, --moe or --gigabytes"),
-        (["--checkpoint", "x:y", "--moe", "all"], "give one model"),
+        (["--checkpoint", "x:y", "--moe", "all"], "--checkpoint and --moe"),
         (["--checkpoint", "no_such_recipe"], "no_such_recipe"),
         (["--moe", "gpt"], "--moe gpt: known are"),
-        (["--moe", "all", "--rate", "5"], "one model"),
-        (["--moe", "all", "--sweep", "layout"], "--sweep layout needs a model of --checkpoint; of --moe: precision"),
-        (["--moe", "all", "--layout", "tp"], "--layout is for --checkpoint"),
-        (["--gigabytes", "0"], "--gigabytes 0: it must be above 0"),
-        (["--gigabytes", "4", "--layers", "0"], "--layers 0"),
-        (["--gigabytes", "4", "--precision", "fp8"], "--precision is for --checkpoint"),
+        (["--moe", "all", "--rate", "5"], "--rate needs one model"),
+        (["--moe", "all", "--sweep", "layout"], "--sweep layout needs --checkpoint"),
+        (["--moe", "all", "--layout", "tp"], "--layout needs --checkpoint"),
+        (["--gigabytes", "0"], "--gigabytes must be above 0, got 0"),
+        (["--gigabytes", "4", "--layers", "0"], "--layers needs --gigabytes"),
+        (["--gigabytes", "4", "--precision", "fp8"], "--precision needs --checkpoint"),
         (["--gigabytes", "4", "--context", "9"], "--context and --kv-precision need a model"),
-        (["--moe", "all", "--kv-megabytes", "9"], "only with --moe NAME"),
-        (["--gigabytes", "4", "--device", "a100"], "--device a100: known are"),
-        (["--gigabytes", "4", "--rate", "-1"], "--rate -1"),
-        (["--gigabytes", "4", "--sweep", "context"], "needs a model of --checkpoint"),
-        (["--references", "--png", "r.png"], "--png draws"),
-        (["--agent", "--png", "r.svg"], "ends in .png"),
-        (["--checkpoint", "{folder}", "--layout", "dtp"], "write dtp(delta)"),
+        (["--moe", "all", "--kv-megabytes", "9"], "--kv-megabytes needs --moe NAME"),
+        (["--gigabytes", "4", "--device", "a100"], "--device a100: "),
+        (["--gigabytes", "4", "--rate", "-1"], "--rate must be above 0, got -1"),
+        (["--gigabytes", "4", "--sweep", "context"], "--sweep context needs --checkpoint"),
+        (["--references", "--png", "r.png"], "--png needs"),
+        (["--agent", "--png", "r.svg"], ".png, got r.svg"),
+        (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
         (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
@@ -257,12 +257,12 @@ def test_bytes_references_and_agent_alone(tmp_path, capsys):
         (["--checkpoint", "{folder}/other.json"], "other.json must be a folder or its config.json"),
         (["{folder}/none.json"], "none.json does not exist"),
         (["{folder}/other.json"], "other.json: model_type = None: known mixtures of experts are"),
-        (["{folder}/other.json", "--lanes", "2"], "--lanes is for --checkpoint"),
-        (["{folder}/other.json", "--moe", "all"], "CONFIG.json and --moe: give one model"),
+        (["{folder}/other.json", "--lanes", "2"], "--lanes needs --checkpoint"),
+        (["{folder}/other.json", "--moe", "all"], "CONFIG.json and --moe"),
         (["{folder}/wrong.json"], "wrong.json: hidden_size"),
     ],
 )
-def test_mistakes_are_one_line(folder, capsys, arguments, words):
+def test_bad_options_are_one_line(folder, capsys, arguments, words):
     (folder / "other.json").write_text("{}")
     (folder / "wrong.json").write_text(
         json.dumps({name: value for name, value in VALUES.items() if name != "hidden_size"})

@@ -84,7 +84,7 @@ SAMPLINGS = st.builds(
 
 @settings(max_examples=60)
 @given(sampling=SAMPLINGS, prompt=st.lists(st.integers(0, 95), min_size=1, max_size=12))
-def test_tokens_are_those_of_the_xla_backend(engine, reference, sampling, prompt):
+def test_tokens_match_backend_xla(engine, reference, sampling, prompt):
     expected = reference.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
     result = engine.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
     if result.tokens != expected.tokens:  # a set within rounding of p may fall on either side
@@ -111,7 +111,7 @@ def near_a_threshold(reference, ids, sampling) -> bool:
 
 
 @pytest.mark.slow
-def test_long_texts_and_windows_follow_the_xla_backend(engine, reference):
+def test_long_texts_and_windows_match_backend_xla(engine, reference):
     for n in (17, 513, 1090):
         prompt = np.random.default_rng(n).integers(0, 96, n)
         expected = reference.generate(prompt, max_new_tokens=10, sampling=RANDOM).result
@@ -120,7 +120,7 @@ def test_long_texts_and_windows_follow_the_xla_backend(engine, reference):
         np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
 
 
-def test_tokens_do_not_depend_on_threads_devices_exchange_or_instructions(engine):
+def test_tokens_are_equal_on_any_threads_devices_exchange_and_instructions(engine):
     expected = engine.generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
     source = ModelSource(model())
     for options in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}, {"threads": 2, "chaos_us": 200}):
@@ -135,7 +135,7 @@ def test_tokens_do_not_depend_on_threads_devices_exchange_or_instructions(engine
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_16_bit_weights_are_exact_in_float32_and_close_when_activations_are_rounded(dtype):
+def test_16_bit_weights_match_float32(dtype):
     stored = model(dtype=dtype)  # on a CPU products are float32
     exact = Engine(stored, "cpu")
     assert (
@@ -164,7 +164,7 @@ def jax_log_softmax(logits):
     return z - jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
 
 
-def test_chunks_stops_and_ends(engine):
+def test_chunks_stops_and_context_end(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     for chunk in (1, 3, 7, 1000):
         generation = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, tokens_per_dispatch=chunk)
@@ -181,7 +181,7 @@ def test_chunks_stops_and_ends(engine):
     assert engine.generate([5], max_new_tokens=1).result.finish_reason == "length"
 
 
-def test_cancel_and_abandon_leave_the_engine_right(engine):
+def test_engine_works_after_cancel_and_abandon(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM))
     generation = engine.generate(PROMPT, sampling=RANDOM)
     assert [next(generation) for _ in range(5)] == expected[:5]
@@ -195,7 +195,7 @@ def test_cancel_and_abandon_leave_the_engine_right(engine):
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
 
 
-def test_between_two_looks_an_answer_can_end_and_be_cancelled(monkeypatch):
+def test_cancel_after_the_kernel_ended(monkeypatch):
     slow = Engine(ModelSource(model()), "cpu", chaos_us=300)
     slow.warmup(1, 400)
     monkeypatch.setattr(CpuBackend, "patience", 100.0)
@@ -212,7 +212,7 @@ def test_between_two_looks_an_answer_can_end_and_be_cancelled(monkeypatch):
     assert time.perf_counter() - began < 50
 
 
-def test_another_thread_can_cancel_a_prefill():
+def test_prefill_is_cancelled_from_another_thread():
     slow = Engine(ModelSource(model()), "cpu", chaos_us=3000)
     generation = slow.generate(np.arange(1000) % 96, max_new_tokens=90)
     threading.Timer(0.2, generation.cancel).start()
@@ -241,13 +241,13 @@ except KeyboardInterrupt:
     assert child.communicate(timeout=60)[0] == "cancelled 2\n" and child.returncode == 0
 
 
-def test_nothing_of_an_earlier_generation_stays(engine):
+def test_reused_cache_does_not_change_tokens(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     list(engine.generate(np.arange(90), max_new_tokens=100, sampling=Sampling(temperature=3.0)))
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
 
 
-def test_the_cache_stays_in_place_and_programs_are_compiled_once():
+def test_cache_stays_in_place_and_programs_compile_once():
     def pointers():
         return [
             shard.data.unsafe_buffer_pointer()
@@ -270,7 +270,7 @@ def request(**changes):
     )
 
 
-def test_weights_that_are_not_numbers_are_an_error():
+def test_nan_weights_are_an_error():
     weights = model().weights()
     weights["norm"] = weights["norm"].at[0].set(jnp.nan)
     for sampling in (Sampling(), RANDOM):
@@ -278,7 +278,7 @@ def test_weights_that_are_not_numbers_are_an_error():
             next(Engine(laneformer.Laneformer(CONFIG, weights), "cpu").generate(PROMPT, sampling=sampling))
 
 
-def test_what_the_kernel_cannot_do_is_said():
+def test_unsupported_options_are_refused():
     with pytest.raises(ConfigError, match=r"cpu is not available .*it adds in float32.*use backend xla"):
         Engine(model(precision=Precision(stream="bfloat16")), "cpu")
     assert Engine(model(precision=Precision(stream="bfloat16"))).backend == "xla"

@@ -2,6 +2,7 @@
 chosen.
 """
 
+import functools
 import tracemalloc
 
 import jax
@@ -36,6 +37,7 @@ RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
+@functools.cache
 def model(mesh=None, **changes):
     """Random weights, large enough for logits that differ."""
     made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
@@ -49,11 +51,15 @@ def engine():
     return Engine(model(), "xla")
 
 
+# Every kind of head, windows, one device and several; the model's own tests have the other cases too.
+FAST = (("case_03", 8), ("case_11", 8), ("case_12", 1))
+
+
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
-        pytest.param(case, devices, marks=() if (n % 2 == 0) == (devices == 8) else pytest.mark.slow)
-        for n, case in enumerate(CASES)
+        pytest.param(case, devices, marks=() if (case, devices) in FAST else pytest.mark.slow)
+        for case in CASES
         for devices in (1, 8)
     ],
 )
@@ -73,7 +79,7 @@ def by_definition(engine, prompt, count, sampling):
     """Tokens and log-probabilities with the uncached model, one forward of the whole text per token."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
-        padded = np.zeros((1, 32 if len(prompt) < 12 else 1100), np.int32)  # causal: what stands behind changes nothing
+        padded = np.zeros((1, 32 if len(prompt) < 12 else 1100), np.int32)  # causal: the padding has no effect
         padded[0, : len(ids)] = ids
         seen = np.isin(np.arange(CONFIG.vocab_size), ids)
         token, logprob = draw(engine.model(padded)[0, len(ids) - 1], seen, np.int32(len(ids)), sampling.parameters())
@@ -91,7 +97,7 @@ def test_tokens_follow_the_definition(engine, sampling):
 
 
 @pytest.mark.slow
-def test_long_prompts_go_in_blocks(engine):
+def test_long_prompts_are_read_in_blocks(engine):
     for n in (513, 1090):  # a block and one token; two blocks and a tail whose padding is cut at the context's end
         prompt = np.random.default_rng(n).integers(0, 96, n)
         expected, _ = by_definition(engine, prompt, 4, RANDOM)
@@ -112,14 +118,14 @@ def test_seeded_tokens_do_not_depend_on_chunks_or_devices(engine):
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=other)) != expected
 
 
-def test_nothing_of_an_earlier_generation_stays_in_the_cache(engine):
+def test_reused_cache_does_not_change_tokens(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     list(engine.generate(np.arange(90), max_new_tokens=100, sampling=Sampling(temperature=3.0)))
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
 
 
-@pytest.mark.parametrize("where", ["default device", "third device", "mesh of 8"])
-def test_the_cache_is_decoded_in_place_by_programs_compiled_once(where):
+@pytest.mark.parametrize("where", [pytest.param("default device", marks=pytest.mark.slow), "third device", "mesh of 8"])
+def test_cache_stays_in_place_and_programs_compile_once(where):
     made = model(laneformer.make_mesh(8) if where == "mesh of 8" else None)
     engine = Engine(jax.device_put(made, jax.devices()[2]) if where == "third device" else made, "xla")
     backend = engine._backend
@@ -155,7 +161,7 @@ def test_stop_tokens_end_the_decode_loop(engine):
         assert sum(result.tokens_per_dispatch) == wanted + 1  # the loop itself ended there
 
 
-def test_the_configs_end_of_text_stops_unless_told_otherwise(engine):
+def test_eos_token_stops_by_default(engine):
     first = next(engine.generate(PROMPT))
     ending = Engine(model(eos_token_id=(int(first),)), "xla")
     result = ending.generate(PROMPT).result
@@ -163,26 +169,26 @@ def test_the_configs_end_of_text_stops_unless_told_otherwise(engine):
     assert len(ending.generate(PROMPT, max_new_tokens=3, stop_tokens=()).result.tokens) == 3
 
 
-def test_cancel_and_abandon_leave_the_engine_right(engine):
+def test_engine_works_after_cancel_and_abandon(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM))
     generation = engine.generate(PROMPT, sampling=RANDOM, tokens_per_dispatch=3)
     assert [next(generation) for _ in range(5)] == expected[:5]
     generation.cancel()
     assert generation.result.finish_reason == "cancelled" and generation.result.tokens == tuple(expected[:5])
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
-    for token in engine.generate(PROMPT, sampling=RANDOM):  # left without a word, its last reference gone
+    for token in engine.generate(PROMPT, sampling=RANDOM):  # abandoned: the last reference is gone
         assert token == expected[0]
         break
     engine.generate(PROMPT)
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
 
 
-def test_one_generation_at_a_time(engine):
+def test_second_generation_is_refused(engine):
     with engine.generate(PROMPT) as generation:
         next(generation)
         with pytest.raises(InputError, match=r"still generating.*cancel"):
             engine.generate(PROMPT)
-        next(generation)  # the first one was not harmed
+        next(generation)  # the first one continues
     assert len(engine.generate(PROMPT, max_new_tokens=2).result.tokens) == 2
 
 
@@ -193,35 +199,35 @@ def test_generation_ends_with_the_context(engine):
     assert (len(result.tokens), result.finish_reason) == (11, "length")
 
 
-def test_chunks_grow_while_they_are_short(engine):
+def test_short_dispatches_grow(engine):
     engine.warmup(8, 200)
     chunks = engine.generate(PROMPT, max_new_tokens=200).result.tokens_per_dispatch
     assert chunks[:2] == (1, 1) and sum(chunks) == 200 and max(chunks) > 4
 
 
-def test_warmup_leaves_nothing_to_compile(engine):
+def test_warmup_compiles_everything(engine):
     def compiled():
         return [
             program._cache_size()
             for program in (engine._backend._absorb, engine._backend._begin, engine._backend._decode)
         ]
 
-    engine.warmup(515, 300)
+    engine.warmup(1030, 60)
     before = compiled()
     list(
         engine.generate(
-            np.arange(520) % 96, max_new_tokens=100, sampling=RANDOM, stop_tokens=[1, 2], tokens_per_dispatch=20
+            np.arange(1035) % 96, max_new_tokens=50, sampling=RANDOM, stop_tokens=[1, 2], tokens_per_dispatch=20
         )
     )
     assert compiled() == before
 
 
-def test_16_bit_weights_are_converted_once_on_a_cpu(caplog):
+def test_16_bit_weights_become_float32_on_a_cpu(caplog):
     caplog.set_level("INFO", "infer")
     weights = {path: w.astype("bfloat16") for path, w in model().weights().items()}
     stored = laneformer.Laneformer(CONFIG, weights)
     engine = Engine(stored, "xla")
-    assert "converted from bfloat16 to float32" in caplog.text
+    assert "from bfloat16 to float32" in caplog.text
     assert all(w.dtype == jnp.float32 for w in engine.model.weights().values())
     assert engine.conditions["stored_dtype"] == "bfloat16" and engine.conditions["weights_dtype"] == "float32"
     tokens = engine.generate(PROMPT, max_new_tokens=10)
@@ -229,7 +235,7 @@ def test_16_bit_weights_are_converted_once_on_a_cpu(caplog):
     assert np.asarray(stored(text))[0, 7:-1].argmax(-1).tolist() == text[0, 8:].tolist()
 
 
-def test_weights_that_are_not_numbers_are_an_error():
+def test_nan_weights_are_an_error():
     weights = model().weights()
     weights["norm"] = weights["norm"].at[0].set(jnp.nan)
     with pytest.raises(CheckpointError, match="position 8 is not a number"):
@@ -246,27 +252,27 @@ def test_weights_that_are_not_numbers_are_an_error():
         (np.zeros((1, 4), int), {}, "a text or a list of token ids"),
         ([1.5], {}, "a text or a list of token ids"),
         ([True], {}, "a text or a list of token ids"),
-        ([0] * 1100, {}, "1100 tokens and the context 1100: shorten"),
-        ([0] * 5000, {}, "5000 tokens and the context 1100: shorten"),
+        ([0] * 1100, {}, "1100 tokens .* 1100"),
+        ([0] * 5000, {}, "5000 tokens .* 1100"),
         ("text", {}, "needs a tokenizer.json"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens = 0"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens = 2.5"),
         ([1], {"tokens_per_dispatch": 0}, "tokens_per_dispatch = 0"),
-        ([1], {"top_logprobs": 21}, "top_logprobs = 21: give a whole number from 0 to 20"),
+        ([1], {"top_logprobs": 21}, "top_logprobs = 21: .* 0 to 20"),
         ([1], {"top_logprobs": -1}, "top_logprobs = -1"),
         ([1], {"top_logprobs": True}, "top_logprobs = True"),
-        ([1], {"stop_tokens": [96]}, "stop token 96: give ids from 0 to 95"),
-        ([1], {"stop_strings": ["x"]}, "stop strings need the model's tokenizer"),
+        ([1], {"stop_tokens": [96]}, "stop token 96: .* 0 to 95"),
+        ([1], {"stop_strings": ["x"]}, "stop strings need a tokenizer"),
         ([1], {"stop_strings": [""]}, "at least one character"),
         ([1], {"sampling": 0.5}, r"give infer.Sampling\("),
     ],
 )
-def test_impossible_requests_are_refused_at_once(engine, prompt, settings, message):
+def test_bad_requests_are_refused(engine, prompt, settings, message):
     with pytest.raises(InputError, match=message):
         engine.generate(prompt, **settings)
 
 
-def test_the_conditions_of_a_speed():
+def test_conditions_are_complete():
     engine = Engine.load(ORACLE / "case_12", "xla", dtype="bfloat16", devices=2)
     conditions = engine.conditions
     assert conditions.pop("device") and conditions.pop("parameters") == laneformer.parameter_count(engine.config)
@@ -287,15 +293,17 @@ def test_the_conditions_of_a_speed():
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_products_in_the_dtype_that_is_asked_for(compute, devices):
-    """Greedy tokens of the model in that precision, which is not the default of a CPU, and whose logits are others."""
-    engine = Engine.load(ORACLE / "case_03", "xla", devices=devices, precision=Precision(compute=compute))
+def test_products_have_the_compute_dtype(compute, devices, tmp_path):
+    """The log-probabilities are those of the model in that precision, which is not the default of a CPU."""
+    laneformer.save_hf(model(), tmp_path)
+    engine = Engine.load(tmp_path, "xla", devices=devices, precision=Precision(compute=compute))
     assert engine.precision == Precision(compute=compute)
     assert engine.conditions["compute_dtype"] == engine.conditions["kv_dtype"] == compute
     result = engine.generate(PROMPT, max_new_tokens=10).result
     text = np.array([[*PROMPT, *result.tokens]])
     exact, rounded = (
-        jax.nn.log_softmax(load(precision=p)(text))[0, 7:-1] for p in (Precision(), Precision(compute=compute))
+        jax.nn.log_softmax(laneformer.load(tmp_path, precision=p)(text))[0, 7:-1]
+        for p in (Precision(), Precision(compute=compute))
     )
     off, near = (
         np.abs(x[np.arange(10), list(result.tokens)] - np.array(result.logprobs)).max() for x in (exact, rounded)
@@ -303,11 +311,7 @@ def test_products_in_the_dtype_that_is_asked_for(compute, devices):
     assert near < off / 2
 
 
-def load(**settings):
-    return laneformer.load(ORACLE / "case_03", **settings)
-
-
-def test_top_logprobs_are_those_of_the_raw_logits(engine):
+def test_top_logprobs_match_the_raw_logits(engine):
     plain = engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM).result
     tokens = list(engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM, top_logprobs=7, tokens_per_dispatch=6))
     assert tuple(tokens) == plain.tokens and plain.top_logprobs == ()
@@ -317,11 +321,12 @@ def test_top_logprobs_are_those_of_the_raw_logits(engine):
         ids, logprobs = zip(*token.top_logprobs, strict=True)
         assert list(ids) == np.argsort(-row)[:7].tolist()
         np.testing.assert_allclose(logprobs, row[list(ids)], atol=1e-4)
-    everything = next(Engine(model(vocab_size=11), "xla").generate([1], top_logprobs=20)).top_logprobs
+    small = Engine(model(vocab_size=11, num_hidden_layers=1, max_position_embeddings=16), "xla")
+    everything = next(small.generate([1], top_logprobs=20)).top_logprobs
     assert sorted(token for token, _ in everything) == list(range(11))
 
 
-def test_top_logprobs_take_the_lowest_id_first_among_equals():
+def test_top_logprobs_order_equals_by_id():
     logits = np.array([-0.0, 3, 0.0, 3, -1, 0.0, -0.0], np.float32)
     tokens, logprobs = jax.jit(top_logprobs, static_argnums=1)(logits, 6)
     assert tokens.tolist() == [1, 3, 0, 2, 5, 6]
@@ -329,14 +334,14 @@ def test_top_logprobs_take_the_lowest_id_first_among_equals():
 
 
 @pytest.mark.slow
-def test_top_logprobs_are_the_same_on_eight_devices(engine):
+def test_top_logprobs_match_on_eight_devices(engine):
     spread = Engine(model(laneformer.make_mesh(8)), "xla")
     one, eight = (e.generate(PROMPT, max_new_tokens=8, top_logprobs=5).result.top_logprobs for e in (engine, spread))
     assert [[token for token, _ in top] for top in one] == [[token for token, _ in top] for top in eight]
     np.testing.assert_allclose(one, eight, atol=1e-4)
 
 
-def test_top_logprobs_have_programs_of_their_own():
+def test_top_logprobs_compile_separate_programs():
     engine = Engine(model(), "xla")
 
     def compiled():
@@ -352,7 +357,7 @@ def test_top_logprobs_have_programs_of_their_own():
 
 
 class Stub:
-    """A backend that can run anything, and does nothing."""
+    """A backend that accepts every model and generates nothing."""
 
     def __init__(self, source):
         self.source, self.conditions = source, {"device": "none", "threads": 3}
@@ -379,19 +384,19 @@ def with_stubs(monkeypatch):
     monkeypatch.setattr("infer.engine.engine.BACKENDS", {"xla": infer.BACKENDS["xla"], "cuda": Busy, "cpu": Native})
 
 
-def test_backends_by_name(with_stubs):
+def test_backends_are_chosen_by_name(with_stubs):
     assert Engine(model(), "xla").backend == "xla"
-    with pytest.raises(ConfigError, match=r"hip is not available \(not built here\); available: cpu, xla"):
+    with pytest.raises(ConfigError, match=r"hip is not available \(not built here\): .*cpu, xla"):
         Engine(model(), "hip")
     with pytest.raises(
-        ConfigError, match=r"cuda is not available \(no CUDA device for 8 lanes: install one\); available: cpu, xla"
+        ConfigError, match=r"cuda is not available \(no CUDA device for 8 lanes: install one\): .*cpu, xla"
     ):
         Engine(model(), "cuda")
-    with pytest.raises(ConfigError, match="known are auto, cuda, hip, cpu, xla"):
+    with pytest.raises(ConfigError, match="auto, cuda, hip, cpu, xla"):
         Engine(model(), "tpu")
 
 
-def test_auto_takes_the_first_that_can_run_the_model_and_says_so(with_stubs, caplog):
+def test_auto_takes_the_first_available_backend_and_logs_it(with_stubs, caplog):
     caplog.set_level("DEBUG", "infer")
     engine = Engine(model())
     assert engine.backend == "cpu" and engine.conditions["threads"] == 3
@@ -400,12 +405,12 @@ def test_auto_takes_the_first_that_can_run_the_model_and_says_so(with_stubs, cap
         ("infer", 10, "backend hip: not built here"),
         ("infer", 20, "backend cpu (auto)"),
     ]
-    with pytest.raises(ConfigError, match="backend cpu keeps the weights in a form of its own"):
+    with pytest.raises(ConfigError, match=r"backend cpu .*backend xla"):
         engine.model  # noqa: B018
 
 
-def test_a_backend_is_given_a_source_and_reads_it_itself(with_stubs, monkeypatch):
-    """Nothing else reads the weights: a native backend packs them from the files, without JAX ever holding them."""
+def test_backend_reads_its_source(with_stubs, monkeypatch):
+    """A native backend packs weights from the files; nothing else reads them, and JAX never has them."""
     monkeypatch.setattr(laneformer.Laneformer, "__init__", None)
     engine = Engine.load(ORACLE / "case_03", dtype="bfloat16", num_lanes=8)
     source = engine._backend.source
@@ -415,7 +420,7 @@ def test_a_backend_is_given_a_source_and_reads_it_itself(with_stubs, monkeypatch
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_model_held_by_the_caller_is_a_source_of_its_weights(devices):
+def test_model_is_a_source_of_its_weights(devices):
     made = model(
         None if devices == 1 else laneformer.make_mesh(8), vocab_size=9000, lm_head_type="lane"
     )  # a head of 9.2 MB
@@ -425,13 +430,13 @@ def test_a_model_held_by_the_caller_is_a_source_of_its_weights(devices):
     paths = [path for path, _ in source.weights()]
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert kept < 1e6, "nothing of it stays on the host"
+    assert kept < 1e6, "the host keeps no copy"
     assert paths == list(made.weights())
     for path, weight in source.weights():
         np.testing.assert_array_equal(weight, made.weights()[path])
 
 
-def test_loading_over_more_devices_than_lanes_is_refused():
+def test_more_devices_than_lanes_are_refused():
     with pytest.raises(ConfigError, match="lane = 8 must divide 4 lanes; choose 1, 2, 4"):
         Engine.load(ORACLE / "case_06", devices=8)
     with pytest.raises(CheckpointError):

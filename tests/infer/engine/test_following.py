@@ -59,7 +59,7 @@ def same(a: Request, b: Request) -> bool:
     return prompts and all(getattr(a, name) == getattr(b, name) for name in fields)
 
 
-def test_requests_arrive_as_they_were(pair):
+def test_announced_requests_arrive_unchanged(pair):
     leader, asked, thread = pair
     drawn = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=2**64 - 1)
     given = [
@@ -76,7 +76,7 @@ def test_requests_arrive_as_they_were(pair):
     assert all(same(a, b) for a, b in zip(given, asked, strict=True))
 
 
-def test_a_follower_that_is_lost(monkeypatch):
+def test_lost_follower_is_an_error(monkeypatch):
     monkeypatch.setattr(infer.engine.following, "SECONDS", 0.05)
     leader, _ = several.in_each(monkeypatch, lambda: Leader(Recorder()))
     with pytest.raises(GroupError, match=r"process 1 did not follow the first one within 0\.05 s"):
@@ -85,7 +85,7 @@ def test_a_follower_that_is_lost(monkeypatch):
         leader.announce(request())
 
 
-def test_one_process_leads_nobody(tmp_path):
+def test_leading_alone_has_no_effect(tmp_path):
     engine = Engine.load(save_checkpoint(tmp_path / "model"), "xla")
     with engine.leading():
         unfinished = engine.generate([1, 2], max_new_tokens=300)
@@ -94,7 +94,7 @@ def test_one_process_leads_nobody(tmp_path):
     engine.follow()
 
 
-def test_humaneval_needs_a_checkpoint_to_share(tmp_path, capsys):
+def test_distributed_humaneval_needs_a_checkpoint(tmp_path, capsys):
     assert infer.__main__.main(["humaneval", "--data", "x.jsonl", "--samples", "y.jsonl", "--distributed"]) == 2
     assert "--distributed needs --checkpoint" in capsys.readouterr().err
 

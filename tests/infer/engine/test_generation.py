@@ -66,7 +66,7 @@ def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,), top_logprobs
     return Generation(player, request, tokenizer, tuple(stops), time.perf_counter()), player
 
 
-def test_tokens_are_ids_with_text_logprob_and_time(tokenizer):
+def test_tokens_have_text_logprob_and_time(tokenizer):
     generation, _ = play("h", "ey", [END], tokenizer=tokenizer)
     tokens = list(generation)
     assert tokens == list(b"hey") and [token.text for token in tokens] == ["h", "e", "y"]
@@ -82,7 +82,7 @@ def test_tokens_are_ids_with_text_logprob_and_time(tokenizer):
     assert (again, again.text, again.logprob, again.time) == (tokens[0], "h", -1.0, tokens[0].time)
 
 
-def test_tokens_and_result_tell_the_most_likely_tokens_if_asked():
+def test_top_logprobs_are_in_tokens_and_result():
     generation, _ = play([5], [6, 7, END], top_logprobs=2)
     tokens = list(generation)
     assert [token.top_logprobs for token in tokens] == [((n, -1.0), (0, -2.0)) for n in (5, 6, 7)]
@@ -92,7 +92,7 @@ def test_tokens_and_result_tell_the_most_likely_tokens_if_asked():
     assert next(generation).top_logprobs == () and generation.result.top_logprobs == ()
 
 
-def test_the_end_of_the_iterator_carries_the_result():
+def test_stop_iteration_has_the_result():
     generation, _ = play([5], [END])
 
     def delegate():
@@ -107,19 +107,19 @@ def test_the_end_of_the_iterator_carries_the_result():
         next(generation)
 
 
-def test_asking_for_the_result_runs_to_the_end():
+def test_result_runs_to_the_end():
     generation, _ = play([5], [6, 7], limit=3)
     assert next(generation) == 5
     assert generation.result.tokens == (5, 6, 7) and generation.result.finish_reason == "length"
 
 
-def test_stop_token_at_once_gives_no_tokens():
+def test_first_stop_token_gives_no_tokens():
     result = play([END])[0].result
     assert (result.tokens, result.finish_reason, result.time_per_token) == ((), "stop", None)
     assert result.time_to_first_token is not None
 
 
-def test_stop_string_over_token_and_chunk_borders(tokenizer):
+def test_stop_string_across_tokens_and_chunks_is_found(tokenizer):
     generation, player = play("a", "b\nd", "ef", " x more", tokenizer=tokenizer, stops=["\ndef "])
     tokens = list(generation)
     assert [token.text for token in tokens] == ["a", "b", "", "", "", "", ""]
@@ -129,7 +129,7 @@ def test_stop_string_over_token_and_chunk_borders(tokenizer):
     assert sum(result.tokens_per_dispatch) == 1 + 3 + 2 + 7
 
 
-def test_stop_string_that_does_not_come_is_given_after_all(tokenizer):
+def test_incomplete_stop_string_is_in_the_text(tokenizer):
     generation, _ = play("a", "\nde", [END], tokenizer=tokenizer, stops=["\ndef "])
     assert list(generation.texts()) == ["a", "\nde"]  # the last token was handed out before the end came
     assert generation.result.text == "a\nde" and generation.result.stop_reason == END
@@ -137,19 +137,19 @@ def test_stop_string_that_does_not_come_is_given_after_all(tokenizer):
     assert [token.text for token in generation] == ["a", "", "", "\nde"]  # here it is in time
 
 
-def test_characters_are_held_until_whole_and_broken_ones_end_as_replacement(tokenizer):
+def test_incomplete_characters_are_held_back(tokenizer):
     euro = "€".encode()
     generation, _ = play([euro[0]], [euro[1]], [euro[2], euro[0]], tokenizer=tokenizer, limit=4)
     assert [token.text for token in generation] == ["", "", "€", "�"]
 
 
-def test_texts_after_some_tokens_were_taken(tokenizer):
+def test_texts_continues_after_tokens(tokenizer):
     generation, _ = play("a", "bc", [END], tokenizer=tokenizer)
     assert next(generation).text == "a"
     assert list(generation.texts()) == ["b", "c"]
 
 
-def test_cancel_drops_what_was_not_handed_out(tokenizer):
+def test_cancel_drops_pending_tokens(tokenizer):
     generation, player = play("a", "bcd", "e", tokenizer=tokenizer)
     assert [next(generation), next(generation)] == list(b"ab")
     generation.cancel()
@@ -159,7 +159,7 @@ def test_cancel_drops_what_was_not_handed_out(tokenizer):
     assert generation.result.tokens == tuple(b"ab")
 
 
-def test_cancel_after_the_end_changes_nothing():
+def test_cancel_after_the_end_has_no_effect():
     generation, _ = play([5], [END])
     result = generation.result
     generation.cancel()
@@ -172,7 +172,7 @@ def test_leaving_a_with_block_cancels():
     assert generation.result.finish_reason == "cancelled"
 
 
-def test_cancel_from_another_thread_ends_with_the_running_dispatch():
+def test_cancel_from_another_thread_ends_after_the_dispatch():
     waiting, go_on = threading.Event(), threading.Event()
 
     def dispatch():
@@ -191,7 +191,7 @@ def test_cancel_from_another_thread_ends_with_the_running_dispatch():
     assert results[0].tokens == (5,) and results[0].finish_reason == "cancelled" and player.closed
 
 
-def test_control_c_while_waiting_cancels_and_is_raised_on():
+def test_keyboard_interrupt_cancels_and_is_raised():
     generation, player = play([5], KeyboardInterrupt(), [6])
     assert next(generation) == 5
     with pytest.raises(KeyboardInterrupt):
@@ -199,7 +199,7 @@ def test_control_c_while_waiting_cancels_and_is_raised_on():
     assert player.closed and generation.result.finish_reason == "cancelled" and generation.result.tokens == (5,)
 
 
-def test_a_failing_backend_ends_the_generation_with_its_error():
+def test_backend_error_ends_the_generation():
     generation, _ = play([5], RuntimeError("out of memory"))
     next(generation)
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_failing_backend_ends_the_generation_with_its_error():
     assert generation.finished
 
 
-def test_not_a_number_is_an_error_that_says_where():
+def test_nan_logits_are_an_error_with_their_position():
     generation, player = play([5], prompt=(1, 2, 3))
     player.start = None
     generation._chunks = iter_with_close([Chunk([5], [-1.0], [[]]), Chunk([0], [float("nan")], [[]])])

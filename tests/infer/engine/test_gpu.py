@@ -62,7 +62,7 @@ def xla(model):
     ids=["greedy", "drawn"],
 )
 @pytest.mark.parametrize("length", [1, 40, 200])
-def test_the_answers_of_backend_xla(length, sampling, engine, xla, model):
+def test_tokens_match_backend_xla(length, sampling, engine, xla, model):
     """Prompts through the kernel alone, and through XLA first."""
     prompt = small.prompt_of(model.config, length)
     expected, result = (
@@ -74,14 +74,14 @@ def test_the_answers_of_backend_xla(length, sampling, engine, xla, model):
         assert [token for token, _ in own] == [token for token, _ in other]
 
 
-def test_prompts_through_the_kernel_alone(model, engine):
+def test_kernel_alone_reads_prompts(model, engine):
     prompt = small.prompt_of(model.config, 100)
     alone = make_engine(model, absorb=False)
     answers = [one.generate(prompt, max_new_tokens=5).result.tokens for one in (alone, engine)]
     assert answers[0] == answers[1]
 
 
-def test_closing_an_answer_leaves_the_engine_ready(engine, model):
+def test_engine_works_after_close(engine, model):
     whole = list(engine.generate([1], max_new_tokens=30))
     generation = engine.generate([1], max_new_tokens=400)
     assert [next(generation) for _ in range(3)] == whole[:3]
@@ -89,7 +89,7 @@ def test_closing_an_answer_leaves_the_engine_ready(engine, model):
     assert list(engine.generate([1], max_new_tokens=30)) == whole
 
 
-def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
+def test_graph_backends_give_the_same_tokens(engine, model):
     graph = make_engine(model, "cuda-graph")
     prompt = small.prompt_of(model.config, 20)
     answers = [
@@ -102,7 +102,7 @@ def test_a_launch_for_each_op_gives_the_same_answers(engine, model):
     assert told.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
 
 
-def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
+def test_auto_skips_graph_backends(model, monkeypatch):
     for backend in (CudaBackend, infer.BACKENDS["cpu"]):
         monkeypatch.setattr(
             backend, "unavailable", classmethod(lambda cls, source: None if cls is CudaGraphBackend else "no")
@@ -110,7 +110,7 @@ def test_auto_does_not_take_what_is_there_to_compare_with(model, monkeypatch):
     assert infer.Engine(model).backend == "xla"
 
 
-def test_conditions_and_a_trace(engine, tmp_path, model):
+def test_conditions_and_trace_are_reported(engine, tmp_path, model):
     conditions = engine.conditions
     layout = engine.session.layout
     assert [conditions[name] for name in ("backend", "threads_per_cta", "ctas")] == [
@@ -128,7 +128,7 @@ def test_conditions_and_a_trace(engine, tmp_path, model):
     assert engine.session.read_pass() >= 0  # a difference of two short times here
 
 
-def test_what_fails_on_the_device_is_an_exception_and_the_next_answer_is_right(engine, monkeypatch):
+def test_engine_works_after_a_device_error(engine, monkeypatch):
     before = list(engine.generate([1], max_new_tokens=5))
     with monkeypatch.context() as patch:
         patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # a cache that is too small for the call
@@ -139,7 +139,7 @@ def test_what_fails_on_the_device_is_an_exception_and_the_next_answer_is_right(e
 
 
 @emulated.only_emulated
-def test_why_it_is_not_available(model):
+def test_unavailable_backends_give_the_reason(model):
     assert "needs GPUs of AMD" in HipBackend.unavailable(ModelSource(model))
     with pytest.raises(ConfigError, match="driver cannot be loaded"):
         infer.Engine(model, "cuda", **DEVICES, driver=Path("/nowhere/libcuda.so.1"))

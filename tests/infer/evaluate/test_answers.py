@@ -38,13 +38,13 @@ BODY = "    return a + b\n"
 @pytest.mark.parametrize(
     "rest", ["", "\n", "# done\n", "\nprint(add(1, 2)", "\nIt adds them.\n", "\n\nx = [1,\n2", '\n"""never closed\n']
 )
-def test_a_completion_ends_with_a_whole_statement(add, rest):
+def test_completion_ends_with_a_complete_statement(add, rest):
     answer = from_completion(add, BODY + rest)
     assert answer.solution == add.prompt + answer.completion
     assert passes(add, answer.solution)
 
 
-def test_an_unfinished_function_fails(add):
+def test_unfinished_function_fails(add):
     for text in ("    return a +", "    if a:\n", "    return (a + b", '    """', ")", "\0"):
         answer = from_completion(add, text)
         assert answer.solution == add.prompt + answer.completion and not passes(add, answer.solution)
@@ -71,24 +71,24 @@ def test_an_unfinished_function_fails(add):
         "  ```python\n  x = 1\n  ```\n```python\ndef add(a, b):\n    return a + b\n```",
     ],
 )
-def test_the_program_in_a_chat_answer(add, answer):
+def test_program_in_a_chat_answer_is_found(add, answer):
     found = from_chat(add, answer)
     assert passes(add, found.solution)  # with half(), which stands in the prompt alone
     assert passes(add, add.prompt + found.completion)
 
 
-def test_chat_answers_without_a_program(add):
+def test_chat_answer_without_program_is_a_completion(add):
     for text in ("", "I cannot.", "```python\n```", "```"):
         assert not passes(add, from_chat(add, text).solution)
 
 
-def test_mbpp(least):
+def test_mbpp_answers_are_programs(least):
     assert passes(least, from_chat(least, "```python\ndef least(xs):\n    return min(xs)\n```").solution)
     answer = from_completion(least, "def helper(x):\n    return x\n\ndef least(xs):\n    return helper(min(xs))\n")
     assert passes(least, answer.solution) and answer.solution.startswith('"""')
 
 
-def test_stops(add, least):
+def test_stop_strings_match_evalplus(add, least):
     assert "\ndef " in stop_strings(add) and "\nclass " in stop_strings(add)
     assert "\ndef " not in stop_strings(least) and "\nassert" in stop_strings(least)  # helper functions may come first
 
@@ -118,7 +118,7 @@ LINES = st.lists(
 @example(["def f():", "    y = 2", "prose here"])
 @example(["x = 1", "        y = 2"])
 @example(["try:", "    y = 2"])
-def test_whole_statements_is_the_longest_beginning_that_parses(lines):
+def test_whole_statements_is_the_longest_valid_prefix(lines):
     lines = [line + "\n" for line in lines]
     beginnings = ("".join(lines[:n]) for n in range(len(lines), 0, -1))
     assert whole_statements("".join(lines)) == next(filter(parses, beginnings), "".join(lines))
@@ -132,7 +132,7 @@ def parses(text):
     return True
 
 
-def test_long_prose_takes_no_time():
+def test_long_prose_is_fast():
     began = time.monotonic()
     whole_statements("def f():\n    return 1\n" + "and this is prose, line by line\n" * 5000)
     assert time.monotonic() - began < 5

@@ -28,14 +28,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_they_are_read(file):
+def test_published_files_are_read(file):
     problems = load_problems(DATA / file)
     assert (problems.kind, len(problems)) == FILES[file]
     for problem in problems:
         compile(problem.prompt, problem.task_id, "exec")  # so that a whole program may follow it
 
 
-def test_prompts_of_mbpp_are_those_of_evalplus():
+def test_mbpp_prompts_match_evalplus():
     with gzip.open(DATA / "MbppPlus.jsonl.gz", "rt") as file:
         theirs = {row["task_id"]: row for row in map(json.loads, file)}
     for problem in load_problems(DATA / "MbppPlus-OriginFmt.jsonl.gz"):

@@ -53,7 +53,7 @@ def test_pass_at_k_is_the_mean_over_problems():
 
 
 @given(st.integers(1, 500), st.floats(0, 1))
-def test_the_interval_is_where_the_score_test_does_not_reject(n, share):
+def test_interval_inverts_the_score_test(n, share):
     """Its ends solve (p - x)^2 = z^2 x (1 - x) / n."""
     low, high = wilson(share, n)
     assert 0 <= low <= share + 1e-12 and share - 1e-12 <= high <= 1
@@ -61,12 +61,12 @@ def test_the_interval_is_where_the_score_test_does_not_reject(n, share):
         assert (share - x) ** 2 == pytest.approx(1.959963984540054**2 * x * (1 - x) / n, abs=1e-9)
 
 
-def test_published_intervals():
+def test_intervals_match_published_ones():
     for passed, total, low, high in [(82, 164, 0.42, 0.58), (74, 164, 0.38, 0.53), (195, 378, 0.47, 0.57)]:
         assert [round(end, 2) for end in wilson(passed / total, total)] == [low, high]
 
 
-def test_verdicts(judge, problems):
+def test_programs_get_their_verdicts(judge, problems):
     add, twice = problems
     judge.verify(problems.problems)
     programs = [
@@ -79,7 +79,7 @@ def test_verdicts(judge, problems):
     assert [found[n].verdict == "passed" for n in range(12)] == [True, False, True, False] * 3
 
 
-def test_references_are_run_once_and_must_pass(judge, problems, monkeypatch):
+def test_references_run_once(judge, problems, monkeypatch):
     runs, run = [], judge.sandbox.run
     monkeypatch.setattr(judge.sandbox, "run", lambda *args, **named: runs.append(args) or run(*args, **named))
     judge.verify(problems.problems)
@@ -92,13 +92,13 @@ def test_references_are_run_once_and_must_pass(judge, problems, monkeypatch):
 @pytest.mark.parametrize(
     "break_it", [{"canonical_solution": "    return 0\n"}, {"test": "def check(candidate):\n    assert undefined"}]
 )
-def test_a_reference_that_fails_stops_everything(judge, tmp_path, break_it):
+def test_failed_reference_is_a_harness_error(judge, tmp_path, break_it):
     problems = load_problems(write_jsonl(tmp_path / "he.jsonl", [{**ADD, **break_it}, TWICE]))
-    with pytest.raises(HarnessError, match=r"1 of 2 reference solutions fail here.*HumanEval/0 \(failed"):
+    with pytest.raises(HarnessError, match=r"1 of 2 reference solutions fail.*HumanEval/0 \(failed"):
         judge.verify(problems.problems)
 
 
-def test_a_failure_of_the_harness_is_raised(judge, problems, monkeypatch):
+def test_harness_errors_are_raised(judge, problems, monkeypatch):
     judge.verify(problems.problems)
     runs, run = [], judge.sandbox.run
 
@@ -122,13 +122,13 @@ def test_limits_follow_the_machine_and_the_reference(judge, problems):
     assert judge.limits(add).cpu_seconds == 50 and judge.limits(add).wall_seconds > 200
 
 
-def test_a_slow_core_is_noticed(monkeypatch):
+def test_slow_core_raises_limits(monkeypatch):
     monkeypatch.setattr("infer.evaluate.scoring.LOOP_SECONDS", LOOP_SECONDS / 50)
     with Judge("rlimits") as judge:
         assert judge.slowness > 10 and judge.report["slowness"] == judge.slowness
 
 
-def test_workers(judge):
+def test_workers_are_limited_to_cores(judge):
     cores = len(os.sched_getaffinity(0))
     assert judge.workers == cores
     for workers in (0, cores + 1):

@@ -82,7 +82,7 @@ def wait_until_gone(mark):
 # ---- verdicts
 
 
-def test_right_and_wrong_programs(box):
+def test_verdicts_of_right_and_wrong_programs(box):
     add = "def add(a, b):\n    return a + b\n"
     outcome = box.run(add, "assert add(1, 2) == 3", LIMITS)
     assert (outcome.verdict, outcome.error) == ("passed", "") and 0 <= outcome.cpu_seconds < 5
@@ -96,7 +96,7 @@ def test_right_and_wrong_programs(box):
     assert verdict(box, "", "assert undefined == 3")[0] == "failed"
 
 
-def test_programs_have_what_programs_expect(box):
+def test_programs_run_in_a_usual_environment(box):
     attack(box, "import numpy, typing, math, collections\nassert numpy.allclose(numpy.arange(3), [0, 1, 2])")
     attack(
         box,
@@ -147,7 +147,7 @@ def hash_of_a():
         "import os; os.closerange(0, 64)",  # no way to report is no success
     ],
 )
-def test_ending_early_is_not_passing(box, solution):
+def test_early_end_fails(box, solution):
     outcome = box.run(solution, "f()\nassert False", LIMITS)
     assert outcome.verdict in ("failed", "killed"), outcome
 
@@ -169,9 +169,9 @@ ALWAYS = """class A{0}:
         "class L(list):\n    __getattribute__ = lambda self, name: None\ndef f(): return L()",
     ],
 )
-def test_a_result_that_equals_everything_is_wrong(box, solution):
+def test_result_that_equals_everything_fails(box, solution):
     outcome = box.run(solution, "def check(f):\n    f() == 4\ncheck(f)", LIMITS, entry_point="f")
-    assert outcome.verdict == "failed" and "answers for itself" in outcome.error, outcome
+    assert outcome.verdict == "failed" and "redefines" in outcome.error, outcome
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_result_that_equals_everything_is_wrong(box, solution):
         "__builtins__ = {'abs': lambda x: 0}",
     ],
 )
-def test_the_tests_have_functions_of_their_own(box, spoil):
+def test_tests_use_original_builtins(box, spoil):
     test = "def check(f):\n    assert all([abs(f() - 3) < 1])\ncheck(f)"
     assert box.run(f"def f(): return 3\n{spoil}", test, LIMITS, entry_point="f").verdict == "passed"
     assert box.run(f"def f(): return 4\n{spoil}", test, LIMITS, entry_point="f").verdict == "failed"
@@ -202,24 +202,24 @@ def test_the_tests_have_functions_of_their_own(box, spoil):
         "def sorted(): return (1, 2)\nf = sorted",
     ],
 )
-def test_results_of_every_honest_kind_are_compared(box, solution):
+def test_results_of_usual_types_pass(box, solution):
     assert box.run(solution, "assert f() == (1, 2)", LIMITS, entry_point="f").verdict == "passed"
     assert box.run(solution, "assert f() == (1, 3)", LIMITS, entry_point="f").verdict == "failed"
 
 
-def test_a_forked_child_does_not_pass_for_its_parent(box):
+def test_forked_child_cannot_report(box):
     fork = "import os\npid = os.fork()\nif pid:\n    os.waitpid(pid, 0)\n    os._exit(0)"
     assert verdict(box, fork, "assert True")[0] == "failed"
 
 
-def test_an_exception_whose_text_attacks(box):
+def test_hostile_exception_text_fails(box):
     code = "class E(Exception):\n    def __str__(self):\n        {}\nraise E"
     assert verdict(box, code.format("raise SystemExit"))[0] == "failed"
     assert verdict(box, code.format("import os; os._exit(0)"))[0] == "failed"
     assert len(verdict(box, code.format("return 'x' * 10**7"))[1]) <= 500
 
 
-def test_replaced_functions_do_not_reach_the_verdict(box):
+def test_replaced_functions_do_not_change_the_verdict(box):
     spoil = "import os, json, builtins, time\nos.write = os.pread = os._exit = json.dumps = time.process_time = None\n"
     assert verdict(box, spoil, "assert True") == ("passed", "")
     assert verdict(box, spoil + "builtins.print = None", "assert False")[0] == "failed"
@@ -228,7 +228,7 @@ def test_replaced_functions_do_not_reach_the_verdict(box):
 # ---- limits
 
 
-def test_time(box):
+def test_time_limits_end_programs(box):
     spins = ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
     for spin in spins if box.level.name == "bwrap" else spins[:1]:
         assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == (
@@ -240,7 +240,7 @@ def test_time(box):
     assert time.monotonic() - began < 15
 
 
-def test_memory(box):
+def test_memory_limit_is_reported(box):
     assert verdict(box, "x = bytearray(6 << 30)") == ("memory", "MemoryError: ")
     attack(box, "try: x = bytearray(6 << 30)\nexcept MemoryError: pass")
     if os.geteuid() or box.level.name != "rlimits":  # root may
@@ -252,7 +252,7 @@ def test_memory(box):
     assert verdict(box, "import ctypes; ctypes.string_at(0)") == ("killed", "SIGSEGV")
 
 
-def test_output_goes_nowhere(box):
+def test_output_is_discarded(box):
     began = time.monotonic()
     attack(
         box, "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 2**20)\n    sys.stderr.write('x' * 2**20)"
@@ -265,7 +265,7 @@ def test_output_goes_nowhere(box):
     assert verdict(box, flood)[0] == "failed"
 
 
-def test_files(box):
+def test_file_limits_hold(box):
     big = "try: open('big', 'wb').write(b'x' * (32 << 20))\nexcept OSError: pass\n"
     attack(box, big + "import os\nassert os.path.getsize('big') <= 16 << 20")
     attack(
@@ -275,7 +275,7 @@ def test_files(box):
     )
 
 
-def test_a_full_disk(shut):
+def test_full_disk_fails(shut):
     fill = (
         "n = 0\ntry:\n    for n in range(100): open(f'{n}', 'wb').write(b'x' * (8 << 20))\nexcept OSError: pass\nassert"
         " 4 < n < 9, n"
@@ -298,7 +298,7 @@ assert 5 < children < 64, children
 """
 
 
-def test_a_fork_bomb(box):
+def test_fork_bomb_is_stopped(box):
     if box.level.name == "rlimits":
         pytest.skip("here the limit counts all processes of the user, and none of root's")
     attack(box, FORKS)
@@ -307,7 +307,7 @@ def test_a_fork_bomb(box):
     attack(box, "import os\nif os.fork() == 0: os._exit(0)\nos.wait()")  # and the next run is not in its shadow
 
 
-def test_nothing_is_left_behind(shut):
+def test_no_process_or_file_remains(shut):
     daemon = "import subprocess, sys\n"
     daemon += (
         f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{MARK}'], start_new_session=True)"
@@ -321,7 +321,7 @@ def test_nothing_is_left_behind(shut):
 # ---- what cannot be reached
 
 
-def test_no_network(shut):
+def test_network_is_unreachable(shut):
     reach = "import socket\ntry: socket.create_connection({}, 3)\nexcept OSError: pass\nelse: raise SystemExit"
     with socket.create_server(("127.0.0.1", 0)) as here:
         attack(shut, reach.format(here.getsockname()))
@@ -347,7 +347,7 @@ def test_no_network(shut):
         )
 
 
-def test_no_home_and_no_environment(shut, monkeypatch):
+def test_home_and_environment_are_hidden(shut, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     attack(shut, "import os\nassert 'SECRET_TOKEN' not in os.environ")
     attack(
@@ -362,7 +362,7 @@ def test_no_home_and_no_environment(shut, monkeypatch):
         attack(shut, f"import os\nassert not os.path.exists({home!r}) or not set(os.listdir({home!r})) - set({names})")
 
 
-def test_no_other_processes(shut):
+def test_other_processes_are_hidden(shut):
     attack(shut, "import os\nassert len([p for p in os.listdir('/proc') if p.isdigit()]) < 4")
     attack(
         shut,
@@ -374,7 +374,7 @@ def test_no_other_processes(shut):
     attack(shut, "pass")
 
 
-def test_no_rights(shut):
+def test_capabilities_are_dropped(shut):
     if os.geteuid() == 0:
         attack(
             shut,
@@ -395,7 +395,7 @@ def test_no_rights(shut):
     )
 
 
-def test_no_other_files(tight, tmp_path):
+def test_other_files_are_hidden(tight, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)
@@ -404,7 +404,7 @@ def test_no_other_files(tight, tmp_path):
     attack(tight, "import os\nassert os.listdir('/tmp') == []")
 
 
-def test_nothing_can_be_written_but_the_scratch_folder(tight):
+def test_only_the_scratch_folder_is_writable(tight):
     python = str(levels.interpreter())
     for path in (
         "/x",
@@ -425,7 +425,7 @@ def test_nothing_can_be_written_but_the_scratch_folder(tight):
     attack(tight, fill + "assert n < 5, n")
 
 
-def test_no_namespaces_inside(tight):
+def test_namespaces_are_refused_inside(tight):
     new_user = 0x10000000
     attack(tight, f"import ctypes\nassert ctypes.CDLL(None, use_errno=True).unshare({new_user}) == -1")
 
@@ -433,7 +433,7 @@ def test_no_namespaces_inside(tight):
 # ---- the sandbox itself
 
 
-def test_many_at_a_time_beside_jax_threads(box):
+def test_concurrent_runs_beside_jax_threads(box):
     """Started from threads of a process in which JAX runs; a fork of it would be a warning, which is an error here."""
     busy = jax.jit(lambda x: x @ x)
     with ThreadPoolExecutor(4) as pool:
@@ -442,7 +442,7 @@ def test_many_at_a_time_beside_jax_threads(box):
         assert [job.result().verdict for job in jobs] == ["passed", "failed"] * 8
 
 
-def test_close_ends_what_runs_and_leaves_no_folder():
+def test_close_kills_programs_and_removes_the_folder():
     made = Sandbox("rlimits")
     stage, ended = made._stage, []
 
@@ -463,7 +463,7 @@ def test_close_ends_what_runs_and_leaves_no_folder():
         made.run("", "", LIMITS)
 
 
-def test_a_sandbox_that_does_not_start_is_no_verdict(box, monkeypatch):
+def test_failed_start_is_a_harness_error(box, monkeypatch):
     broken = levels.Level(
         "bwrap", (), False, lambda stage: [], lambda stage, run: ["sh", "-c", "echo no luck >&2; exit 1"], str
     )
@@ -480,7 +480,7 @@ def test_a_sandbox_that_does_not_start_is_no_verdict(box, monkeypatch):
         box.run("", "", SHORT)
 
 
-def test_a_level_that_does_not_hold_is_refused(monkeypatch):
+def test_failed_self_test_is_refused(monkeypatch):
     """The self-test is run on what claims to shut in and does not."""
     real = levels.LEVELS["rlimits"]
     for change, what in [
@@ -498,8 +498,8 @@ def test_a_level_that_does_not_hold_is_refused(monkeypatch):
             Sandbox("rlimits")
 
 
-def test_levels_that_are_missing_or_unknown(monkeypatch, caplog):
-    with pytest.raises(ConfigError, match="known are auto, bwrap, unshare, rlimits"):
+def test_missing_and_unknown_levels_are_refused(monkeypatch, caplog):
+    with pytest.raises(ConfigError, match="auto, bwrap, unshare, rlimits"):
         Sandbox("docker")
     there = {"unshare", "setpriv", "mount"}
     monkeypatch.setattr(shutil, "which", lambda tool: tool if tool in there else None)
@@ -507,8 +507,6 @@ def test_levels_that_are_missing_or_unknown(monkeypatch, caplog):
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         sandbox._choose("bwrap")
     there.clear()
-    with pytest.raises(
-        ConfigError, match="--sandbox rlimits runs the model's programs with your rights"
-    ):  # never taken by itself
+    with pytest.raises(ConfigError, match=r"--sandbox rlimits .*virtual machine"):  # never taken by itself
         sandbox._choose("auto")
     assert sandbox._choose("rlimits").name == "rlimits"

@@ -36,7 +36,7 @@ def expected(engine, prompt=PROMPT, tokens=40, **more):
     return engine.generate(prompt, max_new_tokens=tokens, sampling=infer.Sampling(**DRAW), **more).result
 
 
-def test_a_completion_is_the_engines_streamed_or_not(server, engine):
+def test_completion_matches_the_engine(server, engine):
     result = expected(engine)
     whole = server.complete(PROMPT, max_tokens=40, **DRAW)
     assert whole["object"] == "text_completion" and whole["model"] == "small" and whole["seed"] == 7
@@ -53,7 +53,7 @@ def test_a_completion_is_the_engines_streamed_or_not(server, engine):
     assert all(chunk["usage"] is None for chunk in texts) and last["choices"] == [] and last["usage"] == usage
 
 
-def test_timings_fit_together(server):
+def test_timings_are_consistent(server):
     began = time.perf_counter()
     answer = server.complete(PROMPT, max_tokens=50, ignore_eos=True)
     elapsed = 1000 * (time.perf_counter() - began)
@@ -65,7 +65,7 @@ def test_timings_fit_together(server):
     assert t["predicted_per_second"] == pytest.approx(49 / (m["generation_time_ms"] / 1000))
 
 
-def test_a_chat_is_the_engines_streamed_or_not(server, engine, checkpoint):
+def test_chat_matches_the_engine(server, engine, checkpoint):
     ids = ChatTemplate.load(checkpoint).encode(TALK, add_generation_prompt=True)
     assert ids.count(257) == 2, "what a message spells is no control token"
     result = expected(engine, ids)
@@ -88,7 +88,7 @@ def test_a_chat_is_the_engines_streamed_or_not(server, engine, checkpoint):
     assert first["object"] == "chat.completion.chunk" and "usage" not in first
 
 
-def test_the_end_of_a_turn_ends_an_answer(server, engine, checkpoint):
+def test_end_of_turn_ends_the_answer(server, engine, checkpoint):
     template = ChatTemplate.load(checkpoint)
     ids, [end] = template.encode(TALK, add_generation_prompt=True), template.ends
     for seed in range(100):
@@ -103,7 +103,7 @@ def test_the_end_of_a_turn_ends_an_answer(server, engine, checkpoint):
     assert choice["finish_reason"] == "length" and choice["token_ids"] == tokens
 
 
-def test_stop_strings_end_the_text_before_them(server, engine):
+def test_stop_strings_end_the_text(server, engine):
     text = expected(engine).text
     start = next(n for n in range(5, 30) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
     stop = text[start : start + 2]
@@ -118,7 +118,7 @@ def test_stop_strings_end_the_text_before_them(server, engine):
     assert choice["token_ids"] == list(expected(engine, stop_tokens=token).tokens) and choice["stop_reason"] == token
 
 
-def test_logprobs_of_completions(server, engine):
+def test_logprobs_of_completions_match_the_engine(server, engine):
     result = expected(engine, top_logprobs=2)
     answer = server.complete(PROMPT, max_tokens=40, logprobs=2, **DRAW)
     told = answer["choices"][0]["logprobs"]
@@ -139,7 +139,7 @@ def test_logprobs_of_completions(server, engine):
         assert [value for part in parts if part for value in part[name]] == told[name]
 
 
-def test_logprobs_of_chats(server, engine, checkpoint):
+def test_logprobs_of_chats_match_the_engine(server, engine, checkpoint):
     ids = ChatTemplate.load(checkpoint).encode(TALK, add_generation_prompt=True)
     result = expected(engine, ids, 5, top_logprobs=3)
     _, answer = server.post("/v1/chat/completions", messages=TALK, max_tokens=5, logprobs=True, top_logprobs=3, **DRAW)
@@ -153,7 +153,7 @@ def test_logprobs_of_chats(server, engine, checkpoint):
     ]
 
 
-def test_without_a_seed_answers_differ_and_the_seed_is_told(server):
+def test_default_seed_is_random_and_reported(server):
     one, two = (server.complete(PROMPT, max_tokens=30) for _ in range(2))
     assert one["choices"][0]["text"] != two["choices"][0]["text"] and one["seed"] != two["seed"]
     assert server.complete(PROMPT, max_tokens=30, seed=one["seed"])["choices"] == one["choices"]
@@ -163,7 +163,7 @@ def test_without_a_seed_answers_differ_and_the_seed_is_told(server):
     assert server.complete(PROMPT, max_tokens=30, min_p=1)["choices"] == greedy[0]
 
 
-def test_requests_are_answered_in_the_order_they_came_in(server):
+def test_requests_are_answered_in_order(server):
     one = server.stream(prompt=PROMPT, max_tokens=2000 if BACKEND == "cpu" else 400, ignore_eos=True)
     two, three = (
         server.stream("/v1/chat/completions", messages=TALK, max_tokens=300, ignore_eos=True) for _ in range(2)
@@ -187,7 +187,7 @@ def test_requests_are_answered_in_the_order_they_came_in(server):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_goes_away_frees_the_engine(server, streamed):
+def test_disconnected_client_frees_the_engine(server, streamed):
     cancelled = 'request_failure_total{reason="cancelled"}'
     before = server.metric(cancelled)
     if streamed:
@@ -209,7 +209,7 @@ def test_a_client_that_goes_away_frees_the_engine(server, streamed):
     assert server.metric(cancelled) == before + 1
 
 
-def test_one_that_goes_away_while_it_waits_leaves_the_queue(server):
+def test_disconnected_client_leaves_the_queue(server):
     with server.stream(prompt=PROMPT, max_tokens=CONTEXT, ignore_eos=True) as running:
         next(running)
         with server.stream(prompt=PROMPT, max_tokens=5) as waiting:
@@ -232,20 +232,20 @@ def test_one_that_goes_away_while_it_waits_leaves_the_queue(server):
         ({"prompt": [5, 258]}, "prompt", None, "token ids must be from 0 to 257"),
         ({"prompt": [10**40]}, "prompt", None, "token ids must be from 0 to 257"),
         ({"prompt": "\ud83d"}, "prompt", None, "not valid Unicode"),
-        ({"prompt": "a", "top_p": 2}, "top_p", None, "top_p = 2.0: write a probability"),
-        ({"prompt": "a", "seed": -1}, "seed", None, "seed = -1: write a whole number"),
+        ({"prompt": "a", "top_p": 2}, "top_p", None, "top_p = 2.0"),
+        ({"prompt": "a", "seed": -1}, "seed", None, "seed = -1"),
         ({"prompt": "a", "stop_token_ids": [258]}, "stop_token_ids", None, "give ids from 0 to 257"),
-        ({"prompt": "a", "n": 2}, "n", "unsupported_parameter", "n = 2 is not supported here"),
+        ({"prompt": "a", "n": 2}, "n", "unsupported_parameter", "n = 2 is not supported"),
     ],
 )
-def test_requests_that_cannot_work(server, fields, param, code, message):
+def test_bad_requests_name_the_parameter(server, fields, param, code, message):
     status, body = server.post("/v1/completions", **fields)
     error = body["error"]
     assert (status, error["type"], error["param"], error["code"]) == (400, "invalid_request_error", param, code)
     assert message in error["message"]
 
 
-def test_a_template_that_refuses_and_a_chat_that_is_too_long(server):
+def test_refusing_template_and_long_chat_are_errors(server):
     status, body = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a" * CONTEXT}])
     assert status == 400 and (body["error"]["param"], body["error"]["code"]) == ("messages", "context_length_exceeded")
     calls = [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]
@@ -253,7 +253,7 @@ def test_a_template_that_refuses_and_a_chat_that_is_too_long(server):
     assert status == 400 and "cannot write tool calls" in body["error"]["message"]
 
 
-def test_requests_that_are_nested_too_deeply(server):
+def test_deeply_nested_requests_are_refused(server):
     for depth in (300, 600, 900, 960, 980, 1500):  # too deep for the template, for the pipe, for the body
         calls = "[" * depth + "]" * depth
         body = '{"messages": [{"role": "assistant", "content": "", "tool_calls": [' + calls + "]}]}"
@@ -262,7 +262,7 @@ def test_requests_that_are_nested_too_deeply(server):
     assert server.complete(PROMPT, max_tokens=1)
 
 
-def test_requests_that_are_no_requests(server):
+def test_invalid_bodies_and_paths_are_errors(server):
     long = json.dumps({"prompt": "a" * (1 << 20)})
     for status, method, path, body, headers in (
         (400, "POST", "/v1/completions", "{", JSON),
@@ -287,7 +287,7 @@ def test_requests_that_are_no_requests(server):
     assert server.get("/v1/models")[2].get("access-control-allow-origin") is None
 
 
-def test_what_is_served(server):
+def test_routes_answer(server):
     assert server.get("/health")[:2] == (200, {"status": "ok"})
     [model] = server.get("/v1/models")[1]["data"]
     assert (model["id"], model["max_model_len"], model["chat"]) == ("small", CONTEXT, True)
@@ -297,7 +297,7 @@ def test_what_is_served(server):
     assert server.get("/")[1]["models"] == "/v1/models"
 
 
-def test_counters(server):
+def test_metrics_count_requests_and_tokens(server):
     names = (
         "prompt_tokens_total",
         "generation_tokens_total",
@@ -325,7 +325,7 @@ def test_counters(server):
     )
 
 
-def test_the_openai_client(server, engine):
+def test_openai_client_works(server, engine):
     openai = pytest.importorskip("openai")
     result = expected(engine)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
@@ -339,7 +339,7 @@ def test_the_openai_client(server, engine):
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == whole.choices[0].message.content and chunks[-1].usage == whole.usage
         assert len(whole.choices[0].logprobs.content) == 20
-        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+        with pytest.raises(openai.NotFoundError, match="unknown model 'gpt'"):
             client.completions.create(model="gpt", prompt=PROMPT)
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="small", prompt=PROMPT, n=2)

@@ -73,7 +73,7 @@ FIELDS = {
 
 @contextmanager
 def started(checkpoint, *args, key=None):
-    server = Server(checkpoint, *args, key=key, program=(str(ROOT / "tests" / "infer" / "playground_engine.py"),))
+    server = Server(checkpoint, *args, key=key, program=(str(ROOT / "tests/support/playground_engine.py"),))
     try:
         yield server
     finally:
@@ -534,7 +534,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_crashes(strict, open_p
     expect(page.locator("#state")).to_contain_text("not the whole answer")
     assert answer(CODE, 90_000).startswith(shown(page))
     ask(page, "crash", 5)
-    expect(problem).to_contain_text("The engine process ended unexpectedly (exit code 3). Press Run to try once more")
+    expect(problem).to_contain_text("The engine process ended unexpectedly (exit code 3). Press Run to try again")
     ask(page, CODE, 5)
     expect(problem).to_contain_text("The engine is restarting: try again soon.")
     strict.wait_until(200)
@@ -555,25 +555,27 @@ def test_refusals_in_plain_words(server, open_page):
         with server.stream(prompt="a", max_tokens=5) as two:
             assert next(two) == ": queued 1"
             ask(page, CODE, 5)
-            expect(problem).to_contain_text("The queue is full. 1 requests are waiting already: try again later.")
+            expect(problem).to_contain_text(
+                "The queue is full. The queue is full with 1 waiting requests: try again later."
+            )
             expect(problem).to_contain_text("run again in 1 s or more")
     server.wait_for_metric("num_requests_running", 0)
     ask(page, "a" * 100_000, 5)
     expect(problem).to_contain_text(
-        "The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten it"
+        "The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten the prompt"
     )
     ask(page, CODE, 5, temperature=1e-7)
     assert page.evaluate("document.activeElement.name") == "temperature", "refused by the browser, with its own words"
     page.evaluate("document.querySelector('[name=temperature]').step = 'any'")
     ask(page, CODE, 5)
-    expect(problem).to_contain_text("The server refused the request. Temperature = 1e-07: write 0 for greedy")
+    expect(problem).to_contain_text("The server refused the request. Temperature = 1e-07: give 0")
     expect(page.locator("#announcement")).to_be_empty()
     expect(problem).to_have_attribute("role", "alert")
     page.route(
         "**/v1/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, "model": "older"})
     )
     ask(page, CODE, 5, temperature=0)
-    expect(problem).to_have_text("The server has another model now. Reload this page.")
+    expect(problem).to_have_text("The server has a different model now. Reload this page.")
     page.unroute("**/v1/completions")
     complete(page, CODE, 5)
     expect(page.locator("#conditions")).to_contain_text("greedy")
@@ -592,9 +594,7 @@ def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
         server.end(15)
         expect(page.locator("#problem")).to_contain_text("The server was stopped. Start it again")
         ask(page, CODE, 5)
-        expect(page.locator("#problem")).to_contain_text(
-            "The server cannot be reached. See in its terminal whether it still runs"
-        )
+        expect(page.locator("#problem")).to_contain_text("The server cannot be reached. Check in its terminal")
 
 
 @pytest.mark.slow

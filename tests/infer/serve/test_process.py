@@ -33,7 +33,7 @@ def server(checkpoint):
     server.kill()
 
 
-def test_a_key_is_needed_for_everything_but_health(server):
+def test_key_is_required_except_for_health(server):
     for path in ("/", "/metrics", "/v1/models", "/nowhere"):
         for headers in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}, {"Authorization": "Bearer "}):
             status, body, answered = server.get(path, headers)
@@ -47,7 +47,7 @@ def test_a_key_is_needed_for_everything_but_health(server):
     assert server.get("/v1/models", AUTH)[0] == 200 and server.get("/health")[0] == 200
 
 
-def test_an_answer_that_takes_too_long(server):
+def test_slow_answer_times_out(server):
     status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True)
     assert (status, body["error"]["type"], body["error"]["code"]) == (504, "timeout", "timeout")
     with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
@@ -61,7 +61,7 @@ def test_an_answer_that_takes_too_long(server):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
-def test_an_engine_that_crashes_is_started_again(server):
+def test_crashed_engine_is_restarted(server):
     [engine] = server.children()
     with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         next(stream)
@@ -77,7 +77,7 @@ def test_an_engine_that_crashes_is_started_again(server):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
-def test_a_signal_ends_both_processes_and_tells_clients(server):
+def test_signal_ends_both_processes_and_fails_requests(server):
     [engine] = server.children()
     with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         next(stream)
@@ -88,7 +88,7 @@ def test_a_signal_ends_both_processes_and_tells_clients(server):
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_control_c_while_it_loads(checkpoint):
+def test_control_c_while_loading_ends_the_server(checkpoint):
     server = Server(checkpoint)
     server.wait_until(503)
     status, body = server.post("/v1/completions", prompt="a")
@@ -97,7 +97,7 @@ def test_control_c_while_it_loads(checkpoint):
     assert code == 0 and err == "stopped\n" and seconds < 3
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path):
+def test_missing_checkpoint_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
         cwd=ROOT,
@@ -117,14 +117,14 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0: others could reach it: set a key with LANEFORMER_API_KEY"),
-        (("--port", "70000"), "--port 70000: give a number"),
-        (("--max-waiting", "-1"), "--max-waiting -1: give at least 0"),
-        (("--timeout", "0"), "--timeout 0.0: give seconds"),
-        (("--stream-interval-ms", "nan"), "--stream-interval-ms nan: give at least 0"),
-        (("--host", "192.0.2.1", "--insecure"), "--host 192.0.2.1 --port 8000: Cannot assign requested address"),
+        (("--host", "0.0.0.0"), "LANEFORMER_API_KEY or --api-key-file"),
+        (("--port", "70000"), "got 70000"),
+        (("--max-waiting", "-1"), "--max-waiting must be at least 0, got -1"),
+        (("--timeout", "0"), "--timeout must be above 0 seconds, got 0.0"),
+        (("--stream-interval-ms", "nan"), "got nan"),
+        (("--host", "192.0.2.1", "--insecure"), "--host 192.0.2.1 --port 8000"),
         (("--api-key-file", "/nonexistent"), "No such file"),
-        (("--api-key-file", os.devnull), f"{os.devnull} holds no key"),
+        (("--api-key-file", os.devnull), f"{os.devnull} has no valid key"),
     ],
 )
 def test_errors_are_one_line(capsys, args, message):
@@ -133,17 +133,17 @@ def test_errors_are_one_line(capsys, args, message):
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_without_the_libraries(capsys, monkeypatch):
+def test_missing_libraries_are_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "--checkpoint", "none"]) == 2
     assert "pip install 'laneformer[serve]'" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_and_two_keys(capsys, monkeypatch, tmp_path):
+def test_taken_port_and_two_keys_are_refused(capsys, monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--checkpoint", "none", "--port", str(port)]) == 2
-    assert f"--host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port} (Address already in use" in capsys.readouterr().err
     monkeypatch.setenv("LANEFORMER_API_KEY", KEY)
     assert main(["serve", "--checkpoint", "none", "--api-key-file", str(tmp_path)]) == 2
     assert "not both" in capsys.readouterr().err

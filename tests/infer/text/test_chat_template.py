@@ -221,11 +221,9 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     )
     made = template(dropping, name="dropping.jinja")
     assert answers(made.render_with_answers(talk("a", "<think>b</think>c"))) == ["<think>b</think>c<|im_end|>"]
-    with pytest.raises(
-        InputError, match=r"dropping.jinja does not tell what the assistant wrote in messages\[1\].*{% generation %}"
-    ):
+    with pytest.raises(InputError, match=r"dropping\.jinja.* messages\[1\].*{% generation %}"):
         made.render_with_answers(talk("a", "<think>b</think>c", "d", "e"))
-    with pytest.raises(InputError, match="does not tell"):  # no generation prompt
+    with pytest.raises(InputError, match=r"{% generation %}"):  # no generation prompt
         other = template(
             "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
         )
@@ -252,13 +250,13 @@ def test_errors_name_the_line(source, message):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], r"at least one message, not \[\]"),
-        ("hello", 'at least one message, not "hello"'),
-        (["hello"], r'messages\[0\] must be an object with a role and content, not "hello"'),
+        ([], r"at least one message, got \[\]"),
+        ("hello", 'at least one message, got "hello"'),
+        (["hello"], r'messages\[0\] must be an object with a role and content, got "hello"'),
         ([{"content": "a"}], r"messages\[0\] must be an object with a role"),
         (
             [{"role": "user", "content": "a"}, {"role": "user", "content": 3}],
-            r"messages\[1\].content must be text, not 3",
+            r"messages\[1\].content must be text, got 3",
         ),
         ([{"role": "user", "content": None}], "line 6: .*None"),
         ([{"role": "user", "content": "", "tool_calls": [1]}], "cannot write tool calls"),
@@ -325,7 +323,7 @@ def test_folders_that_do_not_work(tmp_path):
             CheckpointError,
             "KeyError: 'default'",
         ),
-        ("no eos", {}, "{{ eos_token }}", InputError, "writes the eos_token, and no tokenizer_config.json says which"),
+        ("no eos", {}, "{{ eos_token }}", InputError, "eos_token.* tokenizer_config.json"),
     ):
         with pytest.raises(error, match=message):
             ChatTemplate.load(folder(tmp_path / name, config, file, plain))
