@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+import laneformer
 from laneformer import ModelConfig
 from tests.support.paths import ROOT
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
@@ -195,3 +196,7 @@ def losses(run: Path) -> list[float]:
     steps = [line for line in records(run) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     return [line["loss"] for line in steps]
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    return {path: np.asarray(weight) for path, weight in laneformer.load(run).weights().items()}

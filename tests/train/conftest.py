@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.runs import weights_of
-from tests.support.tiny_recipe import RECIPE, finish, records, start, write_store
+from tests.support.tiny_recipe import RECIPE, finish, records, start, weights_of, write_store
 from train.__main__ import main
 from train.metrics.records import MetricsLog
 

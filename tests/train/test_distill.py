@@ -13,8 +13,7 @@ import pytest
 import laneformer
 from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
 from scripts.convert_dense import main as convert_dense
-from tests.support.runs import weights_of
-from tests.support.tiny_recipe import changed, losses, records, tiny
+from tests.support.tiny_recipe import changed, losses, records, tiny, weights_of
 from train.config import DistillConfig, check_same_run, recorded
 from train.distill import TEACHER, annealed
 from train.step import Trainer

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import laneformer
-from tests.support.runs import weights_of
 from tests.support.tiny_recipe import (
     RECIPE,
     finish,
@@ -21,6 +20,7 @@ from tests.support.tiny_recipe import (
     records,
     saving,
     start,
+    weights_of,
     write_store,
 )
 
