@@ -54,9 +54,14 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: that of the command; 2 for an unknown one, 130 after Ctrl-C."""
+    """Exit status: that of the command; 2 for an unknown one, 130 after Ctrl-C, 141 when the reader of the output has
+    gone, as with `| head`.
+    """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:  # before the command answers it
         print("error: interrupted", file=sys.stderr)
         return 130
@@ -64,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
+        print(usage(), flush=True)
         return 0 if arguments else 2
     name, *rest = arguments
     known = commands()
@@ -77,7 +82,7 @@ def _run(arguments: list[str]) -> int:
         sys.path.append(os.getcwd())
     command = known[name]
     act = importlib.import_module(command.module).main
-    asks_help = bool({"-h", "--help"} & {*rest})
+    asks_help = not rest or {"-h", "--help"} & {*rest}
     with _renamed(command.program, f"laneformer {name}") if asks_help else contextlib.nullcontext():
         return act([*command.first, *rest])
 
