@@ -1,6 +1,4 @@
-"""The executor and every row of the table against literal per-device transcriptions, and the all-reduces that it really
-issues.
-"""
+"""The executor and every layout against literal per-device transcriptions, and the all-reduces that it issues."""
 
 import math
 from unittest import mock
@@ -46,7 +44,7 @@ def toy_transcription(run, x0, weights):
 
 
 def expected_log(schedule, width=D):
-    """Every module, each reduction at once when its last part exists."""
+    """Every module, and each reduction as soon as its last part exists."""
     log = []
     for m in range(schedule.num_modules):
         log.append(("module", m))
@@ -93,9 +91,7 @@ def test_rows_against_literal_transcriptions(row, lanes, n, seed):
 
 
 def laneformer_literally(X, n, d, early, twice, exchanged):
-    """Section "how outputs reach the lanes" of the published model, with the corrected form of the early layers as a
-    choice.
-    """
+    """The published model's exchange, optionally with the corrected form of the early layers."""
     sent = []
     for m in range(2 * n):
         o = reference.module(None, None, m, X)
@@ -125,7 +121,7 @@ def laneformer_literally(X, n, d, early, twice, exchanged):
 @example(lanes=4, n=5, d=2, early=True, twice=False, exchanged=(True, True), seed=0)
 @example(lanes=4, n=4, d=1, early=False, twice=True, exchanged=(False, True), seed=0)
 def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice, exchanged, seed):
-    """Among it that the sum which an early landing shares with a late one is right in both places."""
+    """Includes a sum that lands early and late, and must be right in both places."""
     schedule = tiny.config(
         model_type="laneformer",
         num_hidden_layers=n,
@@ -152,9 +148,7 @@ def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice,
     seed=st.integers(0, 9),
 )
 def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed):
-    """Weight 1 - a of the others arrives after k modules, a after k + 1; what will never be joined counts sqrt(L)
-    times.
-    """
+    """Weight 1 - a of the others lands after k modules, a after k + 1; a part that no other joins counts sqrt(L)."""
 
     def literally(X):
         sent = []
@@ -195,43 +189,31 @@ def test_lanes_stay_equal_where_everything_is_summed_at_once():
     assert tiny.difference(streams, np.broadcast_to(streams[:1], streams.shape)) > 0.1
 
 
-# ------------------------------------------------------------------------------------------------------ in the whole
-# model
+# -------------------------------------------------------------------------------------------------- in the whole model
 
 LAYOUTS = {
     "tp": {},
     "parallel": {},
     "ladder": {},
     "desync(2)": {"n": 2},
-    "desync(4)": {"n": 4},
     "spd(0, 2)": {"drop": {0, 2}},
     "caat(0.5)": {"p": 0.5},
-    "caat(0.3)": {"p": 0.3},
     "kraken": {},
-    "track(1)": {"D": 1},
     "track(2)": {"D": 2},
     "dtp(1)": {"delta": 1},
-    "dtp(3)": {"delta": 3},
     "none": {},
 }
-TWICE = (
-    "desync(4)",
-    "caat(0.3)",
-    "track(1)",
-    "dtp(3)",
-)  # rows that have other arguments above as well: one device only
 LANE_NORMS = {"replicated_rmsn_scale": False, "sliding_window": 5, "sliding_window_n_layers": 1}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_row_in_the_model_on_one_device_and_on_a_mesh(layout):
-    """With norm scales of each lane's own, so that no two lanes can be mistaken for each other."""
+    """With different norm scales in every lane, so that mistaking one lane for another changes the logits."""
     values = tiny.values(layout=layout, **LANE_NORMS)
     ids = tiny.token_ids(40)
     expected = reference.layout_logits(layout.split("(")[0], LAYOUTS[layout], values, tiny.random_weights(values), ids)
     assert tiny.difference(tiny.random_model(values)(ids), expected) < 1e-4
-    if layout not in TWICE:
-        assert tiny.difference(tiny.random_model(values, lane_devices=4)(ids), expected) < 1e-4
+    assert tiny.difference(tiny.random_model(values, lane_devices=4)(ids), expected) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["desync(2)", pytest.param("dtp(1.5)", marks=pytest.mark.slow)])
@@ -247,17 +229,23 @@ def test_rows_on_two_devices_and_in_pieces(layout):
     assert tiny.difference(np.concatenate(pieces, 1), expected) < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["track(2)", "desync(3)", "caat(0.4)", "kraken", "laneformer"])
-def test_one_lane_is_the_dense_model(layout):
-    """Every row that adds modules in order; the parallel and the ladder wiring differ from it by design."""
-    values = tiny.values(layout=layout, num_lanes=1, broadcast_delay=2)
-    ids, weights = tiny.token_ids(40), tiny.random_weights(values)
-    assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids)) < 1e-4
+IN_ORDER = ("tp", "desync(3)", "spd(1)", "caat(0.4)", "kraken", "track(2)", "dtp(2)", "laneformer", "none")
 
 
-@pytest.mark.parametrize(("layout", "wiring"), [("tp", "sequential"), ("parallel", "parallel"), ("ladder", "ladder")])
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_layouts_without_drift_are_dense_models_whatever_the_lanes(layout, wiring, lanes):
+@pytest.mark.parametrize("layout", IN_ORDER)
+def test_one_lane_runs_its_modules_in_order(layout):
+    """All layouts but parallel and ladder, whose modules read an earlier stream by design."""
+    weights, x0 = toy(1, 3, 0)
+    expected = toy_transcription(lambda X: reference.LAYOUTS["tp"]({"num_hidden_layers": 3}, None, X), x0, weights)
+    schedule = tiny.config(layout=layout, num_lanes=1, broadcast_delay=2).schedule
+    assert tiny.difference(toy_run(schedule, x0, weights)[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "wiring", "lanes"),
+    [("tp", "sequential", 4), ("parallel", "parallel", 4), ("ladder", "ladder", 4), ("ladder", "ladder", 1)],
+)
+def test_layouts_without_drift_are_dense_models_with_any_lanes(layout, wiring, lanes):
     values = tiny.values(layout=layout, num_lanes=lanes)
     ids, weights = tiny.token_ids(40), tiny.random_weights(values)
     assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids, wiring)) < 1e-4
@@ -265,16 +253,11 @@ def test_layouts_without_drift_are_dense_models_whatever_the_lanes(layout, wirin
 
 COUNTED = [
     *((layout, {}) for layout in LAYOUTS),
-    ("desync(1)", {}),
-    ("dtp(0)", {}),
     ("dtp(9)", {}),
     ("dtp(1.5)", {}),
     ("laneformer", {"broadcast_delay": 0}),
     ("laneformer", {"broadcast_delay": 1, "use_early_comm": False}),
-    ("laneformer", {"broadcast_delay": 2}),
     ("laneformer", {"broadcast_delay": 1}),
-    ("laneformer", {"broadcast_delay": 5}),
-    ("laneformer", {"broadcast_delay": 1, "use_comm": False}),
     ("laneformer", {"broadcast_delay": 1, "early_lands_twice": False}),
 ]
 HEADS = {"replicate": 1, "lane": 1, "vocab_parallel": 0}
@@ -305,7 +288,7 @@ def test_all_reduces_of_other_heads(changes):
 
 
 def test_all_reduce_payloads():
-    """caat sends its share of the channels only, and one device without a mesh sends nothing."""
+    """caat sends only its share of the channels; one device without a mesh sends nothing."""
     text = tiny.lowered(tiny.random_model(tiny.values(layout="caat(0.25)"), lane_devices=4), length=6)
     assert text.count("}) : (tensor<1x1x6x8xf32>) -> tensor<1x1x6x8xf32>") == 6
     assert tiny.all_reduces(tiny.lowered(tiny.random_model(tiny.values(layout="tp")))) == 0

@@ -1,6 +1,4 @@
-"""Gradients: against differences of the float64 reference, the same on every mesh, and the same when activations are
-recomputed.
-"""
+"""Gradients: against differences of the float64 reference, on every mesh, and with recomputed activations."""
 
 from functools import cache, partial
 
@@ -14,9 +12,8 @@ from laneformer.weights import parameter_table
 from tests.support import reference, tiny
 
 IDS = tiny.token_ids(40, (2, 9))
-PROJECTION = (
-    np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27
-)  # makes one number of the logits
+# Makes one number of the logits.
+PROJECTION = np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27
 
 
 @partial(jax.jit, static_argnames="remat")

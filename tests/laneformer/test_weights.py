@@ -1,5 +1,6 @@
-"""The table of weights: names, counts, bytes per token, places on a mesh, fresh weights."""
+"""The table of weights: names, counts, bytes per token, shardings, fresh weights."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -17,7 +18,8 @@ from laneformer import (
     parameters_per_token,
     weight_bytes_per_token,
 )
-from laneformer.weights import parameter_table
+from laneformer.blocks.mlp import Mlp
+from laneformer.weights import module_weights, parameter_table
 from tests.support import tiny
 
 TWO_BILLION = ModelConfig(
@@ -63,9 +65,8 @@ def test_key_value_bytes_of_the_two_billion():
     assert kv_bytes_per_token(TWO_BILLION) == 15 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 1000) == 15 * 1001 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 2047) == 15 * 2048 * 6144
-    assert (
-        kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144
-    )  # ten layers read 2,048 positions, their own included
+    # Ten layers read 2,048 positions, their own included.
+    assert kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144
     assert kv_bytes_per_token(TWO_BILLION, 4095, 1) * 2 == kv_bytes_per_token(TWO_BILLION, 4095)
 
 
@@ -101,6 +102,43 @@ def test_names_and_shapes_are_those_of_the_files(lanes, n, head, shared, before,
 def test_qwen_weights_are_counted():
     plain, extra = tiny.config(), tiny.config().replace(qkv_bias=True, qk_norm=True)
     assert parameter_count(extra) - parameter_count(plain) == 3 * ((8 + 4 + 4) * 4 + 2 * 4)
+
+
+def test_counts_follow_the_share_that_a_token_reads(monkeypatch):
+    """A block of 8 experts of which a token uses 2, and a vector that it looks up."""
+    config, table = tiny.config(), Mlp.table
+
+    def experts(options, path):
+        return {
+            name: dataclasses.replace(weight, share=2 / 8, looked_up=3 if name.endswith("w2") else 0)
+            for name, weight in table(options, path).items()
+        }
+
+    count, read, size = parameter_count(config), parameters_per_token(config), weight_bytes_per_token(config)
+    monkeypatch.setattr(Mlp, "table", staticmethod(experts))
+    mlps = 3 * 3 * 24 * 32
+    assert parameter_count(config) == count
+    assert parameters_per_token(config) == read - mlps * 6 // 8
+    assert weight_bytes_per_token(config) == size - 2 * (mlps * 6 // 8 - 3 * 3)
+
+
+def test_groups_and_parts_of_the_weights():
+    table = parameter_table(tiny.config().replace(qkv_bias=True, qk_norm=True))
+    layer = {path.removeprefix("layers.1."): w for path, w in table.items() if path.startswith("layers.1.")}
+    matrices = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")} | {
+        f"feed_forward.{name}" for name in ("w1", "w2", "w3")
+    }
+    assert {path for path, w in layer.items() if w.group == "matrix"} == matrices
+    assert {path for path, w in layer.items() if w.group == "vector"} == {*layer} - matrices
+    assert {path for path, w in table.items() if w.group == "embedding"} == {"tok_embeddings", "lm_head"}
+    assert {path for path, w in layer.items() if w.part == "norms"} == {
+        "attention_norm",
+        "attention.q_norm",
+        "attention.k_norm",
+        "ffn_norm",
+    }
+    assert {w.part for path, w in layer.items() if "feed_forward" in path} == {"MLP"}
+    assert [len(weights) for weights in module_weights(tiny.config())] == [5, 4] * 3
 
 
 @pytest.fixture(scope="module")

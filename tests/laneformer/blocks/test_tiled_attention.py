@@ -1,6 +1,4 @@
-"""Attention and its gradients against float64 numpy with all scores in memory, on meshes, in every tiling, and what it
-may cost.
-"""
+"""Attention and its gradients against float64 NumPy with all scores in memory: tilings, meshes, memory, products."""
 
 from functools import partial
 
@@ -50,14 +48,11 @@ def test_reference_gradient_equals_differences():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window"),
-    [((1, 1), 7), ((5, 5), None), ((5, 5), 5), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)],
+    ("sizes", "window"), [((1, 1), 7), ((5, 5), None), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)]
 )
 def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
-    inputs, segments = (
-        random_inputs(s=45, group=2),
-        np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32),
-    )
+    inputs = random_inputs(s=45, group=2)
+    segments = np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32)
     monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
     fresh = jax.jit(with_gradients.__wrapped__, static_argnames="window")  # traced with these sizes
     found = fresh(*inputs, window=window, segments=segments)
@@ -65,7 +60,7 @@ def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
 
 
 def test_default_tiles_are_several():
-    """So that the tests above and below do cross blocks; a few queries on a cache are one tile."""
+    """The tests of this file cross blocks; a few queries on a cache are one tile."""
     assert attention._block_sizes(256, 256) == (64, 64)
     assert attention._block_sizes(70, 5000) == (32, 128)
     assert attention._block_sizes(8, 5000) == (8, 5000)
@@ -92,9 +87,8 @@ def test_bfloat16_rounds_only_inputs_probabilities_and_results():
     found = with_gradients(*inputs, window=20)
     assert all(x.dtype == jnp.bfloat16 for x in found)
     for x, y, bound in zip(found, expected(*inputs, window=20), (0.0022, 0.0032, 0.0032, 0.0032), strict=True):
-        assert (
-            np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound
-        )  # bfloat16 scores: from 0.0027 for o
+        # With bfloat16 scores the error of o is at least 0.0027.
+        assert np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound
 
 
 def test_segments_are_as_if_apart():
@@ -106,8 +100,8 @@ def test_segments_are_as_if_apart():
     assert_close(together, [np.concatenate(pair, axis=2) for pair in zip(*apart, strict=True)])
 
 
-def test_tiles_that_nobody_sees_are_not_computed():
-    """Values of nan come through even with probability 0, so that a block of them shows where its tile was computed."""
+def test_tiles_that_no_query_sees_are_not_computed():
+    """Values of nan propagate even with probability 0: a block of them marks every query whose tile was computed."""
     q, k, v, _ = random_inputs(s=96)
     block = attention._block_sizes(96, 96)[0]
     assert block == 32
@@ -121,10 +115,10 @@ def test_tiles_that_nobody_sees_are_not_computed():
 
 @pytest.mark.parametrize(
     ("s", "start", "window"),
-    [(1, 0, None), (1, 50, 9), (5, 20, 60), (5, 20, 1), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)],
+    [(1, 0, None), (1, 50, 9), (5, 20, 60), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)],
 )
 def test_queries_that_continue_a_cache(s, start, window):
-    """What lies in the cache after the last query is not read."""
+    """Entries of the cache after the last query are not read."""
     q, k, v, do = random_inputs(s=s, t=51, group=2)
     k, v = (x.at[:, :, start + s :].set(1e4) for x in (k, v))
     o = jax.jit(partial(attend, window=window))(q, k, v, start=jnp.int32(start))
@@ -133,9 +127,7 @@ def test_queries_that_continue_a_cache(s, start, window):
 
 @pytest.mark.parametrize(("window", "segmented"), [(None, True), (20, False)])
 def test_on_a_mesh(window, segmented):
-    """Lanes by hand, the batch by the compiler: the same values and gradients, each where its input lies, and nothing
-    exchanged.
-    """
+    """Lanes manual, the batch by the compiler: the same values and gradients, sharded as the inputs, no exchange."""
     inputs = random_inputs(l=4, b=4, s=70, group=2)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 70))).astype(np.int32) if segmented else None
     mesh = make_mesh(4, data=2, lane=4)
@@ -186,7 +178,7 @@ def test_memory_is_linear(window, segmented):
 
 
 def test_recomputed_only_where_nothing_is_kept():
-    """A policy that keeps "product"s keeps what the backward pass needs: the forward loops are not run again."""
+    """A policy that keeps "product"s keeps all residuals: the forward loops do not run again."""
 
     def loops(policy) -> int:
         def loss(q, k, v):
@@ -195,17 +187,13 @@ def test_recomputed_only_where_nothing_is_kept():
         x = jax.ShapeDtypeStruct((1, 1, 64, 1, 8), jnp.float32)
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(x, x, x).compile().as_text().count(" while(")
 
-    nothing, products = (
-        jax.checkpoint_policies.nothing_saveable,
-        jax.checkpoint_policies.save_only_these_names("product"),
-    )
-    everything = jax.checkpoint_policies.everything_saveable
-    assert loops(products) == loops(everything) == 4
-    assert loops(nothing) == 6
+    policies = jax.checkpoint_policies
+    assert loops(policies.save_only_these_names("product")) == loops(policies.everything_saveable) == 4
+    assert loops(policies.nothing_saveable) == 6
 
 
-def test_cudnn_where_it_serves(monkeypatch):
-    """In 16 bits, without segments or a cache, for the head sizes that it has; the tiles are for everything else."""
+def test_cudnn_where_it_fits(monkeypatch):
+    """In 16 bits, without segments or a cache, for its head sizes; the tiles are for everything else."""
     calls = []
     gpu = partial(jax.sharding.AbstractDevice, num_cores=None, platform="gpu")
 
