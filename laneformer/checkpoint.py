@@ -13,7 +13,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.formats import KERNEL_FORMATS
-from laneformer.hf.config import config_from_hf, read_hf_config
+from laneformer.hf import config_from_hf, read_hf_config
 from laneformer.hf.folder import HfFolder
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer

@@ -19,7 +19,7 @@ from orbax.checkpoint import checkpoint_managers as keeping
 
 from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
 from laneformer.errors import CheckpointError, one_line
-from laneformer.hf.config import config_to_hf
+from laneformer.hf import config_to_hf
 from laneformer.processes import all_agree
 from train.config import TrainConfig, recorded
 from train.step import State

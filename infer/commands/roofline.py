@@ -53,7 +53,7 @@ def find_model(options: Options, file: ConfigFile | None) -> "ModelConfig | list
 
 def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":
     """The model of a config.json."""
-    from laneformer.hf.config import config_from_hf
+    from laneformer.hf import config_from_hf
 
     try:
         return config_from_hf(file.values, lanes)

@@ -1,109 +1,200 @@
-"""Mixture-of-experts models as bytes per token, part by part, from their published dimensions; beside them the public
-nominal figures.
+"""Published mixture-of-experts models: the fields of their config.json that decide what a token reads, and the public
+nominal figures beside them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.hf import dimensions_from_hf
+from laneformer.hf.dimensions import Dimensions, Part
 
 MODELS_READ = "2026-11"  # when the sources below were read
 
 
-@dataclass(frozen=True)
-class Part:
-    """Weights that one token reads."""
-
-    name: str
-    weights: float
-    precision: str
-
-    @property
-    def bytes(self) -> float:
-        return self.weights * FORMATS[self.precision].bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class MoeModel:
-    """One model at batch 1: what a token reads, and what is said of it."""
+    """One model at batch 1: what a token reads, and what its makers publish."""
 
     name: str
-    layers: int
-    parts: tuple[Part, ...]
+    dimensions: Dimensions
     source: str
-    """Of the dimensions."""
+    """Where the dimensions are from."""
     precision_source: str
-    kv_full: int | None
-    """Cached values that a token reads of every earlier position; None: the published dimensions do not say it."""
-    kv_window: tuple[int, int] = (0, 0)
-    """Values of a position in sliding layers, and their window."""
-    state: int = 0
-    """Values of recurrent state that a token reads and writes."""
-    checkpoint: float | None
+    """Where the formats are from."""
+    checkpoint: float | None = None
     """Bytes of the published checkpoint; None: not known."""
-    nominal: dict[str, float]
+    nominal: dict[str, float] = field(default_factory=dict)
     """Public nominal tokens per second on 8 of a device, at 0.357 of the effective bandwidth."""
-    nominal_rule: str
+    nominal_rule: str = ""
     """Bytes behind the nominal figure, found by trying."""
-    difference: str
+    difference: str = ""
     """Why the bottom-up figure is another."""
 
     @property
+    def layers(self) -> int:
+        return self.dimensions.layers
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.dimensions.parts
+
+    @property
     def weight_bytes(self) -> float:
+        """Bytes of weights that one token reads."""
         return sum(part.bytes for part in self.parts)
 
     def kv_bytes(self, context: int, precision: str) -> float | None:
-        """Read for one token, state read and written; None where it is not known."""
-        if self.kv_full is None:
+        """Bytes of cache read and of state read and written for one token; None where this is not known."""
+        found = self.dimensions
+        if found.kv_full is None:
             return None if context else 0.0
-        per_position, window = self.kv_window
+        per_position, window = found.kv_window
         return FORMATS[precision].bytes * (
-            self.kv_full * context + per_position * min(context, window) + 2 * self.state * (context > 0)
+            found.kv_full * context + per_position * min(context, window) + 2 * found.state * (context > 0)
         )
 
+
+QWEN3_CODER_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "vocab_size": 151_936,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "intermediate_size": 5120,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [
+            "lm_head",
+            *(
+                f"model.layers.{n}.{name}"
+                for n in range(48)
+                for name in ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_ba")
+            ),
+        ],
+    },
+}
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "vocab_size": 201_088,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 2880,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+DEEPSEEK_V4_FLASH: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "vocab_size": 129_280,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],  # the last one is of the block for multi-token prediction
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+KIMI_K2_6: dict[str, Any] = {
+    "model_type": "kimi_k25",
+    "vision_config": {"hidden_size": 1152},
+    "text_config": {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "vocab_size": 163840,
+        "num_attention_heads": 64,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"},
+                }
+            },
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*shared_experts.*",
+                "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+            ],
+        },
+    },
+}
 
 MOE: dict[str, MoeModel] = {
     model.name: model
     for model in (
         MoeModel(
             name="qwen3-coder-next",
-            layers=48,
-            parts=(
-                Part("routed experts, 10 of 512", 48 * 10 * 3 * 512 * 2048, "fp8"),
-                Part("shared expert", 48 * 3 * 512 * 2048, "fp8"),
-                Part("router", 48 * 512 * 2048, "bfloat16"),
-                Part("attention, 12 layers, gated", 12 * 2048 * (2 * 16 * 256 + 2 * 2 * 256 + 16 * 256), "fp8"),
-                Part(
-                    "gated DeltaNet, 36 layers",
-                    36 * (2048 * (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) + 4 * 2 * 32 * 128),
-                    "fp8",
-                ),
-                Part("head", 151_936 * 2048, "bfloat16"),
-            ),
+            dimensions=dimensions_from_hf(QWEN3_CODER_NEXT),
             source="config.json copies on huggingface.co, as amd/Qwen3-Coder-Next-MXFP4",
             precision_source=(
                 "FP8 matrices, BF16 router and head: an assumption, the types of each tensor were not seen"
             ),
-            kv_full=12 * 2 * 2 * 256,
-            state=36 * 32 * 128 * 128,
-            checkpoint=None,
             nominal={"h200": 3650, "mi300x": 4000},
             nominal_rule="3.0 B weights at 1 byte = 3.00 GB",
             difference="3 B leaves out the output head (0.31 B, here in BF16) and rounds 3.25 B down",
         ),
         MoeModel(
             name="gpt-oss-120b",
-            layers=36,
-            parts=(
-                Part("routed experts, 4 of 128", 36 * 4 * 3 * 2880 * 2880, "mxfp4"),
-                Part("router", 36 * 128 * 2880, "bfloat16"),
-                Part("attention", 36 * 2880 * 64 * (64 + 2 * 8 + 64), "bfloat16"),
-                Part("head", 201_088 * 2880, "bfloat16"),
-            ),
+            dimensions=dimensions_from_hf(GPT_OSS_120B),
             source="docs.nvidia.com megatron-bridge gpt-oss",
             precision_source="experts MXFP4 at 4.25 bit, the rest BF16; OpenAI's card: 60.8 GiB checkpoint",
-            kv_full=18 * 2 * 8 * 64,
-            kv_window=(18 * 2 * 8 * 64, 128),
             checkpoint=60.8 * 2**30,
             nominal={"h200": 2200, "mi300x": 2400},
             nominal_rule="experts at 4.25 bit, the rest BF16 with the head = 5.00 GB",
@@ -111,24 +202,7 @@ MOE: dict[str, MoeModel] = {
         ),
         MoeModel(
             name="deepseek-v4-flash",
-            layers=43,
-            parts=(
-                Part("routed experts, 6 of 256", 43 * 6 * 3 * 2048 * 4096, "mxfp4"),
-                Part("shared expert", 43 * 3 * 2048 * 4096, "fp8"),
-                Part(
-                    "attention, 64 heads of 512",
-                    43 * (4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + 64 * 512 * 1024 + 8 * 1024 * 4096),
-                    "fp8",
-                ),
-                # 21 layers join 4 positions, with an indexer of 64 heads of 128; 20 join 128; the first two join none
-                Part(
-                    "compressor and indexer",
-                    21 * (4 * 4096 * 512 + 1024 * 64 * 128 + 4096 * 64 + 4 * 4096 * 128) + 20 * 2 * 4096 * 512,
-                    "fp8",
-                ),
-                Part("router", 43 * 256 * 4096, "bfloat16"),
-                Part("head", 129_280 * 4096, "bfloat16"),
-            ),
+            dimensions=dimensions_from_hf(DEEPSEEK_V4_FLASH),
             source=(
                 "docs.nvidia.com automodel page; config copy"
                 " inference-optimization/DeepSeek-V4-Flash-bf16-dequantized-5layers; the primary model card was not"
@@ -137,8 +211,6 @@ MOE: dict[str, MoeModel] = {
             precision_source=(
                 "experts FP4, the rest FP8, some BF16 (anemll FP4-FP8 package page); which are BF16 is an assumption"
             ),
-            kv_full=None,
-            checkpoint=None,
             nominal={"h200": 1160, "mi300x": 1270},
             nominal_rule="routed and shared 7.575 B at 4.25 bit and 5.425 B in FP8 = 9.45 GB",
             difference=(
@@ -148,31 +220,11 @@ MOE: dict[str, MoeModel] = {
         ),
         MoeModel(
             name="kimi-k2.6",
-            layers=61,
-            parts=(
-                Part("routed experts, 8 of 384", 60 * 8 * 3 * 2048 * 7168, "int4"),
-                Part("shared expert", 60 * 3 * 2048 * 7168, "bfloat16"),
-                Part("dense layer", 3 * 18_432 * 7168, "bfloat16"),
-                Part(
-                    "latent attention",
-                    61
-                    * (
-                        7168 * 1536
-                        + 1536 * 64 * (128 + 64)
-                        + 7168 * (512 + 64)
-                        + 512 * 64 * (128 + 128)
-                        + 64 * 128 * 7168
-                    ),
-                    "bfloat16",
-                ),
-                Part("router", 60 * 384 * 7168, "bfloat16"),
-                Part("head", 163_840 * 7168, "bfloat16"),
-            ),
+            dimensions=dimensions_from_hf(KIMI_K2_6),
             source="docs.nvidia.com kimi_provider, dimensions of K2; the primary model card was not seen",
             precision_source=(
                 "INT4 in groups of 32 in the routed experts, the rest BF16 (eatang/Kimi-K2.5-2layer, unsloth.ai)"
             ),
-            kv_full=61 * (512 + 64),
             checkpoint=595e9,
             nominal={"h200": 325, "mi300x": 355},
             nominal_rule="routed 21.14 B at 4.5 bit and the rest of 32 B in BF16 = 33.6 GB",
@@ -191,5 +243,5 @@ def find_moe(name: str) -> list[MoeModel]:
     if name == "all":
         return list(MOE.values())
     if name not in MOE:
-        raise ConfigError(f"--moe {name}: known are {', '.join(MOE)}, all")
+        raise ConfigError(f"unknown model --moe {name}; choose {', '.join(MOE)}, all")
     return [MOE[name]]

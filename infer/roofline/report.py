@@ -122,7 +122,7 @@ def laneformer_assumptions(work: Work) -> tuple[str, ...]:
 
 def moe_parts(model: MoeModel, work: Work) -> dict[str, float | None]:
     """Bytes by part, including the cache and state of earlier positions."""
-    parts = {f"{part.name} ({part.precision})": part.bytes for part in model.parts}
+    parts = {f"{part.name} ({part.format})": part.bytes for part in model.parts}
     return parts | {f"cache and state at context {work.context:,}": model.kv_bytes(work.context, work.kv)}
 
 

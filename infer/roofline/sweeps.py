@@ -158,7 +158,7 @@ _PRECISION = (Column("weights"), Column("bits", "g"), Column("GB/token", ",.3f",
 def moe_by_precision(model: MoeModel, node: Node) -> Table:
     """The speed with the published mixture of precisions, and with all weights in each one."""
     sizes = {"as published": (None, model.weight_bytes)}
-    weights = sum(part.weights for part in model.parts)
+    weights = sum(part.read for part in model.parts)
     sizes |= {
         name: (8 * FORMATS[name].bytes, weights * FORMATS[name].bytes)
         for name in sorted(FORMATS, key=lambda n: -FORMATS[n].bytes)

@@ -1,0 +1,121 @@
+"""Hugging Face checkpoints: the families that are known, and their config.json. A family is a file here and a line in
+FAMILIES. Does not import JAX; laneformer/hf/folder.py, which reads and writes folders, does.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laneformer.config import ModelConfig
+from laneformer.errors import CheckpointError, ConfigError
+from laneformer.hf import deepseek, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
+from laneformer.hf import laneformer as own
+from laneformer.hf.dimensions import Dimensions
+from laneformer.hf.family import Family
+from laneformer.hf.fields import Fields
+from laneformer.hf.laneformer import config_to_hf
+
+__all__ = [
+    "FAMILIES",
+    "config_from_hf",
+    "config_to_hf",
+    "dimensions_from_hf",
+    "find_family",
+    "read_hf_config",
+    "read_values",
+]
+
+log = logging.getLogger("laneformer")
+
+FAMILIES: dict[str, Family] = {  # by model_type
+    "laneformer_tp": own.FAMILY,
+    "laneformer": own.FAMILY,
+    "llama": llama.LLAMA,
+    "mistral": llama.MISTRAL,
+    "ministral": llama.MINISTRAL,
+    "qwen2": llama.QWEN2,
+    "qwen3": llama.QWEN3,
+    "smollm3": llama.SMOLLM3,
+    "olmo2": olmo2.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "deepseek_v3": deepseek.V3,
+    "kimi_k2": deepseek.KIMI_K2,
+    "deepseek_v4": deepseek.V4,
+}
+
+
+def find_family(values: Mapping[str, Any]) -> Family:
+    """The family of the parsed config.json `values`. Raises ConfigError for an unknown model_type."""
+    kind = language_model(values).get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"unknown model_type {kind!r}; choose {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of the language model: of a model that also sees, those in `text_config`."""
+    text = values.get("text_config")
+    if not isinstance(text, Mapping):
+        return values
+    shared = {key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values}
+    return shared | dict(text)
+
+
+def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> ModelConfig:
+    """ModelConfig for the parsed config.json `values`. `num_lanes` cuts a dense model into lanes; a Laneformer's own
+    number cannot be changed. Raises ConfigError.
+    """
+    family = find_family(values)
+    if family.config_from is None:
+        raise ConfigError(
+            f"model_type = {language_model(values)['model_type']!r}: {family.name} cannot be run yet;"
+            " `python -m infer roofline CONFIG.json` projects its speed"
+        )
+    if language_model(values) is not values:
+        raise ConfigError("text_config: models that also take images cannot be run; use a language model's folder")
+    fields = Fields(values)
+    config = family.config_from(fields, num_lanes)
+    if unread := fields.unread():
+        log.warning("config.json: ignored unknown fields %s", ", ".join(unread))
+    return config
+
+
+def dimensions_from_hf(values: Mapping[str, Any]) -> Dimensions:
+    """Dimensions of the mixture of experts with the parsed config.json `values`. Raises ConfigError."""
+    family = find_family(values)
+    if family.dimensions is None:
+        raise ConfigError(f"model_type = {values.get('model_type')!r}: {family.name} is not a mixture of experts")
+    return family.dimensions(Fields(language_model(values)))
+
+
+def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
+    """The config of an HF folder; see `config_from_hf`.
+
+    Raises CheckpointError for a missing or unreadable file and ConfigError for values that cannot work.
+    """
+    file = Path(path) / "config.json"
+    values = read_values(file)
+    try:
+        return config_from_hf(values, num_lanes)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The parsed config.json. Raises CheckpointError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} does not exist: a checkpoint folder needs a config.json beside its safetensors files"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file} as JSON ({error}): copy it again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} is a JSON {type(values).__name__}, not an object: copy it again")
+    return values

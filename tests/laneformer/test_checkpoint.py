@@ -10,7 +10,7 @@ import pytest
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import checkpoint_files, complete_steps, fingerprint, newest_step, open_checkpoint
 from laneformer.errors import say_errors_once
-from laneformer.hf.config import config_to_hf
+from laneformer.hf import config_to_hf
 from tests.support import tiny
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import laneformer
 from laneformer import InputError, Laneformer, Precision, load, make_mesh
-from laneformer.hf.config import config_from_hf
+from laneformer.hf import config_from_hf
 from laneformer.weights import parameter_table
 from tests.support import reference, tiny
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 import laneformer
 from infer.text.chat_template import CHATML, TURN_END, TURN_START
 from laneformer.checkpoint import fingerprint
-from laneformer.hf.config import config_to_hf
+from laneformer.hf import config_to_hf
 from scripts.convert import main
 from tests.support.paths import TESTS
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from laneformer import Laneformer, make_mesh
-from laneformer.hf.config import config_from_hf
+from laneformer.hf import config_from_hf
 from laneformer.mesh import sharding
 from laneformer.weights import parameter_table
 from tests.support import reference

@@ -1,0 +1,27 @@
+"""What the registry in laneformer/hf/__init__.py knows of a family of checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from laneformer.config import ModelConfig
+from laneformer.hf.dimensions import Dimensions
+from laneformer.hf.fields import Fields
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:  # imports JAX
+    from laneformer.blocks.block import Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family that `laneformer.load` opens has `config_from` and `sources`; a mixture of experts has `dimensions`."""
+
+    name: str
+    """As people write it."""
+    config_from: Callable[[Fields, int | None], ModelConfig] | None = None
+    """The config, with a dense model cut into the given number of lanes."""
+    sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]] | None" = None
+    """Path of each weight -> the tensor that it comes from, for a config and its `parameter_table`."""
+    dimensions: Callable[[Fields], Dimensions] | None = None
+    """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

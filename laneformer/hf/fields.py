@@ -1,0 +1,125 @@
+"""The values of a config.json, each checked when it is read. A null field means the same as a missing one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from laneformer.errors import ConfigError
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NO_EFFECT = frozenset(  # bookkeeping, dropout and training
+    {
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "pad_token_id",
+        "auto_map",
+        "initializer_range",
+        "attention_dropout",
+        "attention_bias",
+        "mlp_bias",
+        "pretraining_tp",
+        "_name_or_path",
+        "layer_types",
+        "use_sliding_window",
+        "max_window_layers",
+        "hidden_dropout",
+        "is_causal",
+    }
+)
+
+
+class Fields:
+    """A config.json whose values are asked for by name. Raises ConfigError, naming field and value, for a wrong one."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is, unchecked."""
+        self._read.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Name -> value, unchecked, of those that are neither missing nor null."""
+        return {name: value for name in names if (value := self.get(name)) is not None}
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is null rather than missing, for the few where this makes a difference."""
+        return name in self._values and self._values[name] is None
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number."""
+        value = self.get(name, default)
+        if value is None:
+            raise ConfigError(f"{name} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} = {value!r}: write a whole number of at least {least}")
+        return value
+
+    def optional_size(self, name: str, default: int | None = None) -> int | None:
+        """A whole number of at least 1, or None where the field is null or there is no default."""
+        return None if self.is_null(name) or self.get(name, default) is None else self.size(name, default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} = {value!r}: write true or false")
+        return value
+
+    def word(self, name: str, default: str) -> str:
+        return str(self.get(name, default))
+
+    def sequence(self, name: str) -> list | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"{name} = {value!r}: write a list")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any] | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r}: write an object with named values")
+        return value
+
+    def require(self, *names: str) -> None:
+        """Raises ConfigError that names all of them that are missing."""
+        missing = [name for name in names if self.get(name) is None]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} missing: add {'it' if len(missing) == 1 else 'them'}")
+
+    def require_silu(self) -> None:
+        """Raises ConfigError for another activation."""
+        if (activation := self.get("hidden_act", "silu")) != "silu":
+            raise ConfigError(f"hidden_act = {activation!r}: only silu is supported")
+
+    def unread(self) -> list[str]:
+        """Names of fields that have a value, were never asked for, and may matter."""
+        given = {name for name, value in self._values.items() if value is not None}
+        return sorted(given - self._read - NO_EFFECT)
+
+    @property
+    def layers(self) -> int:
+        return self.size("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        return self.size("hidden_size")
+
+    @property
+    def head_dim(self) -> int:
+        return self.size("head_dim", self.hidden // self.size("num_attention_heads"))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.size("num_key_value_heads", self.size("num_attention_heads"))
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text: one, a list, or none."""
+        eos = self.get("eos_token_id", [])
+        return tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,0 +1,105 @@
+"""Laneformer, in both published spellings of its config.json: `laneformer_tp` and `laneformer`.
+
+Weights have our own names and lie lane-first in files too, but for the lane head.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.hf.family import Family
+from laneformer.hf.fields import REQUIRED, Fields
+from laneformer.hf.rope import read_rope, rope_to_hf
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:
+    from laneformer.blocks.block import Weight
+
+ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
+SAME_NAME = (  # fields of config.json under the names of ModelConfig
+    *REQUIRED,
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_lanes",
+    "layout",
+    "broadcast_delay",
+    "use_early_comm",
+    "early_lands_twice",
+    "use_attention_comm",
+    "use_mlp_comm",
+    "lm_head_type",
+    "pre_norm_lane_agg",
+    "replicated_rmsn_scale",
+    "tie_word_embeddings",
+    "sliding_window",
+    "sliding_window_n_layers",
+    "unclamped_layers",
+    "swa_layers",
+    "rope_theta",
+    "norm_eps",
+    "qkv_bias",
+    "qk_norm",
+    "bos_token_id",
+)
+
+
+def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
+    """num_lanes: as trained, or None."""
+    fields.require(*REQUIRED)
+    fields.require_silu()
+    found = {"num_key_value_heads": fields.get("num_attention_heads"), "norm_eps": fields.get("rms_norm_eps")}
+    found = {name: value for name, value in found.items() if value is not None} | fields.given(*SAME_NAME)
+    own = found.get("num_lanes", ModelConfig.num_lanes)
+    if num_lanes not in (None, own):
+        raise ConfigError(f"num_lanes = {num_lanes}: this Laneformer was trained with {own} lanes; leave it out")
+    one_switch = fields.get("use_comm")  # the older spelling of two
+    if one_switch is not None:
+        found = {"use_attention_comm": one_switch, "use_mlp_comm": one_switch} | found
+    if "swa_layers" in found:  # newer files may carry the older field beside the list, which decides
+        found.pop("sliding_window_n_layers", None)
+    longest = found.get("max_position_embeddings", ModelConfig.max_position_embeddings)
+    found["rope_theta"], found["rope_scaling"] = read_rope(fields, longest)
+    return ModelConfig(**found, eos_token_id=fields.end_tokens)
+
+
+def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
+    """The config.json of a Laneformer folder. `spelling` is the model_type; laneformer_tp has one switch, use_comm,
+    where both exchanges are alike.
+    """
+    if spelling not in ARCHITECTURES:
+        raise ConfigError(f"unknown spelling {spelling!r}; choose {', '.join(ARCHITECTURES)}")
+    values = {"model_type": spelling, "architectures": [ARCHITECTURES[spelling]]}
+    for name in SAME_NAME:
+        value = getattr(config, name)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    if spelling == "laneformer_tp" and config.use_attention_comm == config.use_mlp_comm:
+        del values["use_attention_comm"], values["use_mlp_comm"]
+        values["use_comm"] = config.use_attention_comm
+    eos = config.eos_token_id
+    values["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
+    values["rope_scaling"] = rope_to_hf(config.rope_scaling)
+    return values
+
+
+def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
+    """In files the lane head is [v, l d], with the lanes end to end."""
+    found = {path: Source(weight.file_name, weight.shape) for path, weight in table.items()}
+    if config.lm_head_type == "lane":
+        lanes, v, d = found["lm_head"].shape
+        head = found["lm_head"].name
+        found["lm_head"] = Source(head, (v, lanes * d), lambda w: w.reshape(v, lanes, d).swapaxes(0, 1))
+    return found
+
+
+def to_file(config: ModelConfig, path: str, w: np.ndarray) -> np.ndarray:
+    """A weight as it lies in a file: the inverse of its source's `convert`."""
+    if path == "lm_head" and config.lm_head_type == "lane":
+        return w.swapaxes(0, 1).reshape(w.shape[1], -1)
+    return w
+
+
+FAMILY = Family(name="Laneformer", config_from=config_from, sources=sources)

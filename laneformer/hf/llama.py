@@ -1,0 +1,204 @@
+"""Llama and the dense families that are spelled like it: Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3.
+
+They become lanes with layout tp: lane l has the l-th share of the heads and of the feed-forward columns. Defaults are
+those of transformers' configuration classes, which decide what a field that is missing or null means.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.hf.family import Family
+from laneformer.hf.fields import REQUIRED, Fields
+from laneformer.hf.rope import THETA, interleave, read_rope
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:
+    from laneformer.blocks.block import Weight
+
+# Our path, without the layer -> the file's name, without model.layers.N and .weight or .bias
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+QWEN_WINDOW, QWEN_FULL_LAYERS = 4096, 28
+MISTRAL_WINDOW = 4096
+NOPE_INTERVAL = 4
+READ = (*REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "bos_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What one of these families has of its own."""
+
+    longest: int
+    """Default of max_position_embeddings."""
+    defaults: Mapping[str, Any]
+    """Other defaults, under ModelConfig's names, and what the family fixes."""
+    refused: tuple[str, ...] = ()
+    """Switches that must be off."""
+    theta: float = THETA
+    """Default of rope_theta."""
+    windows: Callable[[Fields], tuple[int | None, list[str]]] = lambda fields: (None, [])
+    """The window in positions and the type of each layer; also refuses what else the family may ask for."""
+
+
+def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
+    fields.require(*REQUIRED)
+    for name in dialect.refused:
+        if fields.flag(name):
+            raise ConfigError(f"{name} = true: only checkpoints without these biases are supported")
+    fields.require_silu()
+    found = {"num_key_value_heads": fields.get("num_attention_heads")} | dict(dialect.defaults) | fields.given(*READ)
+    longest = fields.size("max_position_embeddings", dialect.longest)
+    theta, scaling = read_rope(fields, longest, dialect.theta)
+    window, types = dialect.windows(fields)
+    sliding = tuple(n for n, kind in enumerate(types) if kind == SLIDING)
+    if window is not None and sliding:
+        found |= {"sliding_window": window, "swa_layers": sliding}
+    return ModelConfig(
+        **found,
+        max_position_embeddings=longest,
+        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        eos_token_id=fields.end_tokens,
+        num_lanes=1 if num_lanes is None else num_lanes,
+        layout="tp",
+    )
+
+
+def layer_types(fields: Fields, default: list[str]) -> list[str]:
+    """The type of each layer: `layer_types`, or the default of its family."""
+    types = fields.sequence("layer_types") or default
+    if len(types) != fields.layers:
+        raise ConfigError(f"layer_types has {len(types)} entries: name the type of each of the {fields.layers} layers")
+    for n, kind in enumerate(types):
+        if kind not in (FULL, SLIDING):
+            raise ConfigError(f"layer_types[{n}] = {kind!r} is not supported; supported are {FULL}, {SLIDING}")
+    return types
+
+
+def mistral_windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """One window on all layers; null is none."""
+    window = fields.optional_size("sliding_window", MISTRAL_WINDOW)
+    uniform = [FULL if window is None else SLIDING] * fields.layers
+    types = layer_types(fields, uniform)
+    if types != uniform:
+        raise ConfigError(
+            f"layer_types = {types}: a Mistral has {uniform[0]} in all layers; is its model_type ministral?"
+        )
+    return window, types
+
+
+def ministral_windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """A window on the layers that `layer_types` names, by default on all; null is none."""
+    window = fields.optional_size("sliding_window", MISTRAL_WINDOW)
+    return window, layer_types(fields, [FULL if window is None else SLIDING] * fields.layers)
+
+
+def qwen_windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """A window only with use_sliding_window, by default from layer max_window_layers on."""
+    window = fields.optional_size("sliding_window", QWEN_WINDOW)
+    first = fields.size("max_window_layers", QWEN_FULL_LAYERS, least=0)
+    if not fields.flag("use_sliding_window"):
+        window = None
+    usual = [FULL if window is None or n < first else SLIDING for n in range(fields.layers)]
+    return window, layer_types(fields, usual)
+
+
+def smollm3_windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """A window only with use_sliding_window, on the layers of `layer_types`. Refuses layers without rotation."""
+    window, layers = fields.optional_size("sliding_window"), fields.layers
+    interval = fields.size("no_rope_layer_interval", NOPE_INTERVAL)
+    rotates = fields.sequence("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(layers)]
+    if len(rotates) < layers:
+        raise ConfigError(f"no_rope_layers has {len(rotates)} entries: write 1 or 0 for each of the {layers} layers")
+    still = [n for n in range(layers) if not rotates[n]]
+    if still:
+        raise ConfigError(
+            f"no_rope_layers: layers {', '.join(map(str, still))} have no rotary positions, which is not supported yet;"
+            " supported are checkpoints with 1 for every layer"
+        )
+    if not fields.flag("use_sliding_window"):
+        window = None
+    return window, layer_types(fields, [FULL] * layers)
+
+
+def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
+    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down)."""
+    return {path: _source(config, path, weight.shape) for path, weight in table.items()}
+
+
+def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source:
+    """shape: of the weight, lane-first."""
+
+    def pairs(w: np.ndarray) -> np.ndarray:
+        return interleave(w, config.head_size)
+
+    def rows(w: np.ndarray) -> np.ndarray:
+        return w.reshape(config.num_lanes, -1, *w.shape[1:])
+
+    def columns(w: np.ndarray) -> np.ndarray:
+        return w.reshape(w.shape[0], config.num_lanes, -1).swapaxes(0, 1)
+
+    prefix, name = "", path
+    if path.startswith("layers."):
+        _, n, name = path.split(".", 2)
+        prefix = f"model.layers.{n}."
+    kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
+    file_name = f"{prefix}{NAMES[name]}.{kind}"
+    match name.rsplit(".", 1)[-1]:
+        case "wo" | "w2":
+            return Source(file_name, (shape[1], shape[0] * shape[2]), columns)
+        case "wq" | "wk":
+            return Source(file_name, (shape[0] * shape[1], *shape[2:]), lambda w: rows(pairs(w)))
+        case "wv" | "w1" | "w3":
+            return Source(file_name, (shape[0] * shape[1], *shape[2:]), rows)
+        case "q_norm" | "k_norm":
+            return Source(file_name, shape, pairs)
+    return Source(file_name, shape)
+
+
+def _family(name: str, **own) -> Family:
+    return Family(name=name, config_from=functools.partial(config_from, Dialect(**own)), sources=sources)
+
+
+BIASES = ("attention_bias", "mlp_bias")
+LLAMA = _family("Llama", longest=2048, defaults={}, refused=BIASES)
+MISTRAL = _family("Mistral", longest=131072, defaults={}, windows=mistral_windows)
+MINISTRAL = _family("Ministral", longest=131072, defaults={}, windows=ministral_windows)
+QWEN2 = _family("Qwen2", longest=32768, defaults={"qkv_bias": True}, windows=qwen_windows)
+QWEN3 = _family(
+    "Qwen3",
+    longest=32768,
+    defaults={"qk_norm": True, "head_dim": 128},
+    refused=("attention_bias",),
+    windows=qwen_windows,
+)
+SMOLLM3 = _family(
+    "SmolLM3",
+    longest=32768,
+    defaults={"tie_word_embeddings": True},
+    refused=BIASES,
+    theta=2000000.0,
+    windows=smollm3_windows,
+)

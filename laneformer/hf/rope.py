@@ -1,0 +1,71 @@
+"""Rotary positions in Hugging Face's terms: the spellings of base and scaling, and the order of channels."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from laneformer.config import RopeScaling
+from laneformer.errors import ConfigError
+from laneformer.hf.fields import Fields
+
+log = logging.getLogger("laneformer")
+
+THETA = 10000.0
+_NAMES = tuple(field.name for field in dataclasses.fields(RopeScaling))
+_OLD_NAMES = ("old_context_len", "old_context_length")  # of original_max_position_embeddings
+
+
+def read_rope(fields: Fields, longest: int, theta: float = THETA) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
+    llama3). longest: the longest context in tokens; theta: the family's default base. Raises ConfigError.
+    """
+    parameters, older, args = (_given(fields, f"rope_{name}") for name in ("parameters", "scaling", "scaling_args"))
+    scaling = parameters or older
+    usual = fields.get("rope_theta", theta)
+    theta = scaling.pop("rope_theta", usual)
+    types = [scaling.pop(name, None) for name in ("rope_type", "type")]
+    kind = types[0] or types[1] or ("llama3" if args else "default")
+    scaling |= args
+    for where in (scaling.pop("partial_rotary_factor", None), fields.get("partial_rotary_factor")):
+        if where not in (None, 1):
+            raise ConfigError(f"partial_rotary_factor = {where!r}: only 1 is supported, all channels of a head rotate")
+    if kind == "default":
+        return theta, None
+    for name in _OLD_NAMES:
+        if name in scaling:
+            scaling["original_max_position_embeddings"] = scaling.pop(name)
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "yarn" and all(isinstance(size, int) and size > 0 for size in (original, longest)):
+        scaling.setdefault("factor", longest / original)
+    if kind in ("llama3", "yarn"):
+        scaling.setdefault("original_max_position_embeddings", longest)
+    if unknown := sorted(set(scaling) - set(_NAMES)):
+        log.warning("config.json: ignored rope scaling fields %s", ", ".join(unknown))
+    if "factor" not in scaling:
+        raise ConfigError(f"rope scaling of type {kind!r} has no factor: add it")
+    return theta, RopeScaling(type=kind, **{name: scaling[name] for name in _NAMES if name in scaling})
+
+
+def _given(fields: Fields, name: str) -> dict[str, Any]:
+    """A field's named values without nulls."""
+    found = {key: value for key, value in (fields.mapping(name) or {}).items() if value is not None}
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{name}.{key} is an object: only one rotary setting for all layers is supported")
+    return found
+
+
+def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """The field `rope_scaling`."""
+    if scaling is None:
+        return None
+    given = {name: value for name in _NAMES if (value := getattr(scaling, name)) is not None}
+    return {"rope_type": given.pop("type")} | given
+
+
+def interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows [heads * head_dim, ...] of half-split rotary pairs (i, i + e/2) as pairs (2i, 2i + 1) of each head."""
+    return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)

@@ -1,0 +1,204 @@
+"""Safetensors files: headers that are checked before any weight is read, tensors one at a time, and writing.
+
+The format: 8 bytes with the header's length, a JSON header of dtype, shape and byte range per tensor, the bytes.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from laneformer.errors import CheckpointError
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+_PIECE = 2**20  # bytes that are compared at once
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor that a weight comes from."""
+
+    name: str
+    """Of the tensor in its file."""
+    shape: tuple[int, ...]
+    """The tensor's shape there."""
+    convert: Callable[[np.ndarray], np.ndarray] = lambda w: w
+    """Makes it lane-first."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    dtype: str
+    """A key of DTYPES where it can be a weight."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the file's beginning."""
+    size: int
+    """Bytes."""
+
+    def read(self, memory: np.ndarray) -> np.ndarray:
+        """The tensor in memory uint8 [size], read past any mapping: mapped pages that were read count as memory
+        in use.
+        """
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start)
+                found = file.readinto(memory)
+        except OSError as error:
+            raise _damaged(self.file, error) from None
+        if found != self.size:
+            raise _truncated(self.file, self.start + found, self.start + self.size)
+        return memory.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def same_bytes(self, other: "Tensor") -> bool:
+        """Whether two tensors are the same, without holding either in memory."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with self.file.open("rb") as first, other.file.open("rb") as second:
+            first.seek(self.start)
+            second.seek(other.start)
+            pieces = [min(_PIECE, self.size - n) for n in range(0, self.size, _PIECE)]
+            return all(first.read(piece) == second.read(piece) for piece in pieces)
+
+
+def find_tensors(folder: Path) -> dict[str, Tensor]:
+    """Tensor name -> where it is, for all files of a folder. Raises CheckpointError."""
+    index = folder / INDEX
+    names = _indexed_files(index) if index.exists() else sorted(file.name for file in folder.glob("*.safetensors"))
+    if not names:
+        raise CheckpointError(f"{folder} has no .safetensors files: copy them beside its config.json")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            found = read_header(folder / name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name} does not exist, but {INDEX} names it: copy it again") from None
+        except (SafetensorError, OSError) as error:
+            raise _damaged(folder / name, error) from None
+        for tensor in found:
+            if tensor in tensors:
+                files = f"{tensors[tensor].file.name} and {name}"
+                raise CheckpointError(
+                    f"{folder}: tensor {tensor} appears in more than one file, {files}; remove the duplicate"
+                )
+        tensors |= found
+    return tensors
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Names of the files that an index lists, all of them inside its folder."""
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}): copy the folder again") from None
+    for name in names:
+        for path in (PurePosixPath(name), PureWindowsPath(name)):
+            if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
+                raise CheckpointError(
+                    f"{index} names {name!r}, which is not a file inside the folder: correct the index"
+                )
+    return names
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Tensor name -> where it is. Raises CheckpointError for a truncated file, SafetensorError or OSError for one that
+    is damaged otherwise.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        begin = 8 + length
+        if size < 8 or (size < begin and length <= _LONGEST_HEADER):
+            raise _truncated(file, size, max(begin, 9))
+        text = opened.read(min(length, _LONGEST_HEADER))
+    header = _parse_header(file, text)
+    ranges = [entry["data_offsets"] for entry in header.values()] if header else []
+    if ranges and size < (wanted := begin + max(end for _, end in ranges)):
+        raise _truncated(file, size, wanted)
+    with safe_open(file, framework="numpy"):
+        pass  # checks that dtypes, shapes and offsets agree with each other and with the file's size
+    return {
+        name: Tensor(file, entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
+        for (name, entry), (start, end) in zip(header.items(), ranges, strict=True)
+    }
+
+
+def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
+    """The tensors of a header."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise CheckpointError(f"{file}: {name} appears twice in the header; write the file again")
+        return dict(pairs)
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            start, end = entry["data_offsets"]
+            if not (isinstance(start, int) and isinstance(end, int)):
+                raise ValueError(f"data_offsets = {entry['data_offsets']}")
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, error) from None
+    return header
+
+
+def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], *, tied: bool) -> None:
+    """Raises CheckpointError unless the files have exactly the weights that the config asks for. tied: a copy of the
+    embedding table may be there as lm_head.weight.
+    """
+    found, wanted = set(tensors), {source.name for source in sources.values()}
+    missing, extra = sorted(wanted - found), sorted(n for n in found - wanted if not n.endswith(_IGNORED))
+    if tied and extra == ["lm_head.weight"] and not missing:
+        table = tensors[sources["tok_embeddings"].name]
+        extra = [] if tensors["lm_head.weight"].same_bytes(table) else extra
+    for kind, names in (("lacks", missing), ("has unknown", extra)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise CheckpointError(
+                f"{folder} {kind} tensor(s) {shown}: use the config.json and safetensors files of one model"
+            )
+    for source in sources.values():
+        tensor = tensors[source.name]
+        if tensor.shape != source.shape:
+            raise CheckpointError(
+                f"{folder}: tensor {source.name} has shape {list(tensor.shape)}, but config.json gives"
+                f" {list(source.shape)}: use the files of one model"
+            )
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{folder}: tensor {source.name} has dtype {tensor.dtype}; convert it to one of {', '.join(DTYPES)}"
+            )
+
+
+_IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
+
+
+def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Replaces a file once its successor is complete. Raises OSError or SafetensorError."""
+    part = file.with_name(f"{file.name}.part")
+    save_file(dict(tensors), part, metadata={"format": "pt"})
+    os.replace(part, file)
+
+
+def _truncated(file: Path, size: int, wanted: int) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated: {size:,} of at least {wanted:,} bytes; copy it again")
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged ({error}): copy it again")

@@ -1,0 +1,227 @@
+"""Safetensors files and their index: every kind of damage is refused, naming the file."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import laneformer.hf.folder
+from laneformer import CheckpointError, load, save_hf
+from laneformer.checkpoint import open_checkpoint
+from tests.support import tiny
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole folder in one file, to be damaged."""
+    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
+
+
+@pytest.fixture
+def folder_of_parts(tmp_path, monkeypatch):
+    """A whole folder in several files with an index, to be damaged."""
+    monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 20_000)
+    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
+
+
+def change_tensors(folder, **changes):
+    """Rewrites model.safetensors with some tensors replaced, or left out where None; __ stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder, *messages) -> None:
+    """load() must raise a CheckpointError that says all of that and names the folder."""
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    for message in (str(folder), *messages):
+        assert message in str(caught.value)
+
+
+def test_a_missing_tensor(folder):
+    change_tensors(folder, model__layers__1__attention__wo__weight=None)
+    refused(folder, "model.layers.1.attention.wo.weight")
+
+
+def test_many_missing_tensors_are_counted(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    refused(folder, "model.layers.3.attention.wk.weight", "and 13 more")
+
+
+def test_an_extra_tensor(folder):
+    change_tensors(folder, model__layers__0__attention__wq__bias=np.zeros(3, np.float32))
+    refused(folder, "model.layers.0.attention.wq.bias")
+
+
+def test_old_rotary_buffers_are_no_extra_tensors(folder):
+    change_tensors(folder, model__layers__0__attention__rotary_emb__inv_freq=np.zeros(3, np.float32))
+    assert load(folder)
+
+
+def test_a_tied_head_stored_twice(tmp_path):
+    folder = save_hf(tiny.random_model(tiny.values(tie_word_embeddings=True)), tmp_path)
+    table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
+    change_tensors(folder, lm_head__weight=table)
+    assert "lm_head" not in load(folder).weights()
+    last = table.copy()
+    last[-1, -1] += 1
+    for other in (last, table[:-1], table.astype("float16")):
+        change_tensors(folder, lm_head__weight=other)
+        refused(folder, "lm_head.weight")
+
+
+@pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
+def test_a_tensor_of_another_shape(folder, shape):
+    change_tensors(folder, lm_head__weight=np.zeros(shape, np.float32))
+    refused(folder, "lm_head.weight", str(list(shape)), "[40, 32]")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")]
+)
+def test_a_tensor_that_is_no_weight(folder, dtype, spelling):
+    change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
+    refused(folder, "lm_head.weight", spelling, "F32, F16, BF16")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_a_truncated_file(folder, keep):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    refused(folder, "model.safetensors", "truncated")
+
+
+def test_a_damaged_header(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+    refused(folder, "model.safetensors", "damaged")
+
+
+def test_no_tensor_files(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, ".safetensors")
+
+
+def test_a_missing_part(folder_of_parts):
+    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
+    part.unlink()
+    refused(folder_of_parts, part.name, "model.safetensors.index.json")
+
+
+def test_a_truncated_part(folder_of_parts):
+    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
+    part.write_bytes(part.read_bytes()[:-10])
+    refused(folder_of_parts, part.name, "truncated")
+
+
+def test_a_missing_part_without_an_index(folder_of_parts):
+    (folder_of_parts / "model.safetensors.index.json").unlink()
+    assert load(folder_of_parts)
+    sorted(folder_of_parts.glob("*.safetensors"))[1].unlink()
+    refused(folder_of_parts, "tensor(s) model.")
+
+
+def test_a_tensor_in_two_files(folder):
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "other.safetensors")
+    refused(folder, "model.norm.weight", "model.safetensors", "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"]
+)
+def test_a_damaged_index(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("names", [{"a": 1}, {"a": 1, "b": "x"}, {"a": None}])
+def test_an_index_of_files_that_are_not_there(folder, names):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    refused(folder, "model.safetensors.index.json")
+
+
+OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/../../x", "..", ".", "", "C:\\x", "..\\x", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_of_files_outside_the_folder(folder, name):
+    shutil.copy(folder / "model.safetensors", folder.parent / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(folder, "model.safetensors.index.json", repr(name))
+
+
+def test_an_index_of_files_in_a_folder_below(folder):
+    (folder / "parts").mkdir()
+    (folder / "model.safetensors").rename(folder / "parts" / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "parts/one.safetensors"}}))
+    assert load(folder)
+
+
+def test_linked_files_are_read(folder):
+    """The cache of Hugging Face's hub has links to files elsewhere."""
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to(folder.parent / "blob")
+    assert load(folder)
+
+
+def with_header(folder, change) -> None:
+    """Rewrites the header of model.safetensors, as text."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + length].decode()).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
+def test_a_tensor_twice_in_one_header(folder):
+    def twice(text: str) -> str:
+        header = json.loads(text)
+        return text.rstrip()[:-1] + f',"model.norm.weight":{json.dumps(header["model.norm.weight"])}}}'
+
+    with_header(folder, twice)
+    refused(folder, "model.safetensors", "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "\ufffe" + text,
+        lambda text: text.replace('"data_offsets"', '"offsets"'),
+        lambda text: text.replace('"data_offsets":[', '"data_offsets":["x",'),
+        lambda text: text.replace('"dtype"', '"type"'),
+        lambda text: text.replace('"F32"', '"F99"'),
+        lambda text: text.replace('"shape":[32]', '"shape":[31]'),
+    ],
+)
+def test_a_damaged_header_of_the_right_length(folder, change):
+    with_header(folder, change)
+    refused(folder, "model.safetensors")
+
+
+def test_a_truncated_file_names_both_sizes(folder):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-10])
+    refused(folder, f"{len(data) - 10:,}", f"{len(data):,}")
+
+
+def test_a_file_that_shrinks_after_it_was_opened(folder):
+    checkpoint = open_checkpoint(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
+        list(checkpoint.weights())
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*No such file"):
+        checkpoint.model()
