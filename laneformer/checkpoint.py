@@ -29,8 +29,8 @@ def load(
 ) -> Laneformer:
     """The model in `path`, with its config as `.config`.
 
-    path: an HF folder (config.json and safetensors; the Laneformer family, or dense Llama, Qwen2 and Qwen3, which
-    become `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
+    path: an HF folder (config.json and safetensors; the Laneformer family, or a dense one of docs/conversion.md, which
+    becomes `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
     dtype: of the weights, by default the stored one. mesh: from `make_mesh`, by default everything on one device.
     precision: dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError,
     naming file and remedy.

@@ -47,7 +47,7 @@ class Options:
     """Cut a dense model into lanes of heads and neurons that work together, and write it as a Hugging Face folder."""
 
     source: tyro.conf.Positional[Path]
-    """Dense model: a Llama, Qwen2.5 or Qwen3 folder, or a training run of a model with one lane."""
+    """Dense model: a Llama, Mistral, Qwen or SmolLM folder, or a training run of a model with one lane."""
     target: tyro.conf.Positional[Path]
     """Folder to write: config.json, model.safetensors, the tokenizer, and lanes.json with the assignment."""
     lanes: int

@@ -2,7 +2,7 @@
 
 Not part of the test run. It needs torch and transformers (the versions used are in README.md):
 
-    python tests/dense/make_fixtures.py
+    python tests/dense/make_fixtures.py [FOLDER ...]
 
 Every parameter is random, norm gains and biases too, so that a swapped or forgotten one shows in the logits.
 """
@@ -14,7 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 HERE = Path(__file__).parent
 SMALLEST_MARGIN = 0.02  # gap between the two best logits under which rounding could change a greedy token
@@ -42,6 +51,10 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
+# Sequences have 40 tokens: windows of these models leave most of them out of sight.
+SMALL = SHAPE | {"hidden_size": 32, "head_dim": 4, "intermediate_size": 48, "vocab_size": 64}
+WIDE_HEADS = SMALL | {"hidden_size": 24, "head_dim": 6}  # 8 heads of 6 are not 24
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 QWEN2_WINDOW = {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1}
 
 
@@ -105,11 +118,66 @@ MODELS = {
         {},
         None,
     ),
+    "mistral": (
+        MistralConfig,
+        {**WIDE_HEADS, "sliding_window": 7, "tie_word_embeddings": False, "rope_parameters": plain_rope(1e4)},
+        {},
+        {"rope_theta": 1e4},
+    ),
+    "ministral": (
+        MinistralConfig,
+        {
+            **WIDE_HEADS,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": plain_rope(1e5),
+        },
+        {},
+        None,
+    ),
+    "qwen2_window": (
+        Qwen2Config,
+        {
+            **without(SMALL, "head_dim"),
+            **WINDOW,
+            "max_window_layers": 1,
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(1e6),
+        },
+        {},
+        {"rope_theta": 1e6},
+    ),
+    "qwen3_window": (
+        Qwen3Config,
+        {
+            **WIDE_HEADS,
+            **WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(1e6),
+        },
+        {},
+        None,
+    ),
+    "smollm3": (
+        SmolLM3Config,
+        {
+            **without(SMALL, "head_dim"),
+            **WINDOW,
+            "no_rope_layers": [1, 1],
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(2e6),
+        },
+        {},
+        None,
+    ),
 }
 
 
 def randomise(model, config):
-    """Draws every parameter anew: matrices scaled by their inputs, gains around 1, biases around 0."""
+    """Draws every parameter again: matrices scaled by their inputs, gains around 1, biases around 0."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
         if "norm" in name:
@@ -170,6 +238,8 @@ def write(name):
         old |= {"torch_dtype": "float32", **old_spelling}
         (folder / "config_old_style.json").write_text(json.dumps(old, indent=2, sort_keys=True) + "\n")
         check(folder, io, AutoConfig.from_pretrained(folder / "config_old_style.json"))
+    if sliding(config):
+        check_that_windows_matter(folder, io)
     print(f"{name}: seed {seed}, logits std {io['logits'].std():.2f}, smallest margin {io['greedy_margin'].min():.3f}")
 
 
@@ -182,6 +252,24 @@ def check(folder, io, config):
     np.testing.assert_allclose(model(torch.tensor(io["input_ids"])).logits.numpy(), io["logits"], atol=1e-5)
 
 
+def sliding(config):
+    """Whether any layer of the model has a window."""
+    types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) is not None and "sliding_attention" in types
+
+
+@torch.no_grad()
+def check_that_windows_matter(folder, io):
+    """Every position from the window on has other logits under a window that no context exceeds."""
+    config = AutoConfig.from_pretrained(folder)
+    window, config.sliding_window = config.sliding_window, config.max_position_embeddings
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    difference = np.abs(model(torch.tensor(io["input_ids"])).logits.numpy() - io["logits"]).max((0, 2))
+    assert difference[:window].max() < 1e-5 and difference[window:].min() > 1e-2, difference
+
+
 if __name__ == "__main__":
-    for name in MODELS:
+    for name in sys.argv[1:] or MODELS:
         write(name)

@@ -1,6 +1,7 @@
-"""Hugging Face folders: dense models against transformers, saved and loaded bit for bit, and every kind of damage."""
+"""Hugging Face folders: dense models against transformers, and models saved and loaded bit for bit."""
 
 import json
+import re
 import shutil
 import tracemalloc
 
@@ -11,10 +12,13 @@ from safetensors.numpy import load_file, save_file
 import laneformer.hf.folder
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint
-from laneformer.hf.config import read_hf_config
+from laneformer.hf import llama, read_hf_config
+from laneformer.weights import parameter_table
 from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
+CACHED = ("llama2", "llama3", "mistral")  # decoded with a cache in every run of the tests, the others in the slow ones
+FOLDERS = {folder.name: folder for folder in DENSE}
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
 
 
@@ -28,12 +32,34 @@ def name_of(value) -> str:
 
 
 def test_the_dense_fixtures_are_there():
-    assert [folder.name for folder in DENSE] == ["llama2", "llama3", "llama_linear", "llama_yarn", "qwen2", "qwen3"]
-    assert [folder.name for folder in OLD_STYLE] == ["llama3", "llama_linear", "llama_yarn", "qwen2"]
+    assert [folder.name for folder in DENSE] == [
+        "llama2",
+        "llama3",
+        "llama_linear",
+        "llama_yarn",
+        "ministral",
+        "mistral",
+        "qwen2",
+        "qwen2_window",
+        "qwen3",
+        "qwen3_window",
+        "smollm3",
+    ]
+    assert [folder.name for folder in OLD_STYLE] == [
+        "llama3",
+        "llama_linear",
+        "llama_yarn",
+        "mistral",
+        "qwen2",
+        "qwen2_window",
+    ]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-@pytest.mark.parametrize("folder", DENSE, ids=name_of)
+@pytest.mark.parametrize(
+    ("folder", "lanes"),
+    [(folder, lanes) for i, folder in enumerate(DENSE) for lanes in (1, 2 + i % 2 * 2)],
+    ids=name_of,
+)
 def test_dense_models_become_lanes(folder, lanes):
     io = np.load(folder / "io.npz")
     model = load(folder, num_lanes=lanes)
@@ -44,7 +70,7 @@ def test_dense_models_become_lanes(folder, lanes):
 @pytest.mark.parametrize(
     ("folder", "devices"),
     [
-        pytest.param(folder, 4 - i % 2 * 2, marks=() if i < 2 else pytest.mark.slow, id=folder.name)
+        pytest.param(folder, 4 - i % 2 * 2, marks=() if folder.name in CACHED else pytest.mark.slow, id=folder.name)
         for i, folder in enumerate(DENSE)
     ],
 )
@@ -59,17 +85,17 @@ def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
 
 @pytest.mark.parametrize("folder", OLD_STYLE, ids=name_of)
 def test_old_spelling_of_dense_configs(folder, tmp_path):
-    """The same model: the same config, and so the same logits, which one of them is asked for."""
+    """The same config, and so the same logits, which are computed for two of them."""
     for file in folder.glob("*.safetensors*"):
         shutil.copy(file, tmp_path)
     shutil.copy(folder / "config_old_style.json", tmp_path / "config.json")
     io, model = np.load(folder / "io.npz"), load(tmp_path, num_lanes=2)
     assert model.config == load(folder, num_lanes=2).config
-    if folder.name in ("llama3", "llama_yarn"):
+    if folder.name in ("llama3", "qwen2_window"):
         assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
 
 
-@pytest.mark.parametrize("folder", [DENSE[4], DENSE[5]], ids=name_of)
+@pytest.mark.parametrize("folder", [FOLDERS["qwen2"], FOLDERS["qwen3"], FOLDERS["mistral"]], ids=name_of)
 def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
     io = np.load(folder / "io.npz")
     save_hf(load(folder, num_lanes=4), tmp_path, spelling="laneformer")
@@ -79,14 +105,12 @@ def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
 
 
 def test_a_dense_model_in_more_lanes_than_it_has_heads():
-    with pytest.raises(
-        ConfigError, match=r"qwen2.config\.json: num_lanes = 8 does not divide num_key_value_heads = 4.*1, 2, 4"
-    ):
-        load(DENSE[4], num_lanes=8)
+    with pytest.raises(ConfigError, match=r"qwen2.config\.json: .*num_lanes = 8\b.*num_key_value_heads = 4.*1, 2, 4"):
+        load(FOLDERS["qwen2"], num_lanes=8)
 
 
 def test_a_laneformer_keeps_its_lanes():
-    with pytest.raises(ConfigError, match=r"config\.json: num_lanes = 2: this Laneformer was trained with 8 lanes"):
+    with pytest.raises(ConfigError, match=r"config\.json: .*num_lanes = 2\b.*\b8 lanes"):
         load(tiny.ORACLE[0], num_lanes=2)
 
 
@@ -236,14 +260,14 @@ def test_every_weight_once_more_in_its_own_dtype(tmp_path):
 def large_folder(tmp_path_factory):
     """A dense model of ones, 20 MB of float32 in matrices of at most 2 MB, and the same as a Laneformer."""
     folder = tmp_path_factory.mktemp("large")
-    dense = json.loads((DENSE[-1] / "config.json").read_text())
+    dense = json.loads((FOLDERS["qwen3"] / "config.json").read_text())
     dense |= {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
     (folder / "dense").mkdir()
     (folder / "dense" / "config.json").write_text(json.dumps(dense))
     config = read_hf_config(folder / "dense", 4)
     ones = {
         source.name: np.ones(source.shape, np.float32)
-        for source in laneformer.hf.folder._dense_sources(config).values()
+        for source in llama.sources(config, parameter_table(config)).values()
     }
     save_file(ones, folder / "dense" / "model.safetensors")
     save_hf(load(folder / "dense", num_lanes=4), folder / "laneformer")
@@ -262,172 +286,18 @@ def test_only_one_weight_is_in_memory(large_folder, kind, copies):
 
 
 def test_an_array_is_overwritten_by_the_next_one(large_folder):
-    """All of them share the memory that the largest needs: nobody may keep one."""
+    """All of them share the memory that the largest needs: a caller must not keep one."""
     reader = open_checkpoint(large_folder / "laneformer").weights()
     first, second = next(reader)[1], next(reader)[1]
     assert np.shares_memory(first, second)
-
-
-def test_a_file_that_shrinks_after_it_was_opened(folder):
-    checkpoint = open_checkpoint(folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or truncated \(it ends too early\)"):
-        list(checkpoint.weights())
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or truncated .*No such file"):
-        checkpoint.model()
-
-
-# --------------------------------------------------------------------------------------------------------------- damage
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A whole folder in one file, to be damaged."""
-    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
-
-
-@pytest.fixture
-def folder_of_parts(tmp_path, monkeypatch):
-    """A whole folder in several files with an index, to be damaged."""
-    monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 20_000)
-    return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
-
-
-def change_tensors(folder, **changes):
-    """Rewrites model.safetensors with some tensors replaced, or left out where None; __ stands for a dot."""
-    tensors = load_file(folder / "model.safetensors")
-    for key, value in changes.items():
-        name = key.replace("__", ".")
-        tensors.pop(name, None)
-        if value is not None:
-            tensors[name] = value
-    save_file(tensors, folder / "model.safetensors")
-
-
-def refused(folder, *messages) -> None:
-    """load() must raise a CheckpointError that says all of that and names the folder."""
-    with pytest.raises(CheckpointError) as caught:
-        load(folder)
-    for message in (str(folder), *messages):
-        assert message in str(caught.value)
-
-
-def test_a_missing_tensor(folder):
-    change_tensors(folder, model__layers__1__attention__wo__weight=None)
-    refused(
-        folder,
-        "misses tensor(s) model.layers.1.attention.wo.weight",
-        "config.json and the safetensors files do not belong together",
-    )
-
-
-def test_many_missing_tensors_are_counted(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
-    refused(folder, "misses tensor(s) model.layers.3.attention.wk.weight", "and 13 more")
-
-
-def test_an_extra_tensor(folder):
-    change_tensors(folder, model__layers__0__attention__wq__bias=np.zeros(3, np.float32))
-    refused(folder, "has unknown tensor(s) model.layers.0.attention.wq.bias")
-
-
-def test_old_rotary_buffers_are_no_extra_tensors(folder):
-    change_tensors(folder, model__layers__0__attention__rotary_emb__inv_freq=np.zeros(3, np.float32))
-    assert load(folder)
-
-
-def test_a_tied_head_stored_twice(tmp_path):
-    folder = save_hf(tiny.random_model(tiny.values(tie_word_embeddings=True)), tmp_path)
-    table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
-    change_tensors(folder, lm_head__weight=table)
-    assert "lm_head" not in load(folder).weights()
-    last = table.copy()
-    last[-1, -1] += 1
-    for other in (last, table[:-1], table.astype("float16")):
-        change_tensors(folder, lm_head__weight=other)
-        refused(folder, "has unknown tensor(s) lm_head.weight")
-
-
-@pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
-def test_a_tensor_of_another_shape(folder, shape):
-    change_tensors(folder, lm_head__weight=np.zeros(shape, np.float32))
-    refused(folder, f"tensor lm_head.weight has shape {list(shape)}, config.json asks for [40, 32]")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")]
-)
-def test_a_tensor_that_is_no_weight(folder, dtype, spelling):
-    change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
-    refused(folder, f"tensor lm_head.weight is stored as {spelling}; F32, F16, BF16 are read")
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
-def test_a_truncated_file(folder, keep):
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    refused(folder, "model.safetensors is damaged or truncated", "copy it again")
-
-
-def test_a_damaged_header(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
-    refused(folder, "model.safetensors is damaged or truncated")
-
-
-def test_no_tensor_files(folder):
-    (folder / "model.safetensors").unlink()
-    refused(folder, "has no .safetensors files")
-
-
-def test_a_missing_part(folder_of_parts):
-    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
-    part.unlink()
-    refused(folder_of_parts, f"{part.name} is missing", "model.safetensors.index.json names it")
-
-
-def test_a_truncated_part(folder_of_parts):
-    part = sorted(folder_of_parts.glob("*.safetensors"))[1]
-    part.write_bytes(part.read_bytes()[:-10])
-    refused(folder_of_parts, f"{part.name} is damaged or truncated")
-
-
-def test_a_missing_part_without_an_index(folder_of_parts):
-    (folder_of_parts / "model.safetensors.index.json").unlink()
-    assert load(folder_of_parts)
-    sorted(folder_of_parts.glob("*.safetensors"))[1].unlink()
-    refused(folder_of_parts, "misses tensor(s)")
-
-
-def test_a_tensor_in_two_files(folder):
-    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "other.safetensors")
-    refused(folder, "tensor model.norm.weight stands in more than one file", "remove")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"]
-)
-def test_a_damaged_index(folder, text):
-    (folder / "model.safetensors.index.json").write_text(text)
-    refused(folder, "model.safetensors.index.json is damaged", "copy the folder again")
-
-
-@pytest.mark.parametrize("names", [{"a": 1}, {"a": 1, "b": "x"}, {"a": None}])
-def test_an_index_of_files_that_are_not_there(folder, names):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    refused(folder, "is missing: model.safetensors.index.json names it")
 
 
 def test_folders_that_cannot_be_written(tmp_path):
     model = tiny.random_model(tiny.values())
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match=f"cannot write {path}"):
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
             save_hf(model, path)
     (tmp_path / "model" / "model.safetensors.part").mkdir(parents=True)  # safetensors has an error of its own
-    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'model'}"):
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "model"))):
         save_hf(model, tmp_path / "model")
