@@ -258,6 +258,10 @@ def test_tables_have_marks_and_conditions(measured):
     assert table.terminal([simulated]).count("§") == 6 and "SIMULATED" in table.terminal([simulated])
 
 
+def test_commit_is_that_of_the_source_tree():
+    assert (machine.ROOT / "pyproject.toml").is_file()
+
+
 def test_gpu_is_described_by_nvidia_smi(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '580.1, 700.00, 1980, 1980, 3201'\n")

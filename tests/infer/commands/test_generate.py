@@ -17,6 +17,7 @@ from infer.__main__ import main
 from tests.support.paths import ROOT
 
 PROMPT = "def add(a, b):"
+SAMPLING = ("--temperature", "1", "--seed", "3")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,11 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return infer.Engine.load(checkpoint, "xla")
+
+
 def command(*args):
     return [sys.executable, "-W", "error", "-m", "infer", *map(str, args)]
 
@@ -52,26 +58,13 @@ def run(*args, text=None):
     )
 
 
-def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint):
-    sampling = ("--temperature", 1, "--seed", 3)
-    done = run(
-        "generate",
-        "--checkpoint",
-        checkpoint,
-        "--prompt",
-        "-",
-        "--max-new-tokens",
-        40,
-        "--backend",
-        "xla",
-        *sampling,
-        text=PROMPT,
-    )
+def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint, engine):
+    done = run("generate", "--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", 40, *SAMPLING, text=PROMPT)
     assert done.returncode == 0, done.stderr
-    engine = infer.Engine.load(checkpoint, "xla")
     expected = engine.generate(PROMPT, max_new_tokens=40, sampling=infer.Sampling(temperature=1.0, seed=3)).result
     assert done.stdout == expected.text + "\n"
-    summary = done.stderr.strip()
+    log, summary = done.stderr.splitlines()
+    name = re.fullmatch(r"backend (cpu|xla) \(auto\)", log)[1]
     for part in (
         "40 tokens (length)",
         "tokens/s sustained",
@@ -79,7 +72,7 @@ def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint):
         "small: ",
         " parameters",
         "weights float32",
-        "backend xla",
+        f"backend {name}",
         "1 x ",
         "batch 1",
         f"prompt {len(PROMPT) + 1} tokens",
@@ -89,12 +82,8 @@ def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint):
         assert part in summary
 
 
-def test_json_on_eight_devices_with_a_stop_string(checkpoint):
-    text = (
-        infer.Engine.load(checkpoint, "xla")
-        .generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0))
-        .result.text
-    )
+def test_json_on_eight_devices_with_a_stop_string(checkpoint, engine):
+    text = engine.generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
     done = run(
         "generate",
@@ -147,14 +136,10 @@ def test_json_has_top_logprobs_in_bfloat16(checkpoint):
     assert report["conditions"]["weights_dtype"] == "float32" and report["conditions"]["compute_dtype"] == "bfloat16"
 
 
-def test_summary_names_dtype_and_backend(checkpoint):
-    short = ("generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 3)
-    done = run(*short, "--backend", "xla", "--compute", "float16")
-    assert done.returncode == 0 and "weights float32, products in float16; backend xla" in done.stderr
-    done = run(*short)
-    first, summary = done.stderr.splitlines()
-    name = re.fullmatch(r"backend (cpu|xla) \(auto\)", first)[1]
-    assert done.returncode == 0 and f"; backend {name}, " in summary
+def test_summary_names_the_compute_dtype(checkpoint, capsys):
+    short = ("generate", "--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "3")
+    assert main([*short, "--backend", "xla", "--compute", "float16"]) == 0
+    assert "weights float32, products in float16; backend xla" in capsys.readouterr().err
 
 
 def test_control_c_ends_with_a_summary(checkpoint):

@@ -1,5 +1,6 @@
 """python -m infer humaneval, as a user runs it: on a small saved checkpoint, killed and started again."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,8 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import infer.commands.humaneval
 import laneformer
 from infer.__main__ import main
+from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Sandbox
 from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
 from tests.support.paths import ROOT
@@ -50,6 +53,18 @@ def folder(tmp_path_factory):
     write_jsonl(folder / "he.jsonl", rows)
     write_jsonl(folder / "mbpp.jsonl", [LEAST])
     return folder
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge(BOX) as judge:
+        yield judge
+
+
+@pytest.fixture
+def known_judge(judge, monkeypatch):
+    """Saves the self-test of a sandbox."""
+    monkeypatch.setattr(infer.commands.humaneval, "Judge", lambda *_: contextlib.nullcontext(judge))
 
 
 def humaneval(*args):
@@ -168,6 +183,7 @@ def test_samples_alone_are_scored(folder, capsys):
     assert json.loads((folder / "alone.report.json").read_text())["pass@1"] == 1
 
 
+@pytest.mark.usefixtures("known_judge")
 def test_generate_only_writes_samples(folder, capsys):
     args = ("--checkpoint", folder / "model", "--data", folder / "mbpp.jsonl", "--mode", "chat", "--max-new-tokens", 20)
     assert main(humaneval(*args, "--json", folder / "chat.json", "--generate-only")) == 0
@@ -192,6 +208,7 @@ def test_generate_only_writes_samples(folder, capsys):
     assert json.loads((folder / "chat.json").read_text())["generation"]["mode"] == "chat"
 
 
+@pytest.mark.usefixtures("known_judge")
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -199,7 +216,6 @@ def test_generate_only_writes_samples(folder, capsys):
         (("--samples", "x", "--generate-only"), "--generate-only needs --checkpoint"),
         (("--samples", "x", "--chat-template", "y"), "--chat-template needs --mode chat"),
         (("--samples", "x", "--limit", 0), "--limit must be at least 1, got 0"),
-        (("--samples", "x", "--workers", 0), "workers = 0"),
         (("--samples", "/nonexistent"), "No such file"),
         (("--checkpoint", "/nonexistent"), "is not a folder"),
         (("--checkpoint", "MODEL", "--json", "JSON", "--samples-per-problem", 2), "--temperature"),

@@ -75,14 +75,18 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
 draw = jax.jit(sample)
 
 
+def padded(ids, length=32):
+    """Token ids [1, length]: padding has no effect on earlier positions, and one length compiles once."""
+    return np.pad(np.array([ids], np.int32), ((0, 0), (0, length - len(ids))))
+
+
 def by_definition(engine, prompt, count, sampling):
     """Tokens and log-probabilities with the uncached model, one forward of the whole text per token."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
-        padded = np.zeros((1, 32 if len(prompt) < 12 else 1100), np.int32)  # causal: the padding has no effect
-        padded[0, : len(ids)] = ids
+        logits = engine.model(padded(ids, 32 if len(prompt) < 12 else 1100))
         seen = np.isin(np.arange(CONFIG.vocab_size), ids)
-        token, logprob = draw(engine.model(padded)[0, len(ids) - 1], seen, np.int32(len(ids)), sampling.parameters())
+        token, logprob = draw(logits[0, len(ids) - 1], seen, np.int32(len(ids)), sampling.parameters())
         ids.append(int(token))
         logprobs.append(float(logprob))
     return ids[len(prompt) :], logprobs
@@ -293,17 +297,17 @@ def test_conditions_are_complete():
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_products_have_the_compute_dtype(compute, devices, tmp_path):
+def test_products_have_the_compute_dtype(engine, compute, devices, tmp_path):
     """The log-probabilities are those of the model in that precision, which is not the default of a CPU."""
     laneformer.save_hf(model(), tmp_path)
-    engine = Engine.load(tmp_path, "xla", devices=devices, precision=Precision(compute=compute))
-    assert engine.precision == Precision(compute=compute)
-    assert engine.conditions["compute_dtype"] == engine.conditions["kv_dtype"] == compute
-    result = engine.generate(PROMPT, max_new_tokens=10).result
-    text = np.array([[*PROMPT, *result.tokens]])
+    low = Engine.load(tmp_path, "xla", devices=devices, precision=Precision(compute=compute))
+    assert low.precision == Precision(compute=compute)
+    assert low.conditions["compute_dtype"] == low.conditions["kv_dtype"] == compute
+    result = low.generate(PROMPT, max_new_tokens=10).result
+    text = padded([*PROMPT, *result.tokens])
     exact, rounded = (
-        jax.nn.log_softmax(laneformer.load(tmp_path, precision=p)(text))[0, 7:-1]
-        for p in (Precision(), Precision(compute=compute))
+        np.asarray(jax.nn.log_softmax(made(text)))[0, 7:17]
+        for made in (engine.model, laneformer.load(tmp_path, precision=Precision(compute=compute)))
     )
     off, near = (
         np.abs(x[np.arange(10), list(result.tokens)] - np.array(result.logprobs)).max() for x in (exact, rounded)
@@ -315,8 +319,8 @@ def test_top_logprobs_match_the_raw_logits(engine):
     plain = engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM).result
     tokens = list(engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM, top_logprobs=7, tokens_per_dispatch=6))
     assert tuple(tokens) == plain.tokens and plain.top_logprobs == ()
-    text = np.array([[*PROMPT, *tokens]])
-    wanted = np.asarray(jax.nn.log_softmax(engine.model(text)))[0, len(PROMPT) - 1 : -1]
+    logits = engine.model(padded([*PROMPT, *tokens]))
+    wanted = np.asarray(jax.nn.log_softmax(logits))[0, len(PROMPT) - 1 :][: len(tokens)]
     for token, row in zip(tokens, wanted, strict=True):
         ids, logprobs = zip(*token.top_logprobs, strict=True)
         assert list(ids) == np.argsort(-row)[:7].tolist()

@@ -1,4 +1,4 @@
-"""Processes of a job that follow the first one: what they are told, and the commands that work so."""
+"""Processes of a job that follow the first one: the requests that they receive, and the commands with --distributed."""
 
 import json
 import signal
@@ -18,11 +18,11 @@ from infer.sampling import Sampling
 from laneformer.processes import GroupError
 from tests.support import several
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
-from tests.support.serve_cases import CONTEXT, Server, save_checkpoint
+from tests.support.serve_cases import BACKEND, CONTEXT, Server, save_checkpoint
 
 
 class Recorder:
-    """A backend that remembers what it was asked for, and fails where it is told to."""
+    """A backend that records its requests, and fails for a limit of 13."""
 
     source = types.SimpleNamespace(mesh=several.MESH)
 
@@ -33,12 +33,12 @@ class Recorder:
         self.asked.append(request)
         yield 1
         if request.limit == 13:
-            raise NativeError("a lane did not come")
+            raise NativeError("a lane timed out")
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """The leader, what the follower is asked for, and its thread."""
+    """The leader, the follower's requests, and its thread."""
     backend, first = Recorder(), []
     several.in_each(monkeypatch, lambda: first.append(Leader(backend)) if not first else None)
     monkeypatch.setattr(several.processes, "_groups", iter([0]))
@@ -72,7 +72,7 @@ def test_announced_requests_arrive_unchanged(pair):
         leader.announce(one)
     leader.end()
     thread.join(10)
-    assert not thread.is_alive() and len(asked) == len(given), "also after one that failed"
+    assert not thread.is_alive() and len(asked) == len(given), "also after a failed request"
     assert all(same(a, b) for a, b in zip(given, asked, strict=True))
 
 
@@ -86,7 +86,7 @@ def test_lost_follower_is_an_error(monkeypatch):
 
 
 def test_leading_alone_has_no_effect(tmp_path):
-    engine = Engine.load(save_checkpoint(tmp_path / "model"), "xla")
+    engine = Engine.load(save_checkpoint(tmp_path / "model"), BACKEND)
     with engine.leading():
         unfinished = engine.generate([1, 2], max_new_tokens=300)
         next(unfinished)

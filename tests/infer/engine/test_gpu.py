@@ -1,6 +1,4 @@
-"""Backend "cuda" on emulated GPUs (tests/support/emulated.py): the same answers as the other backends, as they
-come.
-"""
+"""Backend "cuda" on emulated GPUs (tests/support/emulated.py): the same answers as the other backends."""
 
 import json
 from pathlib import Path
@@ -33,7 +31,7 @@ def model():
 
 @pytest.fixture(scope="module", autouse=True)
 def available():
-    """Emulated devices are not JAX's."""
+    """Emulated devices are unknown to JAX."""
     with pytest.MonkeyPatch.context() as patch:
         if not emulated.REAL:
             patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
@@ -57,13 +55,15 @@ def xla(model):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)],
-    ids=["greedy", "drawn"],
+    ("length", "sampling"),
+    [
+        (1, Sampling()),
+        (200, Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=3)),
+        pytest.param(40, Sampling(temperature=0.9, min_p=0.05, seed=4), marks=pytest.mark.slow),
+    ],
+    ids=["kernel", "blocks and kernel", "kernel, several tokens"],
 )
-@pytest.mark.parametrize("length", [1, 40, 200])
 def test_tokens_match_backend_xla(length, sampling, engine, xla, model):
-    """Prompts through the kernel alone, and through XLA first."""
     prompt = small.prompt_of(model.config, length)
     expected, result = (
         one.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=2).result for one in (xla, engine)
@@ -97,9 +97,11 @@ def test_graph_backends_give_the_same_tokens(engine, model):
         for one in (engine, graph)
     ]
     assert answers[0].tokens == answers[1].tokens and answers[0].logprobs == answers[1].logprobs
-    told = {"backend": "cuda-graph", "launch": "one kernel per op, under a CUDA graph"}
-    told["launches_per_token"] = 5 * model.config.num_hidden_layers + 3
-    assert told.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
+    expected = {"backend": "cuda-graph", "launch": "one kernel per op, under a CUDA graph"}
+    expected["launches_per_token"] = 5 * model.config.num_hidden_layers + 3
+    assert (
+        expected.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
+    )
 
 
 def test_auto_skips_graph_backends(model, monkeypatch):
@@ -140,11 +142,11 @@ def test_engine_works_after_a_device_error(engine, monkeypatch):
 
 @emulated.only_emulated
 def test_unavailable_backends_give_the_reason(model):
-    assert "needs GPUs of AMD" in HipBackend.unavailable(ModelSource(model))
+    assert "needs AMD GPUs" in HipBackend.unavailable(ModelSource(model))
     with pytest.raises(ConfigError, match="driver cannot be loaded"):
         infer.Engine(model, "cuda", **DEVICES, driver=Path("/nowhere/libcuda.so.1"))
     unavailable = GpuBackend.unavailable.__func__
-    assert unavailable(CudaBackend, ModelSource(model)) == "JAX's devices here are cpu: it needs GPUs of NVIDIA"
+    assert unavailable(CudaBackend, ModelSource(model)) == "it needs NVIDIA GPUs, and JAX's devices are cpu"
     source = ModelSource(model)
     client = SimpleNamespace(platform_version="cuda 13000")
     device = SimpleNamespace(
@@ -153,7 +155,7 @@ def test_unavailable_backends_give_the_reason(model):
     source.mesh = SimpleNamespace(devices=np.array([device]))
     assert (
         unavailable(CudaBackend, source)
-        == "NVIDIA A100 has compute capability 8.0: the kernel is written for 9.0 (H100 and H200)"
+        == "NVIDIA A100 has compute capability 8.0, and the kernel is written for 9.0 (H100 and H200)"
     )
     device.compute_capability, device.core_count = "9.0", 114
     assert unavailable(CudaBackend, source) is None

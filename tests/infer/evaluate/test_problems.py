@@ -140,5 +140,5 @@ def test_names_are_loaded_with_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install"):
         load_problems("humaneval")
-    with pytest.raises(InputError, match=r"humanevil.* humaneval, humaneval\\+"):
+    with pytest.raises(InputError, match=r"humanevil.* humaneval, humaneval\+"):
         load_problems("humanevil")
