@@ -1,0 +1,1 @@
+"""An agent that works on a task until its tests pass."""

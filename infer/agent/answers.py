@@ -66,10 +66,8 @@ def _name(info: str, before: str, code: str, known: Collection[str]) -> str | No
 
 
 def _is_program(text: str) -> bool:
-    try:
-        return any(
-            not isinstance(statement, ast.Expr) for statement in parse(text).body
-        )  # a single word is an expression
+    try:  # a single word is an expression
+        return any(not isinstance(statement, ast.Expr) for statement in parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 

@@ -1,0 +1,1 @@
+"""Latency of decoding: measurements, records and tables."""

@@ -1,0 +1,1 @@
+"""The commands of `python -m infer`, one file each; nothing imports this folder."""

@@ -1,0 +1,1 @@
+"""Engines: a model, the backend that runs it, and generations."""

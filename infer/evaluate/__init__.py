@@ -1,0 +1,1 @@
+"""Programming problems: samples, verdicts and scores."""

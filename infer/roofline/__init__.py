@@ -1,0 +1,1 @@
+"""Projected speed of a model on hardware that you do not have."""

@@ -1,0 +1,1 @@
+"""Isolation of model-written programs."""

@@ -1,4 +1,4 @@
-"""A server with OpenAI's protocol whose answers are written beforehand, for the tests of `agent`."""
+"""A server with OpenAI's API and scripted answers, for the tests of `agent`."""
 
 import json
 import threading
@@ -7,12 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Scripted:
-    """Answers requests in turn: a text is streamed in small pieces, a (status, error) refused. Use it in a `with`
+    """Answers requests in turn: streams a text in small pieces, refuses with a (status, error). Use it in a `with`
     block.
     """
 
     def __init__(self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None):
-        """pause: seconds before the first piece, and half as many before each other. metrics: of the last chunk."""
+        """pause: seconds before the first piece, twice those before other pieces. metrics: of the last chunk."""
         self.answers, self.requests, self.pause, self.usage, self.metrics = list(answers), [], pause, usage, metrics
         outer = self
 
@@ -24,16 +24,16 @@ class Scripted:
 
             def do_GET(self):
                 if key is not None and self.headers["Authorization"] != f"Bearer {key}":
-                    self.say(401, {"error": {"message": "no such key"}})
+                    self.send_json(401, {"error": {"message": "no such key"}})
                 elif models is None:
-                    self.say(404, {"error": {"message": "no list"}})
+                    self.send_json(404, {"error": {"message": "no list"}})
                 else:
-                    self.say(
+                    self.send_json(
                         200,
                         {"object": "list", "data": [{"id": name, "object": "model", "chat": chat} for name in models]},
                     )
 
-            def say(self, status, body):
+            def send_json(self, status, body):
                 data = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -46,7 +46,7 @@ class Scripted:
                 outer.requests.append(asked)
                 answer = outer.answers.pop(0)
                 if not isinstance(answer, str):
-                    self.say(answer[0], {"error": answer[1]})
+                    self.send_json(answer[0], {"error": answer[1]})
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -73,8 +73,8 @@ class Scripted:
             handler.wfile.flush()
 
         def choice(piece, reason=None):
-            said = {"delta": {"content": piece} if piece else {}} if chat else {"text": piece}
-            return [{"index": 0, **said, "finish_reason": reason}]
+            content = {"delta": {"content": piece} if piece else {}} if chat else {"text": piece}
+            return [{"index": 0, **content, "finish_reason": reason}]
 
         pieces = [text[at : at + 40] for at in range(0, len(text), 40)]
         for n, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Small problems of our own in the forms of the published files, and how a model might answer them."""
+"""Small problems in the forms of the published files, with answers."""
 
 import json
 

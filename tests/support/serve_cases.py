@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a user starts it, and a plain client, for the tests of `serve`."""
+"""A server in a child process, as a user starts it, and a plain client, for the tests of `serve`."""
 
 import contextlib
 import http.client
@@ -18,7 +18,7 @@ import laneformer
 from tests.support.paths import ROOT
 
 BACKEND = "xla" if custom_calls.unavailable() else "cpu"
-CONTEXT = 20000  # an answer of that length takes seconds
+CONTEXT = 20000  # tokens; an answer of that length takes seconds
 JSON = {"Content-Type": "application/json"}
 
 
@@ -67,7 +67,7 @@ class Server:
         self.port = int(found[1])
 
     def wait_until(self, status):
-        """Until /health answers with it."""
+        """Waits until /health has that status."""
         ends = time.monotonic() + 60
         while (answer := self.get("/health"))[0] != status:
             assert self.process.poll() is None and time.monotonic() < ends, answer
@@ -75,7 +75,7 @@ class Server:
         return self
 
     def connect(self, method, path, body=None, headers=None):
-        """An open response."""
+        """The connection and its open response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body, headers or {})
         return connection, connection.getresponse()
@@ -84,7 +84,7 @@ class Server:
         return self.send("GET", path, None, headers)
 
     def send(self, method, path, body=None, headers=None):
-        """Status, body (read as JSON where it is that) and headers."""
+        """Status, body (parsed if it is JSON) and headers."""
         connection, response = self.connect(method, path, body, headers)
         with contextlib.closing(connection):
             data = response.read()
@@ -102,7 +102,7 @@ class Server:
 
     @contextlib.contextmanager
     def stream(self, path="/v1/completions", headers=None, **fields):
-        """An iterator over the events: comments as text, JSON read, and "[DONE]"."""
+        """An iterator over the events: comments as text, parsed JSON, and "[DONE]"."""
         connection, response = self.connect(
             "POST", path, json.dumps({**fields, "stream": True}), {**JSON, **(headers or {})}
         )
@@ -112,7 +112,7 @@ class Server:
             yield events(response)
 
     def metric(self, name):
-        """Of this name, labels included."""
+        """The value of a metric, whose name includes its labels."""
         found = re.search(rf"^laneformer_{re.escape(name)} (.*)$", self.get("/metrics")[1], re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 
@@ -123,12 +123,12 @@ class Server:
             time.sleep(0.01)
 
     def children(self):
-        """Ids of the server's own processes."""
+        """Ids of the engine processes."""
         ids = [int(n) for n in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
         return [n for n in ids if b"spawn_main" in Path(f"/proc/{n}/cmdline").read_bytes()]
 
     def end(self, number):
-        """Exit code, what it still wrote, and how long that took, after a signal."""
+        """Sends a signal; the exit code, the remaining output, and the seconds until the end."""
         began = time.monotonic()
         self.process.send_signal(number)
         _, err = self.process.communicate(timeout=30)

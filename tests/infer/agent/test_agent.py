@@ -1,6 +1,4 @@
-"""python -m infer agent: the example task with scripted answers, with our own server, and everything that can be wrong
-before that.
-"""
+"""python -m infer agent: the example task with scripted answers and with our server, and bad options and tasks."""
 
 import contextlib
 import json
@@ -107,11 +105,11 @@ def test_second_turn_passes(task, tmp_path, capsys):
     )
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][0] == asked and second["messages"][1]["content"] == WRONG
-    told = second["messages"][2]["content"]
+    messages = second["messages"][2]["content"]
     assert (
-        "FAIL: test_touching_ones_are_joined" in told
-        and "ValueError not raised" in told
-        and "FAILED (failures=4)" in told
+        "FAIL: test_touching_ones_are_joined" in messages
+        and "ValueError not raised" in messages
+        and "FAILED (failures=4)" in messages
     )
     assert files_of(task) == before, "the task's folder stays as it is"
     assert (work / "files/intervals.py").read_text() == PROGRAM
@@ -126,7 +124,7 @@ def test_second_turn_passes(task, tmp_path, capsys):
     assert until_first >= 2 * 0.02 - queue and until_first + queue + split["decode"] >= sum(
         0.02 + 0.01 * (n - 1) for n in chunks
     )
-    assert split["waiting"] >= queue, "of which the server told"
+    assert split["waiting"] >= queue, "as the server reported"
     assert record["tokens"] == 10 * sum(chunks)
     assert record["tokens_per_second"] == pytest.approx(sum(10 * n - 1 for n in chunks) / split["decode"])
     lines = [json.loads(line) for line in (work / "transcript.jsonl").read_text().splitlines()]
@@ -164,10 +162,10 @@ def test_protected_files_stay_and_turns_run_out(task, tmp_path, capsys):
             tmp_path / "out/r.json",
         )
         assert main(agent(task, *args)) == 1
-    told = [request["messages"][-1]["content"] for request in server.requests[1:]]
-    assert "test_intervals.py stays as it is" in told[0] and "../outside.py was not written" in told[1]
-    assert "the program ended, with status 0, before the tests did" in told[2]
-    assert "the program ended, with status 0" in told[3], "neither the file of the turn before"
+    messages = [request["messages"][-1]["content"] for request in server.requests[1:]]
+    assert "test_intervals.py stays as it is" in messages[0] and "../outside.py was not written" in messages[1]
+    assert "the program ended with status 0 before" in messages[2]
+    assert "the program ended with status 0" in messages[3], "nor the file of the previous turn"
     assert not (tmp_path / "outside.py").exists() and not (tmp_path / "work/outside.py").exists()
     record = json.loads((tmp_path / "out/r.json").read_text())
     assert record["verdict"] == "failed" and [turn["outcome"]["verdict"] for turn in record["turns"]] == ["failed"] * 5
@@ -209,8 +207,12 @@ def test_test_command_of_the_task_is_run(task, tmp_path, capsys):
     (task / "task.md").write_text("Write merge.\n\nTest command: `python check.py`\n")
     with Scripted("```python check.py\npass\n```\n" + WRONG, RIGHT) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work")) == 0
-    told = server.requests[1]["messages"][-1]["content"]
-    assert "AssertionError: not joined" in told and "exit status 1" in told and "check.py stays as it is" in told
+    messages = server.requests[1]["messages"][-1]["content"]
+    assert (
+        "AssertionError: not joined" in messages
+        and "exit status 1" in messages
+        and "check.py stays as it is" in messages
+    )
 
 
 @pytest.mark.usefixtures("known_judge")
@@ -239,7 +241,7 @@ def test_interruption_keeps_the_record(task, tmp_path, number):
         assert "\nturn 1/6: failed" in err and "loading" not in err
         ends = time.monotonic() + 5
         while "gone" not in server.requests:
-            assert time.monotonic() < ends, "the server is told that nobody listens"
+            assert time.monotonic() < ends, "the connection to the server is closed"
             time.sleep(0.05)
     record = json.loads((tmp_path / "work/record.json").read_text())
     assert record["verdict"] == "interrupted" and record["split"]["a turn that did not end"] > 0.2

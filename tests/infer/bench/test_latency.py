@@ -45,12 +45,12 @@ def run_of(arrivals, counts, drawn=None) -> Run:
 @pytest.mark.parametrize("count", [1, 2, 37, 9_999, 10_000])
 def test_percentiles_match_numpy(count):
     samples = np.random.default_rng(count).exponential(size=count)
-    told = latency.summary(samples)
+    summary = latency.summary(samples)
     for p in (50, 90, 95, 99):
-        assert told[f"p{p}"] == pytest.approx(np.quantile(samples, p / 100))
-    assert told["p99.9"] == (pytest.approx(np.quantile(samples, 0.999)) if count == 10_000 else None)
-    assert told["n"] == count and told["max"] == samples.max() and told["min"] == samples.min()
-    assert told["mean"] == pytest.approx(samples.mean()) and told["std"] == pytest.approx(samples.std())
+        assert summary[f"p{p}"] == pytest.approx(np.quantile(samples, p / 100))
+    assert summary["p99.9"] == (pytest.approx(np.quantile(samples, 0.999)) if count == 10_000 else None)
+    assert summary["n"] == count and summary["max"] == samples.max() and summary["min"] == samples.min()
+    assert summary["mean"] == pytest.approx(samples.mean()) and summary["std"] == pytest.approx(samples.std())
 
 
 def test_run_has_the_arrivals_of_dispatches():

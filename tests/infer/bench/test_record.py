@@ -1,4 +1,4 @@
-"""Records of measurements: complete or refused, and what a table says of them."""
+"""Records of measurements: complete or refused, and their tables."""
 
 import copy
 import hashlib
@@ -268,7 +268,7 @@ def test_gpu_is_described_by_nvidia_smi(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(machine, "on_host", lambda: False)
-    said = machine.hardware()
-    assert said["driver"] == "580.1" and said["power_cap_w"] == 700.0 and "SM 1980 of 1980 MHz" in said["clocks"]
+    found = machine.hardware()
+    assert found["driver"] == "580.1" and found["power_cap_w"] == 700.0 and "SM 1980 of 1980 MHz" in found["clocks"]
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert machine.hardware()["driver"] is None

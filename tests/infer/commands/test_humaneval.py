@@ -78,7 +78,7 @@ def start(*args):
 
 
 def kill_when(running, path, lines):
-    """Kills the process, which gets no chance to tidy up, once the file has so many lines."""
+    """Kills the process, which gets no chance to tidy up, once the file has that many lines."""
     for _ in range(1200):
         if path.exists() and path.read_bytes().count(b"\n") >= lines:
             break

@@ -184,7 +184,7 @@ def test_published_config_is_reported(tmp_path, capsys):
     )
     out, tables = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())["tables"]
     assert [table["table"] for table in tables] == ["bytes", "time", "speed", "precision of mixtral-8x7b"], (
-        "nobody gave nominal figures"
+        "there are no nominal figures"
     )
     # By hand: experts 2 x 3 x 14,336 x 4,096 and attention 4,096 x 128 x 80 in each layer, the router, the head.
     size = 2 * (32 * (2 * 3 * 14_336 * 4096 + 4096 * 128 * 80 + 8 * 4096) + 32_000 * 4096)

@@ -128,13 +128,13 @@ def test_serving_with_two_processes(checkpoint):
             )
         code, err, _ = server.end(signal.SIGTERM)
         follower.wait(30)
-        said = follower.stdout.read()
+        output = follower.stdout.read()
     finally:
         server.kill()
         follower.kill()
         follower.communicate()
-    assert (code, follower.returncode) == (0, 0), err + said
-    assert err.splitlines()[-1] == "stopped" and "Traceback" not in err + said and "http" not in said
+    assert (code, follower.returncode) == (0, 0), err + output
+    assert err.splitlines()[-1] == "stopped" and "Traceback" not in err + output and "http" not in output
 
 
 @pytest.mark.slow
@@ -162,11 +162,11 @@ def test_humaneval_with_two_processes(checkpoint, tmp_path):
         several.start(environment, *command, tmp_path / f"{index}.jsonl", "--distributed")
         for index, environment in enumerate(several.environments(2))
     ]
-    said = [process.communicate(timeout=200)[0] for process in together]
-    assert [process.returncode for process in together] == [0, 0], said
+    output = [process.communicate(timeout=200)[0] for process in together]
+    assert [process.returncode for process in together] == [0, 0], output
     assert (
-        f"{tmp_path / '0.jsonl'}: 3 samples" in said[0]
-        and "samples" not in said[1]
+        f"{tmp_path / '0.jsonl'}: 3 samples" in output[0]
+        and "samples" not in output[1]
         and not (tmp_path / "1.jsonl").exists()
     )
     alone = several.start(several.environments(1)[0], *command, tmp_path / "alone.jsonl")

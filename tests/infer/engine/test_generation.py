@@ -125,13 +125,13 @@ def test_stop_string_across_tokens_and_chunks_is_found(tokenizer):
     assert [token.text for token in tokens] == ["a", "b", "", "", "", "", ""]
     result = generation.result
     assert result.text == "ab" and result.finish_reason == "stop" and result.stop_reason == "\ndef " and player.closed
-    assert bytes(result.tokens) == b"ab\ndef "  # what was drawn after the stop string is not handed out
+    assert bytes(result.tokens) == b"ab\ndef "  # tokens after the stop string are not yielded
     assert sum(result.tokens_per_dispatch) == 1 + 3 + 2 + 7
 
 
 def test_incomplete_stop_string_is_in_the_text(tokenizer):
     generation, _ = play("a", "\nde", [END], tokenizer=tokenizer, stops=["\ndef "])
-    assert list(generation.texts()) == ["a", "\nde"]  # the last token was handed out before the end came
+    assert list(generation.texts()) == ["a", "\nde"]  # the last token was yielded before the end
     assert generation.result.text == "a\nde" and generation.result.stop_reason == END
     generation, _ = play("a", [*b"\nde", END], tokenizer=tokenizer, stops=["\ndef "])
     assert [token.text for token in generation] == ["a", "", "", "\nde"]  # here it is in time

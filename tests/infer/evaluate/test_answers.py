@@ -73,7 +73,7 @@ def test_unfinished_function_fails(add):
 )
 def test_program_in_a_chat_answer_is_found(add, answer):
     found = from_chat(add, answer)
-    assert passes(add, found.solution)  # with half(), which stands in the prompt alone
+    assert passes(add, found.solution)  # with half(), which is only in the prompt
     assert passes(add, add.prompt + found.completion)
 
 

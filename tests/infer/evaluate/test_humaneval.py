@@ -1,4 +1,4 @@
-"""From problems to a report, with engines that write what they are told."""
+"""From problems to a report, with engines that write given texts."""
 
 import dataclasses
 import json
@@ -255,9 +255,9 @@ def test_known_verdicts_are_reused(tmp_path, problems, judge):
     path.write_bytes(path.read_bytes() + b'{"prog')  # killed while writing
     with VerdictFile(path, conditions) as verdicts:
         assert len(verdicts.known) == 2
-        told = {VerdictFile.key(samples[0]): Outcome("killed", "as the file says", None)}
-        verdicts.known.update(told)
+        known = {VerdictFile.key(samples[0]): Outcome("killed", "as the file says", None)}
+        verdicts.known.update(known)
         again: Report = score(samples, problems, judge, verdicts=verdicts)
     assert again.verdicts[0].outcome.error == "as the file says" and again.verdicts[1] == report.verdicts[1]
-    with VerdictFile(path, {"data": "other"}) as verdicts:  # other problems, other sandbox: all anew
+    with VerdictFile(path, {"data": "other"}) as verdicts:  # other problems, other sandbox: run again
         assert not verdicts.known

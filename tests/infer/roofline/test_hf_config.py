@@ -24,7 +24,7 @@ def read(tmp_path):
     ("name", "values"),
     [("qwen3-coder-next", QWEN), ("gpt-oss-120b", GPT), ("deepseek-v4-flash", V4), ("kimi-k2.6", KIMI)],
 )
-def test_files_give_the_built_in_rows(read, name, values):
+def test_configs_match_built_in_models(read, name, values):
     ours, row = read(values, f"{name}.json").moe(), MOE[name]
     assert ours.name == name and ours.layers == row.layers and ours.parts == row.parts
     for context in (0, 100, 5000):
@@ -35,7 +35,7 @@ def test_files_give_the_built_in_rows(read, name, values):
     ("values", "shown"),
     [({"model_type": "jamba"}, "'jamba'"), ({}, "None"), (MIXTRAL | {"num_local_experts": None}, "num_local_experts")],
 )
-def test_errors_name_the_file_and_the_field(read, values, shown):
+def test_errors_name_file_and_field(read, values, shown):
     with pytest.raises(ConfigError) as error:
         read(values).moe()
     text = str(error.value)
@@ -49,7 +49,7 @@ def test_models_that_run_here_are_no_mixtures(read):
         assert read(values).is_moe
 
 
-def test_files(tmp_path, read):
+def test_files_and_folders_are_read(tmp_path, read):
     (tmp_path / "big").mkdir()
     found = read(MIXTRAL, "big/config.json")
     assert found.name == "big" and read_config_file(str(tmp_path / "big")) == found

@@ -24,7 +24,7 @@ from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS, _schedule, make_schedule
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
-# The published 2B, whose sums stand in docs/roofline.md.
+# The published 2B, whose sums are in docs/roofline.md.
 LARGE = ModelConfig(
     vocab_size=32_000,
     hidden_size=3072,
@@ -58,7 +58,7 @@ def column(table, name):
     return [row[[c.name for c in table.columns].index(name)] for row in table.rows]
 
 
-def test_public_ceilings_launches_and_shares():
+def test_public_figures_are_reproduced():
     h200, mi300x = (token_of_bytes(4e9, make_node(name, 8), None) for name in ("h200", "mi300x"))
     assert h200.ceiling == pytest.approx(7700, rel=0.005) and mi300x.ceiling == pytest.approx(8400, rel=0.011)
     exactly = token_of_bytes(4e9, make_node("mi300x", 8, bandwidth=4.2e12), None)
@@ -73,7 +73,7 @@ def test_public_ceilings_launches_and_shares():
     )
 
 
-def test_the_table_of_references_is_close():
+def test_references_are_close():
     table = references()
     for figure, difference in zip(column(table, "figure"), column(table, "difference %"), strict=True):
         assert abs(difference) < 5 or "3,000 tok/s, s" in figure  # "under 20 s" is a bound
@@ -84,7 +84,7 @@ def test_the_table_of_references_is_close():
 @pytest.mark.parametrize(
     ("devices", "ceiling", "megabytes"), [(8, 7742, 555.4), (4, 3871, 1110.8), (2, 1935, 2221.7), (1, 968, 4443.3)]
 )
-def test_the_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
+def test_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
     found = token(LARGE, make_node("h200", devices, bandwidth=4.3e12), Work())
     # Floors of the kernel's design, without keys and values (0.25 MB are written) and the embedding's row.
     assert found.ceiling == pytest.approx(ceiling, abs=1) and found.bytes / devices / 1e6 == pytest.approx(
@@ -107,7 +107,7 @@ def test_the_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
         {"sliding_window": 8, "sliding_window_n_layers": 3},
     ],
 )
-def test_parts_and_modules_are_all_bytes(changes):
+def test_parts_and_modules_sum_to_all_bytes(changes):
     config = SMALL.replace(**changes)
     for work in (Work(), Work("fp8", "float32", 20)):
         kv = kv_bytes_per_token(config, work.context, FORMATS[work.kv].bytes)
@@ -125,7 +125,7 @@ def test_parts_and_modules_are_all_bytes(changes):
         assert modules[10] - modules[0] == pytest.approx(4 * 2 * 8 * 4 * (20 - 7))
 
 
-def test_waits_by_hand():
+def test_waits_match_hand_computation():
     four = [1.0] * 4
 
     def waited(layout, exchange, modules=four):
@@ -142,7 +142,7 @@ def test_waits_by_hand():
     assert waited("dtp(2)", 2.5, [1.0, 1.0, 1.0, 0.25]) == pytest.approx(0.5 + 0.75)
 
 
-def test_an_exchange_pushes_to_every_other_device():
+def test_exchange_pushes_to_every_device():
     node = bare(4, exchange=2e-6, link=1e9)
     assert node.exchange_seconds(1000) == pytest.approx(2e-6 + 3 * 4000 / 1e9) and node.exchange_seconds() == 2e-6
     assert bare(1, exchange=2e-6, link=1e9).exchange_seconds(1000) == 0
@@ -151,18 +151,18 @@ def test_an_exchange_pushes_to_every_other_device():
 
 
 @pytest.mark.parametrize("layout", layouts_of(SMALL))
-def test_waits_of_every_layout(layout):
+def test_waits_of_every_layout_match_a_simulation(layout):
     schedule, modules = SMALL.replace(layout=layout).schedule, [1.0] * 12
     found = [waits(schedule, modules, bare(exchange=exchange), 32) for exchange in (0.0, 0.5, 1.0, 2.0, 8.0)]
     assert found[0] == 0 and found == sorted(found)
     moments = {min(landing.at, 11) for landing in schedule.exposed}
-    assert found[1] == pytest.approx(0.5 * len(moments))  # what a module lies between is hidden
+    assert found[1] == pytest.approx(0.5 * len(moments))  # exchanges that overlap a module are hidden
     hides = hidden_up_to(schedule, modules)
     if hides is not None:
         assert waits(schedule, modules, bare(exchange=hides), 32) == pytest.approx(hides * len(moments))
 
 
-def test_a_new_layout_is_swept(monkeypatch):
+def test_new_layout_is_swept(monkeypatch):
     def lastly(n: int, lanes: int, share: float):
         if not 0 < share < 1:
             raise ConfigError("share")
@@ -172,7 +172,7 @@ def test_a_new_layout_is_swept(monkeypatch):
     assert "lastly(0.5)" in column(by_layout(SMALL, bare(exchange=1e-6), Work()), "layout")
 
 
-def test_every_layout_between_none_and_tp():
+def test_layouts_are_between_none_and_tp():
     table = by_layout(LARGE, make_node(**H200), Work(context=1000))
     rates = dict(zip(column(table, "layout"), column(table, "tok/s"), strict=True))
     assert {name.split("(")[0] for name in rates} == set(LAYOUTS)
@@ -180,7 +180,7 @@ def test_every_layout_between_none_and_tp():
     assert rates["tp"] < rates["parallel"] < rates["laneformer"] < rates["dtp(2)"] == pytest.approx(rates["none"])
 
 
-def test_delays_hide_more_and_more():
+def test_longer_delays_hide_more():
     table = by_delay(LARGE, make_node(**H200 | {"exchange": 20e-6}), Work())
     waited, rates, hides = (column(table, name) for name in ("wait us", "tok/s", "hides up to us"))
     assert (
@@ -190,7 +190,7 @@ def test_delays_hide_more_and_more():
     assert hides[1:] == sorted(hides[1:])
 
 
-def test_more_context_is_slower_and_fewer_bits_are_faster():
+def test_context_slows_and_fewer_bits_speed_up():
     node = make_node(**H200)
     by = by_context(LARGE, node, Work())
     assert column(by, "context") == [0, 512, 1024, 2048, 4096]
@@ -202,7 +202,7 @@ def test_more_context_is_slower_and_fewer_bits_are_faster():
     assert column(table, "weights")[0] == "float32" and rates[0] < rates[1] < rates[-1]
 
 
-def test_more_lanes_raise_the_ceiling_in_proportion():
+def test_lanes_raise_the_ceiling_in_proportion():
     table = by_lanes(LARGE, make_node(**H200), Work(), H200)
     assert column(table, "lanes") == [1, 2, 4, 8]  # 16 would fit the heads; a node has 8
     ceilings = column(table, "ceiling tok/s")
@@ -211,7 +211,7 @@ def test_more_lanes_raise_the_ceiling_in_proportion():
     assert rates == sorted(rates) and rates[-1] < 8 * rates[0]
 
 
-def test_waiting_explains_a_measured_speed():
+def test_sync_explains_a_measured_speed():
     found = token(LARGE, make_node(**H200), Work())
     sync = found.sync_for(3000)
     assert token(LARGE, make_node(**H200, sync=sync), Work()).rate == pytest.approx(3000)
@@ -220,7 +220,7 @@ def test_waiting_explains_a_measured_speed():
     )
 
 
-def test_sums_and_overrides():
+def test_overrides_replace_the_table():
     node = make_node("mi355x", 8, bandwidth=1e12, share=0.5, sync=1e-6, exchange=3e-6, launches=2, launch=5e-6)
     found = token_of_bytes(4e9, node, 10)
     assert found.seconds == pytest.approx(4e9 / 4e12 + (5 * 10 + 2) * 1e-6 + (2 * 10 + 1) * 3e-6 + 2 * 5e-6)
@@ -229,14 +229,14 @@ def test_sums_and_overrides():
     assert len(modules) == 12 and modules[0] == pytest.approx(module_bytes(SMALL, Work())[0] / 4e12 + 3e-6)
 
 
-def test_every_device_has_sources():
+def test_devices_have_sources():
     for device in DEVICES.values():
         node = make_node(next(name for name, d in DEVICES.items() if d is device), 2)
         assert node.bandwidth == pytest.approx(0.8 * device.bandwidth) and len(node.assumptions) == 4
         assert device.source in node.assumptions[0] and "20" in device.source
 
 
-def test_agent_time():
+def test_agent_time_is_split():
     task = AgentTask(tokens=50_000, iterations=4, tool_seconds=2.0, test_seconds=8.0)
     assert task.split(100) == (500, 8, 32) and task.even_rate == pytest.approx(1250)
     rows = agent_table(task, {"slow": (100.0, "example"), "fast": (5000.0, "projected")}).rows

@@ -71,7 +71,7 @@ def test_parts_by_hand(name):
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_bytes_by_hand(name):
+def test_bytes_match_hand_computation(name):
     model = MOE[name]
     assert [part.read / 1e9 for part in model.parts] == pytest.approx(
         [weights for weights, _ in HAND[name]], abs=0.0055
@@ -80,7 +80,7 @@ def test_bytes_by_hand(name):
     assert model.weight_bytes / 1e9 == pytest.approx(GIGABYTES[name], rel=4e-3)
 
 
-def test_nominal_figures_match_the_bytes_of_their_rules():
+def test_nominal_figures_match_their_rules():
     table = nominal_table(list(MOE.values()), make_node("b200", 8))
     names = [column.name for column in table.columns]
     rows = [dict(zip(names, row, strict=True)) for row in table.rows]
@@ -96,13 +96,13 @@ def test_nominal_figures_match_the_bytes_of_their_rules():
     assert len(nominal_table(list(MOE.values()), make_node("h200", 8)).rows) == 8  # asked for is a public node itself
 
 
-def test_labels_would_give_other_ceilings():
+def test_labels_give_other_ceilings():
     h200 = make_node("h200", 8).total_bandwidth
     for active, size, rate in ((13e9, 1, 844), (32e9, 0.5, 686), (5.1e9, 0.5, 4303)):
         assert 0.357 * h200 / (active * size) == pytest.approx(rate, rel=2e-3)
 
 
-def test_cache_and_state():
+def test_cache_and_state_are_counted():
     gpt = MOE["gpt-oss-120b"]  # 36 layers of 2 x 8 heads x 64, every other one of a window of 128
     assert gpt.kv_bytes(100, "bfloat16") == 36 * 2 * 8 * 64 * 100 * 2
     assert gpt.kv_bytes(1000, "fp8") == 18 * 2 * 8 * 64 * (1000 + 128)
@@ -112,7 +112,7 @@ def test_cache_and_state():
     assert MOE["deepseek-v4-flash"].kv_bytes(10, "bfloat16") is None
 
 
-def test_names():
+def test_unknown_names_are_refused():
     assert find_moe("all") == list(MOE.values()) and find_moe("kimi-k2.6") == [MOE["kimi-k2.6"]]
     with pytest.raises(ConfigError, match=r"--moe kimi;.*qwen3-coder-next"):
         find_moe("kimi")

@@ -365,7 +365,7 @@ def test_home_and_environment_are_hidden(shut, monkeypatch):
         "    except OSError: continue\n    assert b'SECRET' not in text",
     )
     python = levels.interpreter()
-    for home in levels.homes(Path("/tmp/none")):  # but for the way to a Python that lies there
+    for home in levels.homes(Path("/tmp/none")):  # except the path of a Python in it
         way = {Path(home) / python.relative_to(home).parts[0]} if python.is_relative_to(home) else set()
         names = [entry.name for entry in way]
         attack(shut, f"import os\nassert not os.path.exists({home!r}) or not set(os.listdir({home!r})) - set({names})")

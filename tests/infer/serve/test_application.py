@@ -121,22 +121,22 @@ def test_stop_strings_end_the_text(server, engine):
 def test_logprobs_of_completions_match_the_engine(server, engine):
     result = expected(engine, top_logprobs=2)
     answer = server.complete(PROMPT, max_tokens=40, logprobs=2, **DRAW)
-    told = answer["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == pytest.approx(result.logprobs)
-    assert [list(top.values()) for top in told["top_logprobs"]] == [
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx(result.logprobs)
+    assert [list(top.values()) for top in logprobs["top_logprobs"]] == [
         pytest.approx([p for _, p in top]) for top in result.top_logprobs
     ]
     raw = [engine.tokenizer.token_bytes(token) for token in result.tokens]
     spelled = [b.decode() if b.isascii() else f"bytes:\\x{b[0]:02x}" for b in raw]
-    assert told["tokens"] == [
+    assert logprobs["tokens"] == [
         text or {256: "<|im_start|>", 257: "<|im_end|>"}[t] for t, text in zip(result.tokens, spelled, strict=True)
     ]
-    offsets = told["text_offset"]
+    offsets = logprobs["text_offset"]
     assert offsets[0] == 0 and offsets == sorted(offsets) and all(offsets[n] <= n for n in range(40))
     with server.stream(prompt=PROMPT, max_tokens=40, logprobs=2, **DRAW) as stream:
         parts = [chunk["choices"][0]["logprobs"] for chunk in stream if chunk != "[DONE]"]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [value for part in parts if part for value in part[name]] == told[name]
+        assert [value for part in parts if part for value in part[name]] == logprobs[name]
 
 
 def test_logprobs_of_chats_match_the_engine(server, engine, checkpoint):
@@ -268,7 +268,7 @@ def test_invalid_bodies_and_paths_are_errors(server):
         (400, "POST", "/v1/completions", "{", JSON),
         (400, "POST", "/v1/completions", "[]", {"Content-Type": "application/json; charset=utf-8"}),
         (413, "POST", "/v1/completions", long, JSON),
-        (413, "POST", "/v1/completions", iter([long.encode()]), JSON),  # in chunks, of a length that is not told
+        (413, "POST", "/v1/completions", iter([long.encode()]), JSON),  # in chunks, of unknown length
         (415, "POST", "/v1/completions", '{"prompt": "a"}', {"Content-Type": "text/plain"}),
         (404, "POST", "/v1/completions", '{"prompt": "a", "model": "gpt"}', JSON),
         (404, "GET", "/v1/models/gpt", None, {}),

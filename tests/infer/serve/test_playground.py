@@ -19,7 +19,7 @@ from tests.support.serve_cases import ROOT, Server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
 expect = sync_api.expect
-expect.set_options(timeout=20_000)  # what is waited for comes in moments, but on a busy machine later
+expect.set_options(timeout=20_000)  # long enough for a busy machine
 CHROMIUM = os.environ.get("LANEFORMER_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
 )
@@ -105,7 +105,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens the page of a server; what the browser complains of fails the test, but for answers that are errors."""
+    """Opens the page of a server; the browser's complaints fail the test, except about error answers."""
     contexts, complaints = [], []
 
     def open_(server, path="/", ready=True, **options):
@@ -156,12 +156,12 @@ def number(page, selector):
 
 
 def seconds_busy(session):
-    """Processor time of the main thread, which other processes do not lengthen, and the time."""
+    """CPU time of the main thread, which does not depend on other processes, and the time."""
     metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
     return metrics["ThreadTime"], metrics["Timestamp"]
 
 
-def test_files(server, strict):
+def test_files_are_served(server, strict):
     for path, kind in (
         ("/", "text/html"),
         ("/playground/app.js", "text/javascript"),
@@ -189,7 +189,7 @@ def test_files(server, strict):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_timeline_of_an_answer(server, path):
+def test_timeline_has_every_token(server, path):
     prompt = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
     status, whole = server.post(path, max_tokens=40, return_timeline=True, **prompt)
     [choice] = whole["choices"]
@@ -209,7 +209,7 @@ def test_the_timeline_of_an_answer(server, path):
     assert status == 400 and refused["error"]["param"] == "return_timeline"
 
 
-def test_every_token_of_a_fast_stream_and_an_idle_main_thread(server, open_page):
+def test_fast_stream_shows_every_token(server, open_page):
     page = open_page(server)
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
@@ -220,11 +220,11 @@ def test_every_token_of_a_fast_stream_and_an_idle_main_thread(server, open_page)
     assert shown(page) == answer(CODE, 4500) and page.locator("#answer .prompt").text_content() == CODE
     assert page.locator("#count").text_content() == "4,500"
     record = record_of(page)
-    assert record["timings"]["predicted_per_second"] > 0.8 * RATE, "else this tests less than it says"
+    assert record["timings"]["predicted_per_second"] > 0.8 * RATE, "the stream was too slow for this test"
     assert elapsed > 4500 / RATE and busy < 0.5 * elapsed, f"{busy:.2f} of {elapsed:.2f} s"
 
 
-def test_the_figures_are_those_of_the_record(server, open_page):
+def test_figures_match_the_record(server, open_page):
     page = open_page(server)
     complete(page, CODE, 1200, seed=5, top_k=7, min_p="", temperature=0.8)
     record = record_of(page)
@@ -252,11 +252,11 @@ def test_the_figures_are_those_of_the_record(server, open_page):
     )
 
     gaps = np.diff(times)
-    told = record["between_arrivals_ms"]
-    assert told["n"] == 1199 and told["max"] == pytest.approx(gaps.max())
+    found = record["between_arrivals_ms"]
+    assert found["n"] == 1199 and found["max"] == pytest.approx(gaps.max())
     for percent in (50, 95, 99):
-        assert told[f"p{percent}"] == pytest.approx(np.percentile(gaps, percent))
-        assert number(page, f"#p{percent}") == pytest.approx(told[f"p{percent}"], rel=0.006)
+        assert found[f"p{percent}"] == pytest.approx(np.percentile(gaps, percent))
+        assert number(page, f"#p{percent}") == pytest.approx(found[f"p{percent}"], rel=0.006)
     bars = page.locator("#histogram rect").evaluate_all("bars => bars.map((bar) => Number(bar.dataset.count))")
     assert sum(bars) == 1199 and len(bars) > 3
 
@@ -316,7 +316,7 @@ def test_stop_frees_the_engine(server, open_page):
         expect(page.locator("#announcement")).to_contain_text("Stopped after")
 
 
-def test_keys_focus_and_what_a_screen_reader_hears(server, open_page):
+def test_keys_focus_and_announcements(server, open_page):
     page = open_page(server)
     page.fill("[name=max_tokens]", "50")
     page.focus("#prompt")
@@ -361,7 +361,7 @@ def test_keys_focus_and_what_a_screen_reader_hears(server, open_page):
     assert unnamed == []
 
 
-def test_a_replay_is_the_same_text_in_the_time_it_says(server, open_page):
+def test_replay_has_the_text_and_the_speed(server, open_page):
     page = open_page(server)
     complete(page, CODE, 301)
     expect(page.locator("#replay-title")).to_contain_text("of the same text, not another model")
@@ -372,8 +372,8 @@ def test_a_replay_is_the_same_text_in_the_time_it_says(server, open_page):
         page.click("#play")
         expect(page.locator("#replay-state")).to_contain_text("took")
         elapsed = time.monotonic() - began
-        told = re.fullmatch(rf"{name} tok/s took ([\d.]+) s", page.locator("#replay-state").text_content())
-        assert 300 / rate - 0.01 <= float(told[1]) < 300 / rate + 0.25 and float(told[1]) <= elapsed + 0.01
+        found = re.fullmatch(rf"{name} tok/s took ([\d.]+) s", page.locator("#replay-state").text_content())
+        assert 300 / rate - 0.01 <= float(found[1]) < 300 / rate + 0.25 and float(found[1]) <= elapsed + 0.01
         expect(page.locator("#announcement")).to_have_text("Replay finished.")
         assert shown(page) == shown(page, "replay") == answer(CODE, 301)
     page.click("#presets >> text='30'")
@@ -395,7 +395,7 @@ def test_a_replay_is_the_same_text_in_the_time_it_says(server, open_page):
 
 
 @pytest.mark.slow
-def test_what_the_model_writes_is_text(server, open_page):
+def test_html_of_the_model_is_text(server, open_page):
     page = open_page(server)
     dialogs = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
@@ -407,7 +407,7 @@ def test_what_the_model_writes_is_text(server, open_page):
     assert page.locator("pre :not(span)").count() == 0 and dialogs == []
 
 
-def test_colours_come_after_the_end_and_change_no_text(server, open_page):
+def test_colours_do_not_change_the_text(server, open_page):
     page = open_page(server)
     long = CODE * 60  # several blocks
     complete(page, long, 1500)
@@ -422,7 +422,7 @@ def test_colours_come_after_the_end_and_change_no_text(server, open_page):
 
 
 @pytest.mark.parametrize("width", [360, 768])
-def test_narrow_windows(server, open_page, width):
+def test_narrow_windows_have_no_overflow(server, open_page, width):
     page = open_page(server, viewport={"width": width, "height": 700})
     widths = """[document.documentElement.scrollWidth,
                  ...[...document.querySelectorAll('body *')].map((e) => e.getBoundingClientRect().right)]"""
@@ -432,7 +432,7 @@ def test_narrow_windows(server, open_page, width):
     assert max(page.evaluate(widths)) <= width + 0.5
 
 
-def test_light_dark_and_by_hand(server, open_page):
+def test_themes_follow_system_and_button(server, open_page):
     ground = "getComputedStyle(document.documentElement).backgroundColor"
     light, dark = (open_page(server, color_scheme=scheme) for scheme in ("light", "dark"))
     colours = light.evaluate(ground), dark.evaluate(ground)
@@ -444,7 +444,7 @@ def test_light_dark_and_by_hand(server, open_page):
 
 
 @pytest.mark.slow
-def test_less_motion_for_those_who_ask_for_it(server, open_page):
+def test_reduced_motion_writes_rarely(server, open_page):
     writes = {}
     for motion in ("reduce", "no-preference"):
         page = open_page(server, reduced_motion=motion)
@@ -458,7 +458,7 @@ def test_less_motion_for_those_who_ask_for_it(server, open_page):
     assert 1 <= writes["reduce"] <= 5 and writes["no-preference"] >= 10
 
 
-def test_chat(server, open_page):
+def test_chat_sends_messages(server, open_page):
     page = open_page(server)
     page.click("text='LRU cache'")
     completion = page.input_value("#prompt")
@@ -476,7 +476,7 @@ def test_chat(server, open_page):
 
 
 @pytest.mark.slow
-def test_text_and_command_to_take_away(server, open_page):
+def test_text_and_command_are_copied(server, open_page):
     page = open_page(server, permissions=["clipboard-read", "clipboard-write"])
     prompt = """it's "$HOME" \\ `é`\n"""
     complete(page, prompt, 33)
@@ -496,7 +496,7 @@ def test_text_and_command_to_take_away(server, open_page):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer(prompt, 33)
 
 
-def test_a_key_is_asked_for_and_kept_in_memory(strict, open_page):
+def test_key_is_kept_in_memory(strict, open_page):
     page = open_page(strict, ready=False, permissions=["clipboard-read", "clipboard-write"])
     expect(page.locator("#key")).to_be_focused()
     for key, words in (("wrong", "did not take the key"), (KEY, None)):
@@ -522,7 +522,7 @@ def test_a_key_is_asked_for_and_kept_in_memory(strict, open_page):
 
 
 @pytest.mark.slow
-def test_an_answer_that_takes_too_long_and_an_engine_that_crashes(strict, open_page):
+def test_timeout_and_crash_are_explained(strict, open_page):
     page = open_page(strict, ready=False)
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
@@ -542,7 +542,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_crashes(strict, open_p
     expect(problem).to_be_hidden()
 
 
-def test_refusals_in_plain_words(server, open_page):
+def test_refusals_are_explained(server, open_page):
     page = open_page(server)
     problem = page.locator("#problem")
     with server.stream(prompt="a", max_tokens=90_000) as one:
@@ -565,7 +565,7 @@ def test_refusals_in_plain_words(server, open_page):
         "The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten the prompt"
     )
     ask(page, CODE, 5, temperature=1e-7)
-    assert page.evaluate("document.activeElement.name") == "temperature", "refused by the browser, with its own words"
+    assert page.evaluate("document.activeElement.name") == "temperature", "the browser refuses the form"
     page.evaluate("document.querySelector('[name=temperature]').step = 'any'")
     ask(page, CODE, 5)
     expect(problem).to_contain_text("The server refused the request. Temperature = 1e-07: give 0")
@@ -582,7 +582,7 @@ def test_refusals_in_plain_words(server, open_page):
 
 
 @pytest.mark.slow
-def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
+def test_loading_and_stopped_servers_are_explained(open_page, tmp_path):
     with started(tmp_path / "loaded") as server:
         page = open_page(server, ready=False)
         expect(page.locator("#problem")).to_contain_text("The model is loading.")
@@ -598,7 +598,7 @@ def test_a_model_that_still_loads_and_a_server_that_goes(open_page, tmp_path):
 
 
 @pytest.mark.slow
-def test_behind_a_path_of_its_own(server, open_page, browser):
+def test_page_works_behind_a_path(server, open_page, browser):
     page = browser.new_context().new_page()
     asked = []
 

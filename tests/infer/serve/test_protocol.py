@@ -1,4 +1,4 @@
-"""What requests to the server may say, and what of it is refused by name."""
+"""Requests to the server: what is accepted, and errors that name the parameter."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def refused(fields, chat=False):
     return error
 
 
-def test_defaults_are_those_of_openai():
+def test_defaults_match_openai():
     call = read_call(dict(TEXT), chat=False)
     assert (call.max_tokens, call.sampling["temperature"], call.stop, call.logprobs, call.stream) == (
         16,
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_openai():
     assert read_call(dict(TEXT), chat=False).sampling["seed"] != call.sampling["seed"]
 
 
-def test_every_parameter_arrives():
+def test_every_parameter_is_read():
     call = read_call(
         {
             **TEXT,
@@ -86,11 +86,11 @@ def test_every_parameter_arrives():
 
 
 @pytest.mark.parametrize(("prompt", "read"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
-def test_prompts(prompt, read):
+def test_prompts_are_read(prompt, read):
     assert read_call({"prompt": prompt}, chat=False).prompt == read
 
 
-def test_values_that_ask_for_nothing_are_accepted_and_others_refused():
+def test_neutral_values_are_accepted():
     for name, values in ABSENT.items():
         for value in (None, *values):
             read_call({**CHAT, name: value}, chat=True)
@@ -128,7 +128,7 @@ def test_values_that_ask_for_nothing_are_accepted_and_others_refused():
         ({**TEXT, "model": 5}, "model", "give a text"),
     ],
 )
-def test_refusals_name_the_parameter(fields, param, message):
+def test_bad_completions_name_the_parameter(fields, param, message):
     error = refused(fields)
     assert error["param"] == param and message in error["message"]
 
@@ -156,12 +156,12 @@ def test_refusals_name_the_parameter(fields, param, message):
         ({**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
     ],
 )
-def test_refusals_of_chats(fields, param, message):
+def test_bad_chats_name_the_parameter(fields, param, message):
     error = refused(fields, chat=True)
     assert error["param"] == param and message in error["message"]
 
 
-def test_messages_as_clients_send_their_history():
+def test_messages_keep_history_fields():
     answered = {
         "role": "assistant",
         "content": "b",
@@ -179,7 +179,7 @@ def test_messages_as_clients_send_their_history():
     ]
 
 
-def test_bodies_that_are_no_objects():
+def test_invalid_bodies_are_refused():
     for body in (b"", b"{", b"[1]", b'{"temperature": NaN}', b"\xff", b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}"):
         with pytest.raises(ApiError, match=r"the body (is not JSON|must be a JSON object)|nested too deeply") as caught:
             read_json(body)
@@ -198,11 +198,11 @@ def test_bodies_that_are_no_objects():
         ("", ""),
     ],
 )
-def test_names_in_host_headers(header, name):
+def test_host_names_are_read(header, name):
     assert host_name(header) == name
 
 
-def test_the_web_process_does_without_jax():
+def test_web_process_does_not_import_jax():
     """As `python -m infer serve` starts it, with what it imports when it runs."""
     code = (
         "import sys, infer.__main__, infer.commands.serve, uvicorn, infer.serve.application,"

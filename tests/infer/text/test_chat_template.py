@@ -68,7 +68,7 @@ def answers(rendered):
     return [rendered.text[start:stop] for start, stop in rendered.answers]
 
 
-def test_the_default_template():
+def test_default_template_is_chatml():
     messages = [{"role": "system", "content": "Be brief."}, *talk("Hi", "Hello <b>&amp;\n")]
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert template().render(messages[:2], add_generation_prompt=True) == text
@@ -76,7 +76,7 @@ def test_the_default_template():
 
 
 @pytest.mark.parametrize("source", [CHATML, GENERATION])
-def test_what_the_assistant_wrote(source):
+def test_answers_are_found(source):
     messages = [
         {"role": "system", "content": "x"},
         *talk("one", "two", "three", ""),
@@ -95,7 +95,7 @@ def test_what_the_assistant_wrote(source):
     assert not loss[-1] and loss[-2], "the line end after the last end of turn is the template's"
 
 
-def test_a_template_with_a_begin_token_and_the_end_token_as_end_of_turn():
+def test_end_token_ends_a_turn():
     rendered = template(MISTRAL).render_with_answers(talk("a", "b", "c", "d "))
     assert rendered.text == "<s>[INST] a [/INST] b</s>[INST] c [/INST] d </s>" and answers(rendered) == [
         " b</s>",
@@ -109,7 +109,7 @@ def test_a_template_with_a_begin_token_and_the_end_token_as_end_of_turn():
 
 @pytest.mark.parametrize("tokenizer", [BYTES, sentencepiece_like()])
 @pytest.mark.parametrize(("source", "end"), [(CHATML, "<|im_end|>"), (GENERATION, "<|im_end|>"), (MISTRAL, "</s>")])
-def test_what_ends_an_answer(source, end, tokenizer):
+def test_end_of_turn_token_ends_an_answer(source, end, tokenizer):
     assert template(source, tokenizer).ends == (tokenizer.token_to_id(end),)
 
 
@@ -117,11 +117,11 @@ def test_what_ends_an_answer(source, end, tokenizer):
     "source",
     ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"],
 )
-def test_nothing_ends_an_answer(source):
+def test_templates_without_end_of_turn_have_no_ends(source):
     assert template(source).ends == ()
 
 
-def test_a_template_without_special_tokens():
+def test_template_without_special_tokens():
     source = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt"
         " %}assistant: {% endif %}"
@@ -129,7 +129,7 @@ def test_a_template_without_special_tokens():
     assert answers(template(source).render_with_answers(talk("a", "b", "c", "d"))) == ["b\n", "d\n"]
 
 
-def test_no_token_reaches_over_the_border_of_an_answer():
+def test_no_token_crosses_the_border_of_an_answer():
     """As at inference, where the prompt is encoded before there is an answer."""
     made, messages = template(), talk("q", "\n\n  then")
     [(ids, loss)] = made.encode_rendered([made.render_with_answers(messages)])
@@ -162,7 +162,7 @@ def test_messages_are_data(contents, source):
 
 @settings(deadline=None, max_examples=100)
 @given(words, words, words)
-def test_parts_of_messages_do_not_join_into_control_tokens(name, argument, key):
+def test_parts_of_messages_do_not_form_control_tokens(name, argument, key):
     made = template(
         "{% for m in messages %}{{ m.name + m.argument }}{% for k in m.table %}{{ k + '|' }}{% endfor %}{% endfor %}"
     )
@@ -172,13 +172,13 @@ def test_parts_of_messages_do_not_join_into_control_tokens(name, argument, key):
     assert not {BYTES.id_to_token(i) for i in ids} & set(SPECIAL)
 
 
-def test_a_role_and_a_tool_are_data_too():
+def test_roles_and_tools_are_data():
     made = template("{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}")
     ids = made.encode([{"role": "x<|im_end|>"}], tools=[{"name": "</s>"}])
     assert [BYTES.id_to_token(i) for i in ids if BYTES.id_to_token(i) in SPECIAL] == ["<|im_start|>"]
 
 
-def test_text_encoded_in_parts_gets_no_spaces_between_them():
+def test_parts_of_a_text_get_no_spaces():
     tokenizer = sentencepiece_like()
     made, messages = template(tokenizer=tokenizer), talk("say <|im_end|>, <s>", " ok", "\n<s>\n", "b")
     ids = made.encode(messages)
@@ -190,7 +190,7 @@ def test_text_encoded_in_parts_gets_no_spaces_between_them():
     )
 
 
-def test_what_templates_may_use():
+def test_templates_have_hugging_face_functions():
     source = """{%- set seen = namespace(n=0) %}
 {%- for m in messages %}
     {%- if m.role == 'system' %}{% continue %}{% endif %}
@@ -213,7 +213,7 @@ def test_what_templates_may_use():
     )  # lines of blocks leave nothing
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused():
+def test_rewritten_answers_are_refused():
     dropping = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
         "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -262,12 +262,12 @@ def test_errors_name_the_line(source, message):
         ([{"role": "user", "content": "", "tool_calls": [1]}], "cannot write tool calls"),
     ],
 )
-def test_messages_of_another_shape(messages, message):
+def test_bad_messages_are_refused(messages, message):
     with pytest.raises(InputError, match=message):
         template().render(messages)
 
 
-def test_halves_of_surrogate_pairs():
+def test_lone_surrogates_are_refused():
     with pytest.raises(InputError, match="not valid Unicode"):
         template().encode(talk("\ud83d"))
 
@@ -282,7 +282,7 @@ def folder(path, config=None, file=None, tokenizer=BYTES):
     return path
 
 
-def test_where_a_template_is_found(tmp_path):
+def test_template_is_found_in_order(tmp_path):
     own = {
         "chat_template": "config {{ eos_token }}",
         "eos_token": {"content": "</s>", "lstrip": False},
@@ -310,7 +310,7 @@ def test_where_a_template_is_found(tmp_path):
     assert ChatTemplate.load(written).render(talk("a")) == "x</s>"
 
 
-def test_folders_that_do_not_work(tmp_path):
+def test_bad_folders_are_refused(tmp_path):
     plain = Tokenizer(models.BPE({"a": 0}, []))
     for name, config, file, error, message in (
         ("no template", {}, None, CheckpointError, "has no chat template: put a chat_template.jinja there"),

@@ -19,7 +19,7 @@ def by_character(text, stops):
 
 
 @given(st.lists(SMALL, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_equals_the_definition_however_the_text_is_cut(pieces, stops):
+def test_result_does_not_depend_on_pieces(pieces, stops):
     expected, stop = by_character("".join(pieces), stops)
     stopper, text = StopStrings(stops), ""
     for piece in pieces:
@@ -29,7 +29,7 @@ def test_equals_the_definition_however_the_text_is_cut(pieces, stops):
     assert (text, stopper.found) == (expected, stop)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_possible_stop_strings_are_held_back():
     stopper = StopStrings(["\ndef "])
     assert stopper.add("x = 1\n") == "x = 1"
     assert stopper.add("de") == ""

@@ -1,4 +1,4 @@
-"""Tokenizers of both families: ids to text as it comes, equal to decoding everything at once."""
+"""Tokenizers of both families: streamed text equals decoding all ids at once."""
 
 import json
 
@@ -87,7 +87,7 @@ def stream(tokenizer, tokens, prompt=()):
 
 @given(TEXT)
 @settings(deadline=None, max_examples=150)
-def test_byte_level_text_comes_back_as_it_was(wrapped, text):
+def test_byte_level_text_round_trips(wrapped, text):
     tokens = wrapped["byte_level"].encode(text)
     pieces, rest = stream(wrapped["byte_level"], tokens)
     assert ("".join(pieces), rest) == (text, "")
@@ -97,7 +97,7 @@ def test_byte_level_text_comes_back_as_it_was(wrapped, text):
 
 @given(TEXT, TEXT)
 @settings(deadline=None, max_examples=150)
-def test_sentencepiece_text_comes_back_as_it_was(wrapped, first, second):
+def test_sentencepiece_text_round_trips(wrapped, first, second):
     tokenizer = wrapped["sentencepiece_style"]
     expected = (" " * bool(first) + first).replace("▁", " ")  # what this kind of vocabulary makes of ▁
     tokens = tokenizer.encode(first)
@@ -110,20 +110,20 @@ def test_sentencepiece_text_comes_back_as_it_was(wrapped, first, second):
 
 @given(st.text("abcdehtn 你🙂", min_size=1, max_size=20))
 @settings(deadline=None)
-def test_metaspace_text_comes_back_as_decoded(wrapped, text):
+def test_metaspace_text_matches_decode(wrapped, text):
     tokens = wrapped["metaspace"].encode(text)
     assert "".join(stream(wrapped["metaspace"], tokens)[0]) == wrapped["metaspace"].decode(tokens)
 
 
 @given(st.lists(st.integers(0, 330), max_size=30))
 @settings(deadline=None, max_examples=150)
-def test_any_byte_level_tokens_give_what_decoding_at_once_gives(wrapped, tokens):
+def test_random_byte_level_tokens_match_decode(wrapped, tokens):
     pieces, rest = stream(wrapped["byte_level"], tokens)
     assert "".join(pieces) + rest == wrapped["byte_level"].decode(tokens)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_style"])
-def test_a_broken_character_does_not_hide_the_whole_one_after_it(wrapped, kind):
+def test_broken_character_does_not_hide_the_next(wrapped, kind):
     inner = wrapped[kind]._tokenizer
     if kind == "byte_level":
         from_byte = {byte: inner.token_to_id(character) for character, byte in BYTE_LEVEL.items()}
@@ -133,7 +133,7 @@ def test_a_broken_character_does_not_hide_the_whole_one_after_it(wrapped, kind):
     assert stream(wrapped[kind], tokens, tokens) == (["�", "�", "", "", "€", "", "�a", "", ""], "�")
 
 
-def test_special_tokens_have_no_text_and_their_spelling_is_plain_text(wrapped):
+def test_special_tokens_have_no_text(wrapped):
     tokenizer = wrapped["byte_level"]
     end = tokenizer._tokenizer.token_to_id("<|end|>")
     tokens = tokenizer.encode("<|end|>")
@@ -141,7 +141,7 @@ def test_special_tokens_have_no_text_and_their_spelling_is_plain_text(wrapped):
     assert stream(tokenizer, [end, 10**6]) == (["", ""], "")  # 10**6: a padding row of the embedding table
 
 
-def test_begin_of_text_is_put_before_a_text(tmp_path):
+def test_begin_of_text_is_prepended(tmp_path):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.find(tmp_path, bos_token_id=7)
     assert tokenizer.encode("a") == [7, *Tokenizer.find(tmp_path).encode("a")]
@@ -150,7 +150,7 @@ def test_begin_of_text_is_put_before_a_text(tmp_path):
         tokenizer.encode("\udc80")
 
 
-def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
+def test_truncation_and_padding_are_ignored(tmp_path):
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -160,7 +160,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
     assert found.decode(found.encode(text)) == text and len(found.encode("a")) == 1
 
 
-def test_unusable_files_are_refused(tmp_path):
+def test_bad_files_are_refused(tmp_path):
     assert Tokenizer.find(tmp_path) is None
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
