@@ -1,30 +1,31 @@
-"""How the GPU kernel lays a model out: shapes of the products, the packed weights, the memory of the edges, and the
-header for all of it.
+"""How the GPU kernel lays a model out: the tiling of its products, the packed weights, the memory of the edges.
 
-The kernel is compiled for one model: `Layout.header` is the file model.h that the sources in custom_calls/gpu include.
-Weights are packed once into the order in which each warp reads them; the same numbers make both, so that they cannot
-disagree.
+All of it follows from the model's plan (custom_calls/plan.py). Layers that differ in their weights and windows alone
+are of one kind; the kernel has its code once for each kind. Weights are packed once into the order in which each warp
+reads them; custom_calls/gpu/header.py writes the same numbers into the file that the kernel is compiled with, so that
+the two cannot disagree.
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax.numpy as jnp
-import numpy as np
 
-from custom_calls.gpu.shapes import HEADS, Shapes
 from custom_calls.library import ring_slots
-from custom_calls.plan import Table
+from custom_calls.plan import Dtype, Plan
+from laneformer.ops import Attend, HeadKind, Layer, Op, Product, Rotary, Value, Weight
 
 # Of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
 SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
+MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
 MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
-C_DTYPES = {"float32": "kFloat32", "bfloat16": "kBfloat16", "float16": "kFloat16"}
-STEPS = ("begin", "embed", "qkv", "attend", "out", "gate_up", "down", "final", "head")  # as in gpu/params.h
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
+WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Machine:
 
     warp_size: int
     ctas: int
-    """That may be resident together and are worth using: at most one on each multiprocessor."""
+    """CTAs that can be resident together and are worth using: at most one on each multiprocessor."""
     warps: int
-    """Of a CTA."""
+    """Warps of a CTA."""
     shared_bytes: int
-    """Of a CTA, at most."""
+    """Shared memory of a CTA, at most."""
     bulk_copies: bool
     """Whether the weights stream through a ring in shared memory."""
 
@@ -47,10 +48,11 @@ MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copi
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matrix, of one lane, for one CTA. The names are those of custom_calls/gpu/kernel/product.h."""
+class Tiling:
+    """How a matrix of one lane is shared out over CTAs, warps and threads. The names are those of
+    custom_calls/gpu/kernel/product.h.
+    """
 
-    name: str
     all_rows: int
     columns: int
     ctas: int
@@ -72,6 +74,12 @@ class Product:
     def padded_rows(self) -> int:
         return self.steps * (self.warp_size // self.group)
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """The constants of the product's struct."""
+        names = ("all_rows", "rows", "columns", "group", "vectors", "segments", "steps", "lines")
+        return {name.title().replace("_", ""): getattr(self, name) for name in names}
+
     def pack(self, matrix):
         """[..., all rows, columns] -> [..., CTAs, warps, elements], the lines of each warp in its order."""
         *lead, rows, columns = matrix.shape
@@ -87,182 +95,257 @@ class Product:
         return parts.transpose(order).reshape(*lead, self.ctas, self.warps, -1)
 
 
-def product(name: str, all_rows: int, columns: int, ctas: int, machine: Machine, per: int, unit: int = 1) -> Product:
-    """The shape that reads the fewest padded bytes; unit: rows that must stay together."""
+def tile(all_rows: int, columns: int, ctas: int, machine: Machine, per: int, unit: int = 1) -> Tiling:
+    """The tiling that reads the fewest padded bytes; unit: rows that must stay together."""
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (per * machine.warps))
-    best = None
-    for log in range(machine.warp_size.bit_length()):
-        group = 1 << log
+
+    def with_group(group: int) -> Tiling:
         vectors = -(-vectors_per_warp // group)
         segments = -(-vectors // MAX_VECTORS)
         vectors = -(-vectors // segments)
         steps = -(-rows // (machine.warp_size // group))
-        cost = (segments * vectors * steps, segments, group)
-        if best is None or cost < best[0]:
-            best = (
-                cost,
-                Product(
-                    name,
-                    all_rows,
-                    columns,
-                    ctas,
-                    rows,
-                    group,
-                    vectors,
-                    segments,
-                    steps,
-                    machine.warps,
-                    machine.warp_size,
-                    per,
-                ),
-            )
-    return best[1]
+        return Tiling(
+            all_rows, columns, ctas, rows, group, vectors, segments, steps, machine.warps, machine.warp_size, per
+        )
+
+    groups = (with_group(1 << log) for log in range(machine.warp_size.bit_length()))
+    return min(groups, key=lambda tiling: (tiling.lines, tiling.segments, tiling.group))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers whose ops differ in their weights and windows alone."""
+
+    ops: tuple[Op, ...]
+    """Those of its first layer."""
+    modules: tuple[int, ...]
+    """For each op the module of its layer: 0 attention, 1 feed-forward."""
+    tilings: tuple[Tiling | None, ...]
+    """For each op that is a product."""
+    layers: tuple[int, ...]
+
+    @property
+    def lines(self) -> int:
+        """Lines that a warp reads for a layer."""
+        return sum(tiling.lines for tiling in self.tilings if tiling)
+
+    def lines_before(self, op: int) -> int:
+        return sum(tiling.lines for tiling in self.tilings[:op] if tiling)
+
+
+def _signature(value):
+    """What the kernel is compiled for: an op without the weights' names and the window."""
+    if isinstance(value, Weight):
+        return value.shape, value.lane_sharded
+    if isinstance(value, Attend) and value.window is not None:
+        return _signature(dataclasses.replace(value, window=None))
+    if dataclasses.is_dataclass(value):
+        return type(value), *(_signature(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return tuple(map(_signature, value)) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on one device of several, which has some of its lanes."""
+    """A model on one device of several, which has some of its lanes. Raises ValueError for ops that the kernel does
+    not have.
+    """
 
-    shapes: Shapes
-    table: Table
-    windows: tuple[int, ...]
-    """Keys that each layer sees, 0 for all."""
+    plan: Plan
     machine: Machine
     lanes_here: int
     peer_ctas: int = 0
     """CTAs that play the lanes of other devices, for one rank alone on a GPU; its weights are then the only ones. See
-    gpu/peers.h.
+    gpu/kernel/peers.h.
     """
+
+    def __post_init__(self):
+        for number, layer in enumerate(self.plan.ops.layers):
+            for problem in _unknown(layer, self.plan.ops.hidden_size):
+                raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
+
+    @property
+    def table(self):
+        return self.plan.schedule
+
+    @property
+    def lanes(self) -> int:
+        return self.plan.ops.lanes
+
+    @property
+    def hidden(self) -> int:
+        return self.plan.ops.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.plan.ops.layers)
+
+    @property
+    def _width(self) -> int:
+        return WIDTH[self.plan.weight_dtype]
 
     @cached_property
     def ctas(self) -> int:
-        """Of a lane. Every one has rows of the residual stream: that makes its edges a barrier."""
-        rows = -(-self.shapes.hidden // max(1, self.machine.ctas // self.lanes_here))
-        return -(-self.shapes.hidden // rows)
-
-    @cached_property
-    def products(self) -> dict[str, Product]:
-        s, per = self.shapes, 16 // WIDTH[self.shapes.weight_dtype]
-
-        def make(name, rows, columns, ctas=self.ctas, unit=1):
-            return product(name, rows, columns, ctas, self.machine, per, unit)
-
-        by_lane = s.head_type == "vocab_parallel"
-        head_ctas = self.ctas * (1 if by_lane else s.lanes)
-        return {
-            "qkv": make("Qkv", (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
-            "out": make("Out", s.hidden, s.heads * s.head_dim),
-            "gate_up": make("GateUp", 2 * s.ff, s.hidden, unit=2),
-            "down": make("Down", s.hidden, s.ff),
-            "head": make(
-                "Head",
-                s.vocab // (s.lanes if by_lane else 1),
-                s.hidden * (s.lanes if s.head_type == "lane" else 1),
-                head_ctas,
-            ),
-        }
+        """CTAs of a lane. Every one has rows of the residual stream: that makes its edges a barrier."""
+        rows = -(-self.hidden // max(1, self.machine.ctas // self.lanes_here))
+        return -(-self.hidden // rows)
 
     @property
-    def layer_ops(self) -> tuple[str, ...]:
-        """Of a layer, in the order in which they are read."""
-        return ("qkv", "out", "gate_up", "down")
+    def stream_rows(self) -> int:
+        """Rows of the residual stream that a CTA has."""
+        return -(-self.hidden // self.ctas)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """In the order of their first layers."""
+        by_signature: dict = {}
+        for number, layer in enumerate(self.plan.ops.layers):
+            by_signature.setdefault(_signature(layer), []).append(number)
+
+        def kind(layers: list[int]) -> Kind:
+            layer = self.plan.ops.layers[layers[0]]
+            modules = (0,) * len(layer.attention) + (1,) * len(layer.feed_forward)
+            tilings = tuple(self._tile(op) if isinstance(op, Product) else None for op in layer.ops)
+            return Kind(layer.ops, modules, tilings, tuple(layers))
+
+        return tuple(kind(layers) for layers in by_signature.values())
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """For each layer the index of its kind."""
+        found = {layer: index for index, kind in enumerate(self.kinds) for layer in kind.layers}
+        return tuple(found[layer] for layer in range(self.num_layers))
+
+    def _tile(self, op: Product) -> Tiling:
+        unit = 2 if op.activation.gated else 1
+        return tile(op.rows, op.columns, self.ctas, self.machine, 16 // self._width, unit)
+
+    @cached_property
+    def head(self) -> Tiling:
+        head = self.plan.ops.head
+        ctas = self.ctas * (1 if head.kind == HeadKind.VOCAB_PARALLEL else self.lanes)
+        columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
+        return tile(head.weight.shape[0], columns, ctas, self.machine, 16 // self._width)
+
+    @cached_property
+    def tilings(self) -> list[Tiling]:
+        return [tiling for kind in self.kinds for tiling in kind.tilings if tiling] + [self.head]
+
+    @cached_property
+    def attends(self) -> list[Attend]:
+        """One of each kind."""
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Attend)]
+
+    @cached_property
+    def rotations(self) -> dict[tuple[Rotary, int], int]:
+        """Tables of rotations, one for each rotary embedding and head size: where each begins, in floats."""
+        wanted = dict.fromkeys((op.rotary, op.head_dim) for op in self.attends if op.rotary)
+        places, end = {}, 0
+        for rotary, head_dim in wanted:
+            places[rotary, head_dim] = end
+            end += self.plan.ops.context * head_dim
+        return places
 
     @property
     def steps(self) -> list[tuple[int, int]]:
-        """A pass op by op, as (one of STEPS by number, layer or -1)."""
-        s = self.shapes
-        layers = [(op, layer) for layer in range(s.layers) for op in ("qkv", "attend", "out", "gate_up", "down")]
-        together = s.lanes > 1 and s.head_type != "vocab_parallel"
-        named = [("embed", -1), *layers, *([("final", -1)] if together else []), ("head", -1)]
-        return [(STEPS.index(op), layer) for op, layer in named]
+        """A pass op by op, as (one of STEPS by number, ops of a layer from the last on; layer or -1)."""
+        first = STEPS.index("op")
+        layers = [
+            (first + op, layer) for layer, kind in enumerate(self.kind_of) for op in range(len(self.kinds[kind].ops))
+        ]
+        together = self.lanes > 1 and self.plan.ops.head.kind != HeadKind.VOCAB_PARALLEL
+        final = [(STEPS.index("final"), -1)] if together else []
+        return [(STEPS.index("embed"), -1), *layers, *final, (STEPS.index("head"), -1)]
 
     @property
     def kept_floats(self) -> int:
         """What a CTA keeps of the residual stream between launches, where each op is one."""
-        return (1 + self.table.history) * self.products["out"].rows
+        return (1 + self.table.history) * self.stream_rows
 
     def _padded(self, lines: int) -> int:
         return -(-lines // SLOT_LINES) * SLOT_LINES
 
     @cached_property
+    def layer_starts(self) -> tuple[int, ...]:
+        """For each layer its first line in a pass; last, the end of all layers."""
+        starts = [0]
+        for kind in self.kind_of:
+            starts.append(starts[-1] + self.kinds[kind].lines)
+        return tuple(starts)
+
+    @cached_property
     def layer_lines(self) -> int:
-        """Of all layers, with padding to a border of slots."""
-        return self._padded(self.shapes.layers * sum(self.products[op].lines for op in self.layer_ops))
+        """Lines of all layers, with padding to a border of slots."""
+        return self._padded(self.layer_starts[-1])
 
     @cached_property
     def head_lines(self) -> int:
-        return self._padded(self.products["head"].lines)
+        return self._padded(self.head.lines)
 
     @property
     def line_elements(self) -> int:
-        return self.machine.warp_size * 16 // WIDTH[self.shapes.weight_dtype]
+        return self.machine.warp_size * 16 // self._width
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Of the packed weights of all lanes, in elements of their dtype."""
-        lanes = self.lanes_here if self.peer_ctas else self.shapes.lanes
+        """Shape of the packed weights of all lanes, in elements of their dtype."""
+        lanes = self.lanes_here if self.peer_ctas else self.lanes
         return (lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_elements)
 
-    def offset(self, op: str, layer: int = 0) -> int:
-        """Element of each warp's stream at which a product begins."""
-        if op == "head":
-            return self.layer_lines * self.line_elements
-        before = self.layer_ops[: self.layer_ops.index(op)]
-        lines = layer * sum(self.products[o].lines for o in self.layer_ops) + sum(
-            self.products[o].lines for o in before
-        )
-        return lines * self.line_elements
+    def offset(self, layer: int, op: int) -> int:
+        """Element of each warp's stream at which a layer's product begins."""
+        return (self.layer_starts[layer] + self.kinds[self.kind_of[layer]].lines_before(op)) * self.line_elements
+
+    @property
+    def head_offset(self) -> int:
+        return self.layer_lines * self.line_elements
 
     @property
     def stream_bytes(self) -> int:
-        """Read for one token, by all lanes, padding included."""
-        return math.prod(self.packed_shape) * WIDTH[self.shapes.weight_dtype]
+        """Bytes read for one token, by all lanes, padding included."""
+        return math.prod(self.packed_shape) * self._width
 
-    @property
-    def max_splits(self) -> int:
-        """Of a key/value head's keys: as many as there are CTAs, up to 16, since merging them costs every CTA."""
-        return max(1, min(16, self.ctas // self.shapes.kv_heads))
+    def max_splits(self, op: Attend) -> int:
+        """Splits of a key/value head's keys: as many as there are CTAs for."""
+        return max(1, min(MAX_SPLITS, self.ctas // op.kv_heads))
 
-    @cached_property
-    def _attention_floats(self) -> int:
-        s = self.shapes
-        group_heads = s.heads // s.kv_heads
-        per = 16 // WIDTH[s.cache_dtype] if s.head_dim * WIDTH[s.cache_dtype] % 16 == 0 else 1
-        pieces, threads = s.head_dim // per, 1
+    def _attention_floats(self, op: Attend) -> int:
+        group_heads, width = op.heads // op.kv_heads, WIDTH[self.plan.cache_dtype]
+        per = 16 // width if op.head_dim * width % 16 == 0 else 1
+        pieces, threads = op.head_dim // per, 1
         while threads < 16 and -(-pieces // threads) > 4:
             threads *= 2
         own = -(-pieces // threads) * per
         at_once = max(1, min(group_heads, 64 // own))
         return (
-            (group_heads + 2) * s.head_dim
-            + self.machine.warps * at_once * (s.head_dim + 2)
-            + 2 * self.max_splits * s.heads
+            (group_heads + 2) * op.head_dim
+            + self.machine.warps * at_once * (op.head_dim + 2)
+            + 2 * self.max_splits(op) * op.heads
         )
 
     @cached_property
     def shared_floats(self) -> int:
-        s, warps, p = self.shapes, self.machine.warps, self.products
+        warps, rows = self.machine.warps, self.stream_rows
 
         def even(n):
             return n + n % 2
 
-        partial = warps * max(product.padded_rows for product in p.values())
+        partial = warps * max(tiling.padded_rows for tiling in self.tilings)
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
             2 * even(partial)
             + 2 * even(warps)
-            + even(max(self._attention_floats, sampler))
-            + even(s.heads * s.head_dim)
-            + even(p["out"].rows)
-            + even(self.table.history * p["out"].rows)
-            + 2 * even(p["head"].rows)
+            + even(max(sampler, *map(self._attention_floats, self.attends)))
+            + even(max(op.heads * op.head_dim for op in self.attends))
+            + even(rows)
+            + even(self.table.history * rows)
+            + 2 * even(self.head.rows)
             + 2
         )
 
     @cached_property
     def slots(self) -> int:
-        """Of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
+        """Slots of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
         too few.
         """
         if not self.machine.bulk_copies:
@@ -282,7 +365,7 @@ class Layout:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a CTA."""
+        """Shared memory of a CTA."""
         ring = (
             self.machine.warps * self.slots * SLOT_LINES * self.machine.warp_size * 16
             if self.machine.bulk_copies
@@ -300,38 +383,44 @@ class Layout:
 
     @cached_property
     def mail_slots(self) -> int:
-        """Of the ring of lane exchanges; a power of two, so that sequence numbers may wrap around."""
+        """Slots of the ring of lane exchanges; a power of two, so that sequence numbers may wrap around."""
         return 1 << (ring_slots(self.table.exchanges) - 1).bit_length()
 
     @property
     def pass_tags(self) -> int:
         """Tags that a pass takes; a power of two, so that they may wrap around."""
-        return 1 << (2 * self.shapes.layers + 2).bit_length()
+        return 1 << (2 * self.num_layers + 2).bit_length()
 
-    def _boards(self) -> Iterator[tuple[str, int]]:
+    def _channels(self, value: Value) -> int:
+        """Most channels that a product writes of such a value."""
+        products = (op for kind in self.kinds for op in kind.ops if isinstance(op, Product))
+        return max(op.channels for op in products if op.writes is value)
+
+    def boards(self) -> Iterator[tuple[str, int]]:
         """Memory between the CTAs of a lane, in words."""
-        s = self.shapes
-        yield "StreamBoard", s.hidden
-        yield "OtherStreamBoard", s.hidden
-        yield "QkvBoard", self.products["qkv"].all_rows
-        yield "PartsBoard", s.heads * self.max_splits * (s.head_dim + 2 + s.head_dim % 2)
-        yield "HiddenBoard", s.ff
-        yield "HeadBoard", self.products["head"].columns
+        yield "StreamBoard", self.hidden
+        yield "OtherStreamBoard", self.hidden
+        yield "ProjectedBoard", self._channels(Value.PROJECTED)
+        yield (
+            "PartsBoard",
+            max(op.heads * self.max_splits(op) * (op.head_dim + 2 + op.head_dim % 2) for op in self.attends),
+        )
+        yield "HiddenBoard", self._channels(Value.HIDDEN)
+        yield "HeadBoard", self.head.columns
 
-    def _shared(self) -> Iterator[tuple[str, int]]:
+    def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word ends everything."""
-        s = self.shapes
-        packets = s.lanes * self.ctas
+        vocab, packets = self.plan.ops.vocab_size, self.lanes * self.ctas
         yield "Abort", 16
         yield "CheckIn", packets
         yield "Packets", 2 * packets * 6
         yield "LargestZ", 2 * packets
-        yield "Z", 2 * s.vocab
-        yield "Logits", 2 * s.vocab
-        yield "Mail", self.mail_slots * s.lanes * s.hidden
+        yield "Z", 2 * vocab
+        yield "Logits", 2 * vocab
+        yield "Mail", self.mail_slots * self.lanes * self.hidden
 
     @staticmethod
-    def _places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
+    def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
         at, places = 0, {}
         for name, words in parts:
             places[name] = at
@@ -340,116 +429,34 @@ class Layout:
 
     @property
     def lane_words(self) -> int:
-        return self._places(self._boards())[1]
+        return self.places(self.boards())[1]
 
     @property
     def shared_words(self) -> int:
-        return self._places(self._shared())[1]
-
-    @cached_property
-    def header(self) -> str:
-        """The file model.h."""
-        s, m = self.shapes, self.machine
-        numbers = {
-            "Lanes": s.lanes,
-            "LanesHere": self.lanes_here,
-            "PeerCtas": self.peer_ctas,
-            "Ctas": self.ctas,
-            "Warps": m.warps,
-            "Layers": s.layers,
-            "Hidden": s.hidden,
-            "Heads": s.heads,
-            "KvHeads": s.kv_heads,
-            "HeadDim": s.head_dim,
-            "Ff": s.ff,
-            "Vocab": s.vocab,
-            "HeadType": HEADS[s.head_type],
-            "SlotLines": SLOT_LINES,
-            "Slots": self.slots,
-            "BarrierBytes": self.barrier_bytes,
-            "LayerLines": self.layer_lines,
-            "HeadLines": self.head_lines,
-            "LayerPadding": self.layer_lines - s.layers * sum(self.products[op].lines for op in self.layer_ops),
-            "HeadPadding": self.head_lines - self.products["head"].lines,
-            "SharedFloats": self.shared_floats,
-            "MaxSplits": self.max_splits,
-            "SplitKeys": SPLIT_KEYS,
-            "MailSlots": self.mail_slots,
-            "PassTags": self.pass_tags,
-            "History": self.table.history,
-            "NumSums": len(self.table.sums),
-            "LaneWords": self.lane_words,
-        }
-        numbers |= self._places(self._boards())[0]
-        numbers |= {f"{name}At": place for name, place in self._places(self._shared())[0].items()}
-        flags = {
-            "LaneNorms": s.lane_norms,
-            "LaneFinalNorm": s.lane_final_norm,
-            "QkvBias": s.qkv_bias,
-            "QkNorm": s.qk_norm,
-            "NormOfSum": s.norm_of_sum,
-            "AnyMean": any(total.stream_mean for total in self.table.sums),
-        }
-        lines = [
-            "// Made by custom_calls/gpu/layout.py.",
-            "#pragma once",
-            '#include "numbers.h"',
-            "namespace laneformer {",
-            "namespace gpu {",
-        ]
-        lines += [f"constexpr int k{name} = {value};" for name, value in numbers.items()]
-        lines += [f"constexpr bool k{name} = {str(bool(value)).lower()};" for name, value in flags.items()]
-        dtypes = {"Weights": s.weight_dtype, "Embedding": s.weight_dtype, "Cache": s.cache_dtype}
-        lines += [f"constexpr Dtype k{name} = {C_DTYPES[value]};" for name, value in dtypes.items()]
-        lines.append(f"constexpr float kNormEps = {_float(s.norm_eps)};")
-        lines.append(f"constexpr float kScoreScale = {_float(math.log2(math.e) / math.sqrt(s.head_dim))};")
-        for p in self.products.values():
-            fields = {
-                "AllRows": p.all_rows,
-                "Rows": p.rows,
-                "Columns": p.columns,
-                "Group": p.group,
-                "Vectors": p.vectors,
-                "Segments": p.segments,
-                "Steps": p.steps,
-                "Lines": p.lines,
-            }
-            lines.append(
-                f"struct {p.name} {{ static constexpr int {', '.join(f'k{n} = {v}' for n, v in fields.items())}; }};"
-            )
-        lines += [
-            "struct Event { int landing, module; float weight; int parts, num_parts; };",
-            "struct Sum { int width, complete_at; bool stream_mean; int parts, num_parts; };",
-            "struct Part { int module; float weight; };",
-            *self._tables(),
-            "}  // namespace gpu",
-            "}  // namespace laneformer",
-        ]
-        return "\n".join(lines) + "\n"
-
-    def _tables(self) -> Iterator[str]:
-        parts: list[tuple[int, float]] = []
-
-        def place(pairs) -> tuple[int, int]:
-            parts.extend(pairs)
-            return len(parts) - len(pairs), len(pairs)
-
-        events, starts = [], [0]
-        for at_time in self.table.events:
-            for event in at_time:
-                first, count = place(event.apart)
-                events.append(f"{{{event.payload}, {event.module}, {_float(event.weight)}, {first}, {count}}}")
-            starts.append(len(events))
-        sums = []
-        for total in self.table.sums:
-            first, count = place(total.parts)
-            sums.append(f"{{{total.width}, {total.complete_at}, {int(total.stream_mean)}, {first}, {count}}}")
-        yield f"LF_CONSTANT int kWindows[] = {{{', '.join(map(str, self.windows))}}};"
-        yield f"LF_CONSTANT int kEventsAt[] = {{{', '.join(map(str, starts))}}};"
-        yield f"LF_CONSTANT Event kEvents[] = {{{', '.join(events) or '{}'}}};"
-        yield f"LF_CONSTANT Sum kSums[] = {{{', '.join(sums) or '{}'}}};"
-        yield f"LF_CONSTANT Part kParts[] = {{{', '.join(f'{{{m}, {_float(w)}}}' for m, w in parts) or '{}'}}};"
+        return self.places(self.shared())[1]
 
 
-def _float(value: float) -> str:
-    return f"{float(np.float32(value)).hex()}f"
+# What a module passes on from op to op, for each of a layer's two
+CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
+
+
+def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
+    """What a layer has that the kernel has not."""
+    for ops, chain in zip((layer.attention, layer.feed_forward), CHAINS, strict=True):
+        steps = [(op.reads, op.writes) if isinstance(op, Product) else (Value.PROJECTED, Value.ATTENDED) for op in ops]
+        if steps != list(itertools.pairwise(chain)):
+            yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
+    for op in layer.ops:
+        if isinstance(op, Attend):
+            projected = layer.attention[0].channels
+            if projected != (op.heads + 2 * op.kv_heads) * op.head_dim or op.heads % op.kv_heads:
+                yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
+            continue
+        if (op.norm is None) is (op.reads is Value.STREAM):
+            yield f"product {op.name.name} reads {op.reads.name} {'with' if op.norm else 'without'} a norm"
+        if op.activation.gated is not (op.writes is Value.HIDDEN):
+            yield f"product {op.name.name} writes {op.writes.name} through {op.activation.name}"
+        if op.writes is Value.OUTPUT and op.rows != hidden:
+            yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
+        if len({matrix.bias is None for matrix in op.matrices}) > 1:
+            yield f"product {op.name.name} has biases for some of its matrices"

@@ -17,18 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
-from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
-from custom_calls.gpu.shapes import BIASES, DTYPES, Shapes, frequencies_of, windows_of
+from custom_calls.gpu.header import model_header
+from custom_calls.gpu.layout import H200, MI300X, Layout, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, GpuModel, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import DecodeSession
+from laneformer.ops import HeadKind, Product, ProductName, Rotary
 
-PARTS = {  # of a packed matrix: its weights, in the order of its rows
-    "qkv": ("attention.wq", "attention.wk", "attention.wv"),
-    "out": ("attention.wo",),
-    "gate_up": ("feed_forward.w1", "feed_forward.w3"),
-    "down": ("feed_forward.w2",),
-}
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
 HANDLE_BYTES = 64  # gpu/host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
@@ -82,7 +77,8 @@ class GpuSession(DecodeSession):
     """
 
     _prefix = "gpu_"
-    ops = ("embed", "qkv", "attend", "merge", "out", "gate_up", "down", "final", "head", "sample")  # gpu/decoder.h
+    ops = ("embed", "attend", "merge", "final", "head", "sample", *(name.name.lower() for name in ProductName))
+    """As `Names` in gpu/kernel/decoder.h."""
     worker = "CTA"
 
     def __init__(
@@ -116,31 +112,23 @@ class GpuSession(DecodeSession):
             raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
-        try:
-            shapes = Shapes.of(plan)
-        except ValueError as error:
-            raise NativeError(str(error)) from None
         self._group = group
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
-        if shapes.lanes % len(devices):
+        lanes, layers = plan.ops.lanes, len(plan.ops.layers)
+        if lanes % len(devices):
             raise NativeError(
-                f"{shapes.lanes} lanes do not spread over {len(devices)} devices: use a number that divides them"
+                f"{lanes} lanes do not spread over {len(devices)} devices: use a number that divides them"
             )
         if len(devices) > MOST_DEVICES:
             raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
-        if shapes.layers > MOST_LAYERS:
-            raise NativeError(f"{shapes.layers} layers are more than the kernel's {MOST_LAYERS}")
+        if layers > MOST_LAYERS:
+            raise NativeError(f"{layers} layers are more than the kernel's {MOST_LAYERS}")
         try:
             self.layout = Layout(
-                shapes,
-                plan.schedule,
-                windows_of(plan),
-                machine or machine_of(platform, devices[0]),
-                1 if peer_ctas else shapes.lanes // len(devices),
-                peer_ctas,
+                plan, machine or machine_of(platform, devices[0]), 1 if peer_ctas else lanes // len(devices), peer_ctas
             )
-            header = self.layout.header
+            header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
         self.target = TARGET if driver is None else EMULATED
@@ -149,14 +137,13 @@ class GpuSession(DecodeSession):
             compiled = image(
                 header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS
             )
-            self._open_here(plan, devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
+            self._open_here(devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
             self._connect(hashlib.sha256(repr((header, launch)).encode()).hexdigest())
         self._group.share({})  # all have opened the others' memory
-        self._make_operands(frequencies_of(plan))
+        self._make_operands()
 
     def _open_here(
         self,
-        plan: Plan,
         devices: list,
         compiled: bytes,
         platform: str,
@@ -167,25 +154,25 @@ class GpuSession(DecodeSession):
         peer_delay_us: int,
     ) -> None:
         """This process's part of the session."""
-        layout = self.layout
-        shapes = layout.shapes
+        layout, plan = self.layout, self.layout.plan
+        attend = plan.attends[0]
         places = np.array(self._places, np.int32)
         ordinals = np.array([devices[place].local_hardware_id for place in self._places], np.int32)
         steps = np.array(() if launch == "persistent" else layout.steps, np.int32)
         self.launches_per_token = len(steps)  # 0: there is one for all of them
         model = GpuModel(
-            layers=shapes.layers,
-            lanes=shapes.lanes,
+            layers=layout.num_layers,
+            lanes=layout.lanes,
             lanes_here=layout.lanes_here,
             ctas=layout.ctas,
             threads=layout.threads,
             shared_bytes=layout.shared_bytes,
-            vocab=shapes.vocab,
-            context=shapes.context,
-            kv_heads=shapes.kv_heads,
-            head_dim=shapes.head_dim,
-            cache_dtype=DTYPES[shapes.cache_dtype],
-            weight_dtype=DTYPES[shapes.weight_dtype],
+            vocab=plan.ops.vocab_size,
+            context=plan.ops.context,
+            kv_heads=attend.kv_heads,
+            head_dim=attend.head_dim,
+            cache_dtype=int(plan.cache_dtype),
+            weight_dtype=int(plan.weight_dtype),
             pass_tags=layout.pass_tags,
             exchanges=len(layout.table.sums) + 1,
             lane_words=layout.lane_words,
@@ -250,95 +237,92 @@ class GpuSession(DecodeSession):
             return jax.make_array_from_callback(array.shape, self._sharding(of_lanes), lambda index: array[index])
         return jax.device_put(array, self._sharding(of_lanes))
 
-    def _make_operands(self, frequencies: np.ndarray) -> None:
-        s = self.layout.shapes
-        angles = np.arange(s.context, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
-        rotations = np.stack([np.cos(angles), np.sin(angles)], 1) * np.float32(s.rope_factor)
-        rows = self.layout.products["qkv"].all_rows
-        floats = {
-            "attention_norm": ((s.lanes if s.lane_norms else 1, s.layers, s.hidden), s.lane_norms),
-            "ffn_norm": ((s.lanes if s.lane_norms else 1, s.layers, s.hidden), s.lane_norms),
-            "norm": ((s.lanes if s.lane_final_norm else 1, s.hidden), s.lane_final_norm),
-            "biases": ((s.lanes, s.layers, rows) if s.qkv_bias else (1,), s.qkv_bias),
-            "q_norm": ((s.layers, s.head_dim), False),
-            "k_norm": ((s.layers, s.head_dim), False),
-        }
-        self._floats = {name: np.zeros(shape, np.float32) for name, (shape, _) in floats.items()} | {
-            "rotations": rotations
-        }
-        self._float_lanes = {name: split for name, (_, split) in floats.items()} | {"rotations": False}
-        self._packed = jnp.zeros(self.layout.packed_shape, s.weight_dtype, device=self._sharding(True))
+    def _make_operands(self) -> None:
+        plan = self.plan
+        self._small = np.zeros(plan.small_size, np.float32)
+        self._packed = jnp.zeros(self.layout.packed_shape, plan.weight_dtype.name, device=self._sharding(True))
         self._embedding = None
         self._ready: tuple | None = None
+        self._products = {
+            matrix.weight.path: (layer, number)
+            for layer, layer_ops in enumerate(plan.ops.layers)
+            for number, op in enumerate(layer_ops.ops)
+            if isinstance(op, Product)
+            for matrix in op.matrices
+        }
 
     def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
         """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
         does not fit.
         """
+        plan = self.plan
         self._check_weight(path, tuple(weight.shape))
         self._missing.pop(path, None)
-        _, number, inside = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
-        layer, name = int(number), inside
         self._ready = None
-        s = self.layout.shapes
-        if name in ("attention_norm", "ffn_norm"):
-            self._floats[name][:, layer] = _whole(weight).reshape(-1, s.hidden)
-        elif name == "norm":
-            self._floats[name][:] = _whole(weight).reshape(-1, s.hidden)
-        elif name in ("attention.q_norm", "attention.k_norm"):
-            self._floats[name.removeprefix("attention.")][layer] = _whole(weight)
-        elif name in BIASES:
-            first = {"q": 0, "k": s.heads * s.head_dim, "v": (s.heads + s.kv_heads) * s.head_dim}[
-                name[len("attention.w")]
-            ]
-            flat = _whole(weight).reshape(s.lanes, -1)
-            self._floats["biases"][:, layer, first : first + flat.shape[1]] = flat
-        elif name in ("tok_embeddings", "lm_head"):
-            if name == "tok_embeddings":
-                self._embedding = self._put(_kept(weight).astype(s.weight_dtype), False)
-            if name == "lm_head" or s.tied_head:
-                self._pack_matrix("head", 0, (_kept(weight),), lanes=s.head_type != "replicate")
-        else:
-            op = next(op for op, parts in PARTS.items() if name in parts)
-            parts = self._waiting.setdefault((op, layer), {})
-            parts[name] = _kept(weight)
-            if len(parts) == len(PARTS[op]):
-                self._pack_matrix(op, layer, tuple(parts[part] for part in PARTS[op]), lanes=True)
-                del self._waiting[op, layer]
+        if path in plan.places:
+            plan.place(self._small, path, _whole(weight))
+        elif path in self._products:
+            self._pack_product(path, _kept(weight))
+        if path == plan.ops.embedding.path:
+            self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
+        if path == plan.ops.head.weight.path:
+            self._pack_head(_kept(weight))
+
+    def _pack_product(self, path: str, weight: np.ndarray | jax.Array) -> None:
+        """A product is packed once all of its matrices are there."""
+        layer, number = self._products[path]
+        parts = self._waiting.setdefault((layer, number), {})
+        parts[path] = weight
+        op = self.plan.ops.layers[layer].ops[number]
+        if len(parts) < len(op.matrices):
+            return
+        del self._waiting[layer, number]
+        kind = self.layout.kinds[self.layout.kind_of[layer]]
+        weights = [matrix.weight for matrix in op.matrices]
+        self._place(
+            [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights],
+            self.layout.offset(layer, number),
+            kind.tilings[number],
+            "pairs" if op.activation.gated else "rows",
+        )
+
+    def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
+        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: every device needs it whole.
+        head = self.plan.ops.head
+        matrix = self._put_matrix(weight, head.kind == HeadKind.VOCAB_PARALLEL)
+        arrangement = "columns" if head.kind == HeadKind.LANE else "as it is"
+        self._place([matrix], self.layout.head_offset, self.layout.head, arrangement)
+
+    def _put_matrix(self, weight: np.ndarray | jax.Array, of_lanes: bool) -> jax.Array:
+        return self._put(weight.astype(self.plan.weight_dtype.name), of_lanes)
+
+    def _place(self, matrices: list[jax.Array], offset: int, tiling: Tiling, arrangement: str) -> None:
+        self._packed = _placed(self._packed, matrices, np.int32(offset), tiling, arrangement, self._sharding(True))
 
     def fill(self, seed: int = 0) -> None:
-        """Random numbers for all weights, for measurements; norms are 1."""
+        """Random numbers for all matrices, for measurements; small weights are 1."""
         keys = jax.random.split(jax.random.key(seed))
-        s = self.layout.shapes
-        for name in ("attention_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
-            self._floats[name][:] = 1
+        self._small[:] = 1
         self._packed = _normal(keys[0], self._packed)
-        self._embedding = _normal(keys[1], jnp.zeros((s.vocab, s.hidden), s.weight_dtype, device=self._sharding(False)))
+        embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
+        self._embedding = _normal(keys[1], embedding)
         self._missing, self._ready = {}, None
-
-    def _pack_matrix(self, op: str, layer: int, parts: tuple, lanes: bool) -> None:
-        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: it comes whole to every
-        # device.
-        split = lanes and not (op == "head" and self.layout.shapes.head_type == "lane")
-        arrays = [self._put(part.astype(self.layout.shapes.weight_dtype), split) for part in parts]
-        self._packed = _place(
-            self._packed, arrays, np.int32(self.layout.offset(op, layer)), op, self.layout, self._sharding(True)
-        )
 
     @property
     def operands(self) -> tuple:
-        """Packed weights, embedding, norms, biases and rotations, on the devices. Raises NativeError while weights are
+        """Packed weights, embedding, small weights and rotations, on the devices. Raises NativeError while weights are
         missing.
         """
         self._require_weights()
         if self._ready is None:
-            floats = [self._put(array, self._float_lanes[name]) for name, array in self._floats.items()]
-            self._ready = (self._packed, self._embedding, *floats)
+            tables = [_rotations(rotary, head_dim, self.plan.ops.context) for rotary, head_dim in self.layout.rotations]
+            rotations = np.concatenate(tables or [np.zeros(1, np.float32)])
+            self._ready = (self._packed, self._embedding, self._put(self._small, False), self._put(rotations, False))
         return self._ready
 
     @property
     def of_lanes(self) -> tuple[bool, ...]:
-        return (True, False, *self._float_lanes.values())
+        return (True, False, False, False)
 
     @property
     def packed_bytes(self) -> int:
@@ -406,22 +390,34 @@ def _kept(weight):
     return weight if isinstance(weight, jax.Array) else np.array(weight)
 
 
-def _matrix(op: str, layout: Layout, parts: list[jax.Array]) -> jax.Array:
-    """Lane-first parts -> one matrix [lanes, rows, columns], or [rows, columns] for a head over all lanes."""
-    s = layout.shapes
-    if op == "gate_up":  # a gate and its partner are neighbours, so that SwiGLU stays in a CTA
-        return jnp.stack(parts, 2).reshape(s.lanes, 2 * s.ff, s.hidden)
-    if op == "head":
-        head = parts[0]
-        return head.transpose(1, 0, 2).reshape(s.vocab, s.lanes * s.hidden) if s.head_type == "lane" else head
-    return jnp.concatenate([part.reshape(s.lanes, -1, part.shape[-1]) for part in parts], 1)
+def _rotations(rotary: Rotary, head_dim: int, context: int) -> np.ndarray:
+    """Cosines and sines of every position, float32 [context * 2 * (head_dim / 2)]; pairs without a frequency stay."""
+    frequencies = np.array(rotary.frequencies, np.float32)
+    angles = np.arange(context, dtype=np.float32)[:, None] * frequencies
+    table = np.zeros((context, 2, head_dim // 2), np.float32)
+    table[:, 0] = 1
+    table[:, :, : len(frequencies)] = np.stack([np.cos(angles), np.sin(angles)], 1) * np.float32(rotary.factor)
+    return table.reshape(-1)
 
 
-@partial(jax.jit, static_argnames=("op", "layout", "sharding"), donate_argnums=0)
-def _place(
-    packed: jax.Array, parts: list[jax.Array], offset: jax.Array, op: str, layout: Layout, sharding
+@partial(jax.jit, static_argnames=("tiling", "arrangement", "sharding"), donate_argnums=0)
+def _placed(
+    packed: jax.Array, parts: list[jax.Array], offset: jax.Array, tiling: Tiling, arrangement: str, sharding
 ) -> jax.Array:
-    rows = layout.products[op].pack(_matrix(op, layout, parts)).reshape(*packed.shape[:3], -1)
+    """arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
+    other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end.
+    """
+    lanes = packed.shape[0]
+    if arrangement == "as it is":
+        matrix = parts[0]
+    elif arrangement == "columns":
+        matrix = parts[0].transpose(1, 0, 2).reshape(parts[0].shape[1], -1)
+    else:
+        parts = [part if part.ndim == 3 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
+        paired = arrangement == "pairs"
+        matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
+        matrix = matrix.reshape(lanes, -1, parts[0].shape[-1])
+    rows = tiling.pack(matrix).reshape(*packed.shape[:3], -1)
     if sharding is not None:
         rows = jax.lax.with_sharding_constraint(rows, sharding)
     return jax.lax.dynamic_update_slice(packed, rows, (0, 0, 0, offset))

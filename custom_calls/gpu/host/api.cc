@@ -20,9 +20,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
                   ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
                   ffi::BufferR1<ffi::S32> stops, ffi::AnyBuffer packed, ffi::AnyBuffer embedding,
-                  ffi::Buffer<ffi::F32> attention_norms, ffi::Buffer<ffi::F32> ffn_norms,
-                  ffi::Buffer<ffi::F32> final_norm, ffi::Buffer<ffi::F32> biases, ffi::Buffer<ffi::F32> q_norms,
-                  ffi::Buffer<ffi::F32> k_norms, ffi::Buffer<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen,
+                  ffi::BufferR1<ffi::F32> small, ffi::BufferR1<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen,
                   ffi::RemainingArgs caches, ffi::ResultBufferR1<ffi::S32> tokens,
                   ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
                   ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits,
@@ -66,12 +64,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   }
   p.weights = packed.untyped_data();
   p.embedding = embedding.untyped_data();
-  p.attention_norms = attention_norms.typed_data();
-  p.ffn_norms = ffn_norms.typed_data();
-  p.final_norm = final_norm.typed_data();
-  p.biases = biases.typed_data();
-  p.q_norms = q_norms.typed_data();
-  p.k_norms = k_norms.typed_data();
+  p.small = small.typed_data();
   p.rotations = rotations.typed_data();
   p.prompt = prompt.typed_data();
   p.control = control.typed_data();
@@ -116,13 +109,8 @@ constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, o
       .Arg<ffi::BufferR1<ffi::S32>>()                       \
       .Arg<ffi::AnyBuffer>()                                \
       .Arg<ffi::AnyBuffer>()                                \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
-      .Arg<ffi::Buffer<ffi::F32>>()                         \
+      .Arg<ffi::BufferR1<ffi::F32>>()                       \
+      .Arg<ffi::BufferR1<ffi::F32>>()                       \
       .Arg<ffi::BufferR1<ffi::U8>>()                        \
       .RemainingArgs()                                      \
       .Ret<ffi::BufferR1<ffi::S32>>()                       \

@@ -3,7 +3,7 @@
 // memory. What a task publishes for each query head: the weighted sum of the values, the largest score, and the sum of
 // the weights (Flash-Decoding's split; scores in units of log 2). The consumers merge the splits.
 //
-// Queries, keys and values come as the product made them: bias, norm and rotation are applied here.
+// Queries and keys arrive as the product made them: norm and rotation are applied here.
 #pragma once
 
 #include "product.h"
@@ -11,40 +11,43 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kHeadDim + 2 + kHeadDim % 2;
-constexpr int kKvBytes = bytes_of(kCache);
-constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element by element
-constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
-constexpr int kKvPieces = kHeadDim / kPerKv;
-
 // Few threads for a key leave more keys for the others; more than 4 pieces of 16 bytes would not fit a thread's
 // registers.
-constexpr int threads_for_key() {
+constexpr int threads_for_key(int pieces) {
   int threads = 1;
-  while (threads < 16 && (kKvPieces + threads - 1) / threads > 4) threads *= 2;
+  while (threads < 16 && (pieces + threads - 1) / threads > 4) threads *= 2;
   return threads;
 }
-constexpr int kKeyThreads = threads_for_key();
-constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads,
-              kOwn = kOwnPieces * kPerKv;                                       // of a key, by one thread
-constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
-constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
-
-// Shared memory, in floats.
-constexpr int kAttentionFloats =
-    (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
 
 struct Splits {
   int first, size, count;  // keys; split s has those from first + s * size
 };
 
-LF_DEVICE Splits splits_of(int position, int window) {
-  const int first = window > 0 && position + 1 > window ? position + 1 - window : 0, keys = position + 1 - first;
-  const int wanted = smaller((keys + kSplitKeys - 1) / kSplitKeys, kMaxSplits), size = (keys + wanted - 1) / wanted;
-  return {first, size, (keys + size - 1) / size};
-}
-
+template <class Op>
 struct Attention {
+  static constexpr int kHeads = Op::kHeads, kKvHeads = Op::kKvHeads, kHeadDim = Op::kHeadDim,
+                       kMaxSplits = Op::kMaxSplits;
+  static constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kHeadDim + 2 + kHeadDim % 2;
+  static constexpr int kKvBytes = bytes_of(kCache);
+  static constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element by element
+  static constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
+  static constexpr int kKvPieces = kHeadDim / kPerKv;
+  static constexpr int kKeyThreads = threads_for_key(kKvPieces);
+  static constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads,
+                       kOwn = kOwnPieces * kPerKv;                                       // of a key, by one thread
+  static constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
+  static constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
+
+  // Shared memory, in floats.
+  static constexpr int kFloats =
+      (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
+
+  LF_DEVICE static Splits splits_of(int position, int window) {
+    const int first = window > 0 && position + 1 > window ? position + 1 - window : 0, keys = position + 1 - first;
+    const int wanted = smaller((keys + kSplitKeys - 1) / kSplitKeys, kMaxSplits), size = (keys + wanted - 1) / wanted;
+    return {first, size, (keys + size - 1) / size};
+  }
+
   const Params& p;
   const u64* qkv;  // board
   u64* parts;      // board [heads][kMaxSplits][kPartWords]
@@ -91,30 +94,26 @@ struct Attention {
     return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv;
   }
 
-  // Bias, norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
-  LF_DEVICE void norm_and_rotate(float* heads, int count, int kv_head) const {
-    const float* rotation = p.rotations + (i64)position * kHeadDim;
+  // Norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
+  LF_DEVICE void norm_and_rotate(float* heads, int count) const {
+    const float* rotation = p.rotations + Op::kRotations + (i64)position * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
       const bool is_key = h == kGroupHeads;
+      const bool normed = is_key ? Op::kKNormed : Op::kQNormed;
       float* x = heads + h * kHeadDim;
-      if (kQkvBias) {
-        const int row = is_key ? kHeads * kHeadDim + kv_head * kHeadDim : (kv_head * kGroupHeads + h) * kHeadDim;
-        const float* bias = p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + row;
-        for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) x[i] += bias[i];
-        sync_warp();
-      }
       float factor = 1;
-      const float* gains = (is_key ? p.k_norms : p.q_norms) + layer * kHeadDim;
-      if (kQkNorm) {
+      const float* gains = p.small + (is_key ? Op::k_norm(layer) : Op::q_norm(layer)) +
+                           (i64)(p.first_lane + lane_here) * (is_key ? Op::kKNormStride : Op::kQNormStride);
+      if (normed) {
         float sum = 0;
         for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
-        factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + kNormEps);
+        factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + (is_key ? Op::kKNormEps : Op::kQNormEps));
       }
       for (int i = warp_lane(); i < kHeadDim / 2; i += kWarpSize) {
         float even = x[2 * i] * factor, odd = x[2 * i + 1] * factor;
-        if (kQkNorm) even *= gains[2 * i], odd *= gains[2 * i + 1];
-        const float cosine = rotation[i], sine = rotation[kHeadDim / 2 + i];
-        const float scale = is_key ? 1.0f : kScoreScale;
+        if (normed) even *= gains[2 * i], odd *= gains[2 * i + 1];
+        const float cosine = Op::kRotated ? rotation[i] : 1.0f, sine = Op::kRotated ? rotation[kHeadDim / 2 + i] : 0.0f;
+        const float scale = is_key ? 1.0f : Op::kScale;
         x[2 * i] = (even * cosine - odd * sine) * scale;
         x[2 * i + 1] = (even * sine + odd * cosine) * scale;
       }
@@ -153,17 +152,15 @@ struct Attention {
       gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
     }
     sync_cta();
-    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head);
+    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads);
     if (newest) {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
       const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
-      const float* bias =
-          p.biases + ((i64)lane_here * kLayers + layer) * Qkv::kAllRows + (kHeads + kKvHeads + kv_head) * kHeadDim;
       for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
         float* new_key = heads + kGroupHeads * kHeadDim;
         new_key[i] = rounded(new_key[i]);
-        new_value[i] = rounded(kQkvBias ? new_value[i] + bias[i] : new_value[i]);
+        new_value[i] = rounded(new_value[i]);
         put_element<kCache>(keys, at + i, new_key[i]);
         put_element<kCache>(values, at + i, new_value[i]);
       }
@@ -294,7 +291,7 @@ struct Attention {
  public:
   // The attention's output [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it visible.
   LF_DEVICE void merge(const Splits& splits, float* out) const {
-    float* factors = scratch + kAttentionFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
+    float* factors = scratch + kFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
     for (int at = opaque(thread()); at < kHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;
       const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;

@@ -28,16 +28,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
     const int position = control.start + now.pass;
     decoder.embed(now.token, tag);
-    for (int layer = 0; layer < kLayers; layer++) {
-      watch.layer = layer;
-      decoder.qkv(layer, tag);
-      const Attention attention = decoder.attention(layer, position, tag);
-      const Splits splits = splits_of(position, kWindows[layer]);
-      decoder.attend(attention, splits);
-      decoder.out(attention, splits, tag, sequence);
-      decoder.gate_up(layer, tag);
-      decoder.down(layer, tag, sequence);
-    }
+    for (int layer = 0; layer < kLayers; layer++) decoder.run(layer, position, tag, sequence);
     stream.skip_padding(kLayerPadding);
     if (now.pass + 1 >= control.prompt) {
       decoder.final(tag, sequence);

@@ -13,12 +13,34 @@ namespace gpu {
 // Tags of a pass: the residual stream's edges, by time, and the last one of the head.
 constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
-enum Ops { kOpEmbed, kOpQkv, kOpAttend, kOpMerge, kOpOut, kOpGateUp, kOpDown, kOpFinal, kOpHead, kOpSample };
+// Names in a trace, as custom_calls/gpu/session.py has them; then those of the products.
+enum Names { kNameEmbed, kNameAttend, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameProduct };
 
-constexpr int kPartialFloats =
-    kWarps * larger_of(larger_of(kPaddedRows<Qkv>, kPaddedRows<Out>),
-                       larger_of(larger_of(kPaddedRows<GateUp>, kPaddedRows<Down>), kPaddedRows<Head>));
-constexpr int kScratchFloats = larger_of(kAttentionFloats, kSampleFloats);
+struct PaddedRows {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kIsProduct) return kPaddedRows<Op>;
+    return 0;
+  }
+};
+struct AttentionFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (!Op::kIsProduct) return Attention<Op>::kFloats;
+    return 0;
+  }
+};
+struct MergedFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (!Op::kIsProduct) return Op::kHeads * Op::kHeadDim;
+    return 0;
+  }
+};
+
+constexpr int kPartialFloats = kWarps * larger_of(most_of<PaddedRows>(Layers{}), kPaddedRows<Head>);
+constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
+constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }
 
 static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has a tag of its own");
@@ -29,10 +51,10 @@ struct Shared {
   int* end;
 
   static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) +
-                                 even(kHeads * kHeadDim) + even(Out::kRows) + even(kHistory * Out::kRows) +
+                                 even(kMergedFloats) + even(kStreamRows) + even(kHistory * kStreamRows) +
                                  2 * even(Head::kRows) + 2;
 
-  static_assert(kFloats == kSharedFloats, "gpu_layout.py counts otherwise");
+  static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
 
   LF_DEVICE Shared(float* at) {
     const auto take = [&](int n) {
@@ -43,14 +65,14 @@ struct Shared {
     scratch = take(kScratchFloats);  // first, for it holds 8-byte numbers
     partial[0] = take(kPartialFloats), partial[1] = take(kPartialFloats);
     squares[0] = take(kWarps), squares[1] = take(kWarps);
-    merged = take(kHeads * kHeadDim);
-    x = take(Out::kRows), history = take(kHistory * Out::kRows);
+    merged = take(kMergedFloats);
+    x = take(kStreamRows), history = take(kHistory * kStreamRows);
     logits = take(Head::kRows), z = take(Head::kRows);
     end = (int*)take(1);
   }
 };
 
-constexpr bool kHeadOfAll = kHeadType != 2 && kLanes > 1;  // it reads what the lanes have made together
+constexpr bool kHeadOfAll = Head::kKind != HeadKind::kVocabParallel && kLanes > 1;  // it reads what the lanes have made together
 
 struct Control {
   int prompt, start, limit;
@@ -66,8 +88,8 @@ class Decoder {
                  shared.history,
                  watch,
                  p.first_lane + lane_here,
-                 c * Out::kRows,
-                 rows_of(c * Out::kRows, Out::kRows, kHidden)},
+                 c * kStreamRows,
+                 rows_of(c * kStreamRows, kStreamRows, kHidden)},
         p_(p),
         shared_(shared),
         stream_(stream),
@@ -80,95 +102,34 @@ class Decoder {
   Residual residual;
 
   LF_DEVICE void embed(int token, u32 tag) {
-    const Clock clock(*this, kOpEmbed, -1);
+    const Clock clock(*this, kNameEmbed, -1);
     residual.begin(token);
     residual.publish(stream_board(0), tag);
     clock.end();
   }
 
-  LF_DEVICE void qkv(int layer, u32 tag) {
-    const Clock clock(*this, kOpQkv, layer);
-    float* partial = next_partial();
-    const FromBoard<Qkv> board = {stream_board(2 * layer), tag + 2 * layer, watch_};
-    product<Qkv>(stream_, partial, NormedFromBoard<Qkv>{board, norm(p_.attention_norms, layer), squares(turn_)});
-    sync_cta();
-    watch_.delay();
-    const float factor = norm_factor(squares(turn_));
-    const int first = c_ * Qkv::kRows, rows = rows_of(first, Qkv::kRows, Qkv::kAllRows);
-    for (int r = opaque(thread()); r < rows; r += kThreads)
-      store_word(boards_ + kQkvBoard + first + r, word_of(row_sum<Qkv>(partial, r) * factor, tag + layer));
-    clock.end();
+  // All ops of a layer.
+  LF_DEVICE void run(int layer, int position, u32 tag, u32 sequence) {
+    watch_.layer = layer;
+    run_layer(Layers{}, layer, position, tag, sequence);
   }
 
-  LF_DEVICE Attention attention(int layer, int position, u32 tag) const {
-    return {p_,       boards_ + kQkvBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer,
-            position, tag + layer};
-  }
-
-  LF_DEVICE void attend(const Attention& attention, const Splits& splits) {
-    const Clock clock(*this, kOpAttend, attention.layer);
-    attention.run(c_, splits);
-    clock.end();
-  }
-
-  LF_DEVICE void out(const Attention& attention, const Splits& splits, u32 tag, u32 sequence) {
-    const int layer = attention.layer;
-    const Clock merge_clock(*this, kOpMerge, layer);
-    attention.merge(splits, shared_.merged);
-    sync_cta();
-    merge_clock.end();
-
-    const Clock clock(*this, kOpOut, layer);
-    float* partial = next_partial();
-    product<Out>(stream_, partial, FromShared<Out>{shared_.merged});
-    sync_cta();
-    residual.template add_output<Out>(2 * layer, partial, sequence);
-    residual.publish(stream_board(2 * layer + 1), tag + 2 * layer + 1);
-    clock.end();
-  }
-
-  LF_DEVICE void gate_up(int layer, u32 tag) {
-    const Clock clock(*this, kOpGateUp, layer);
-    const int time = 2 * layer + 1;
-    float* partial = next_partial();
-    const FromBoard<GateUp> board = {stream_board(time), tag + time, watch_};
-    product<GateUp>(stream_, partial, NormedFromBoard<GateUp>{board, norm(p_.ffn_norms, layer), squares(turn_)});
-    sync_cta();
-    watch_.delay();
-    const float factor = norm_factor(squares(turn_));
-    constexpr int pairs = GateUp::kRows / 2;
-    const int first = c_ * pairs, count = rows_of(first, pairs, kFf);
-    for (int r = opaque(thread()); r < count; r += kThreads) {
-      const float gate = row_sum<GateUp>(partial, 2 * r) * factor, up = row_sum<GateUp>(partial, 2 * r + 1) * factor;
-      const float bounded = larger(gate, -87.0f);  // exp(87) is finite
-      store_word(boards_ + kHiddenBoard + first + r, word_of(gate / (1.0f + exp_of(-bounded)) * up, tag + layer));
-    }
-    clock.end();
-  }
-
-  LF_DEVICE void down(int layer, u32 tag, u32 sequence) {
-    const Clock clock(*this, kOpDown, layer);
-    const int time = 2 * layer + 1;
-    float* partial = next_partial();
-    product<Down>(stream_, partial, FromBoard<Down>{boards_ + kHiddenBoard, tag + layer, watch_});
-    sync_cta();
-    residual.template add_output<Down>(time, partial, sequence);
-    if (layer == kLayers - 1) residual.template apply<Down>(2 * kLayers, sequence);
-    residual.publish(stream_board(time + 1), tag + time + 1);
-    clock.end();
+  // One of them, by its place among them.
+  LF_DEVICE void run_one(int number, int layer, int position, u32 tag, u32 sequence) {
+    run_one_of(Layers{}, number, layer, position, tag, sequence);
   }
 
   // What a head over all lanes needs of them.
   LF_DEVICE void final(u32 tag, u32 sequence) {
-    const Clock clock(*this, kOpFinal, kLayers);
+    const Clock clock(*this, kNameFinal, kLayers);
     if (kHeadOfAll) meet_lanes(final_gains(), tag, sequence);
     clock.end();
   }
 
   // Logits of the CTA's rows into shared memory.
   LF_DEVICE void head(u32 tag, int rows) {
-    const Clock clock(*this, kOpHead, kLayers);
-    constexpr bool normed = !kHeadOfAll || kNormOfSum;
+    const Clock clock(*this, kNameHead, kLayers);
+    constexpr bool normed = !kHeadOfAll || Head::kNormOfSum;
     float* partial = next_partial();
     const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
     const FromBoard<Head> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
@@ -181,14 +142,14 @@ class Decoder {
     }
     if (!kSteps) stream_.skip_padding(kHeadPadding);
     sync_cta();
-    const float factor = normed ? norm_factor(squares) : 1.0f;
+    const float factor = normed ? norm_factor(squares, Head::kEps) : 1.0f;
     for (int r = opaque(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
     clock.end();
   }
 
   // The end of a pass: the token of the next one, which the prompt has or the sampler draws.
   LF_DEVICE void next(Sampler& sampler, const Control& control, u32 tag, Progress& now) {
-    const Clock clock(*this, kOpSample, kLayers);
+    const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
     if (now.pass + 1 < control.prompt) {
       if (const int end = sampler.meet(tag, parity)) now.end = end;
@@ -237,18 +198,116 @@ class Decoder {
     return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]);
   }
 
-  LF_DEVICE const float* final_gains() const {
-    return p_.final_norm + (kLaneFinalNorm ? (i64)lane_here_ * kHidden : 0);
+  // A small weight of this lane.
+  LF_DEVICE const float* small(int offset, int stride) const { return p_.small + offset + (i64)lane_ * stride; }
+  LF_DEVICE const float* final_gains() const { return small(Head::kNorm, Head::kNormStride); }
+
+  template <class Op>
+  LF_DEVICE float biased(float value, int layer, int row) const {
+    if constexpr (Op::kBiased) return value + small(Op::bias(layer), Op::kBiasStride)[row];
+    return value;
   }
 
-  LF_DEVICE const float* norm(const float* gains, int layer) const {
-    return gains + ((kLaneNorms ? (i64)lane_here_ * kLayers : 0) + layer) * kHidden;
+  template <class... Kind>
+  LF_DEVICE void run_layer(Kinds<Kind...>, int layer, int position, u32 tag, u32 sequence) {
+    const int kind = kind_of(layer);
+    int number = 0;
+    ((kind == number++ ? run_all(Kind{}, layer, position, tag, sequence) : void()), ...);
+  }
+  template <class... Op>
+  LF_DEVICE void run_all(Ops<Op...>, int layer, int position, u32 tag, u32 sequence) {
+    (run_op<Op>(layer, position, tag, sequence), ...);
+  }
+  template <class... Kind>
+  LF_DEVICE void run_one_of(Kinds<Kind...>, int wanted, int layer, int position, u32 tag, u32 sequence) {
+    const int kind = kind_of(layer);
+    int number = 0;
+    ((kind == number++ ? run_number(Kind{}, wanted, layer, position, tag, sequence) : void()), ...);
+  }
+  template <class... Op>
+  LF_DEVICE void run_number(Ops<Op...>, int wanted, int layer, int position, u32 tag, u32 sequence) {
+    int number = 0;
+    ((wanted == number++ ? run_op<Op>(layer, position, tag, sequence) : void()), ...);
+  }
+
+  template <class Op>
+  LF_DEVICE void run_op(int layer, int position, u32 tag, u32 sequence) {
+    if constexpr (Op::kIsProduct) {
+      multiply<Op>(layer, position, tag, sequence);
+    } else {
+      const Clock clock(*this, kNameAttend, layer);
+      attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
+      clock.end();
+    }
+  }
+
+  template <class Op>
+  LF_DEVICE Attention<Op> attention(int layer, int position, u32 tag) const {
+    return {p_,       boards_ + kProjectedBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer,
+            position, tag + layer};
+  }
+
+  template <class Op>
+  LF_DEVICE void multiply(int layer, int position, u32 tag, u32 sequence) {
+    if constexpr (Op::kReads == Value::kAttended) {
+      using Attended = typename Op::Attended;
+      const Clock clock(*this, kNameMerge, layer);
+      attention<Attended>(layer, position, tag)
+          .merge(Attention<Attended>::splits_of(position, Attended::window(layer)), shared_.merged);
+      sync_cta();
+      clock.end();
+    }
+    const Clock clock(*this, kNameProduct + Op::kName, layer);
+    const int time = 2 * layer + Op::kModule;
+    float* partial = next_partial();
+    if constexpr (Op::kReads == Value::kStream) {
+      const FromBoard<Op> board = {stream_board(time), tag + time, watch_};
+      const float* gains = small(Op::norm(layer), Op::kNormStride);
+      product<Op>(stream_, partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
+    } else if constexpr (Op::kReads == Value::kAttended) {
+      product<Op>(stream_, partial, FromShared<Op>{shared_.merged});
+    } else {
+      product<Op>(stream_, partial, FromBoard<Op>{boards_ + kHiddenBoard, tag + layer, watch_});
+    }
+    sync_cta();
+    if constexpr (Op::kWrites == Value::kOutput) {
+      residual.add_output(time, sequence,
+                          [&](int r) { return biased<Op>(row_sum<Op>(partial, r), layer, residual.first + r); });
+      if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, sequence);
+      residual.publish(stream_board(time + 1), tag + time + 1);
+    } else {
+      watch_.delay();
+      write<Op>(partial, layer, tag + layer);
+    }
+    clock.end();
+  }
+
+  // The CTA's rows of a product under a norm, for all CTAs of the lane.
+  template <class Op>
+  LF_DEVICE void write(const float* partial, int layer, u32 tag) {
+    constexpr bool gated = Op::kActivation == Activation::kSiluGated;
+    constexpr int own = gated ? Op::kRows / 2 : Op::kRows;
+    u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
+    const float factor = norm_factor(squares(turn_), Op::kEps);
+    const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
+    for (int r = opaque(thread()); r < count; r += kThreads) {
+      float value;
+      if constexpr (gated) {  // the rows of gate and up take turns
+        const float gate = biased<Op>(row_sum<Op>(partial, 2 * r) * factor, layer, first + r),
+                    up = biased<Op>(row_sum<Op>(partial, 2 * r + 1) * factor, layer, Op::kChannels + first + r);
+        const float bounded = larger(gate, -87.0f);  // exp(87) is finite
+        value = gate / (1.0f + exp_of(-bounded)) * up;
+      } else {
+        value = biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r);
+      }
+      store_word(board + first + r, word_of(value, tag));
+    }
   }
 
   // What a head over all lanes reads: the mean of their norms, the sum of their streams, or their norms end to end.
   LF_DEVICE void meet_lanes(const float* gains, u32 tag, u32 sequence) {
     float factor = 1;
-    if (!kNormOfSum) {
+    if (!Head::kNormOfSum) {
       float sum = 0;
       float* squares = this->squares(turn_ ^ 1);
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
@@ -260,25 +319,25 @@ class Decoder {
       sum = sum_over_warp(sum);
       if (warp_lane() == 0) squares[warp()] = sum;
       sync_cta();
-      factor = norm_factor(squares);
+      factor = norm_factor(squares, Head::kEps);
     }
     watch_.delay();
     residual.each([&](int r) {
       const int row = residual.first + r;
       LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, row,
-                         kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
+                         Head::kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
     });
     residual.each([&](int r) {
       const int row = residual.first + r;
       float values[kLanes];
       LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, row, values, watch_, kAtLanding);
-      if (kHeadType == 1) {
+      if (Head::kKind == HeadKind::kLane) {
         LF_UNROLL for (int l = 0; l < kLanes; l++)
             store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
       } else {
         float total = values[0];
         LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
-        store_word(boards_ + kHeadBoard + row, word_of(kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
+        store_word(boards_ + kHeadBoard + row, word_of(Head::kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
       }
     });
   }
@@ -294,8 +353,8 @@ class Decoder {
 
 LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
   const int place = lane * kCtas + c;
-  const int first = kHeadType == 2 ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
-  const int rows = Decoder::rows_of(first, Head::kRows, kHeadType == 2 ? (lane + 1) * (kVocab / kLanes) : kVocab);
+  const int first = Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
+  const int rows = Decoder::rows_of(first, Head::kRows, Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
   return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
 

@@ -29,8 +29,8 @@ struct Host {
   unsigned ended;  // the first pass tag of the last call that has ended
 };
 
-// What a launch of steps.cu does: one op, of one layer where it has one.
-enum Steps { kStepBegin, kStepEmbed, kStepQkv, kStepAttend, kStepOut, kStepGateUp, kStepDown, kStepFinal, kStepHead };
+// What a launch of steps.cu does. kStepOp and those after it: the first, second, ... op of a layer.
+enum Steps { kStepBegin, kStepEmbed, kStepFinal, kStepHead, kStepOp };
 
 // How far an answer has come; every CTA knows.
 struct Progress {
@@ -46,15 +46,10 @@ struct Span {
 
 struct Params {
   // Of the model, on this device: its own lanes first.
-  const void* weights;           // [lanes here][CTAs][warps][lines of a pass][warp size] of 16 bytes
-  const void* embedding;         // [vocab][hidden]
-  const float* attention_norms;  // [lanes here or 1][layers][hidden]
-  const float* ffn_norms;
-  const float* final_norm;  // [lanes here or 1][hidden]
-  const float* biases;      // [lanes here][layers][qkv rows]
-  const float* q_norms;     // [layers][head_dim]
-  const float* k_norms;
-  const float* rotations;  // [context][2][head_dim / 2]: cosines and sines
+  const void* weights;     // [lanes here][CTAs][warps][lines of a pass][warp size] of 16 bytes
+  const void* embedding;   // [vocab][hidden]
+  const float* small;      // norm gains and biases of all lanes, at the offsets that model.h has
+  const float* rotations;  // tables [context][2][head_dim / 2] of cosines and sines
 
   // Of the call.
   const int* prompt;

@@ -175,10 +175,10 @@ struct NormedFromBoard {
   }
 };
 
-LF_DEVICE float norm_factor(const float* squares) {
+LF_DEVICE float norm_factor(const float* squares, float eps) {
   float sum = 0;
   LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
-  return rsqrt_of(sum / (float)kHidden + kNormEps);
+  return rsqrt_of(sum / (float)kHidden + eps);
 }
 
 // A vector that lies in shared memory.

@@ -23,7 +23,7 @@ struct Residual {
   // Threads' own rows.
   template <class Body>
   LF_DEVICE void each(Body body) const {
-    if constexpr (Out::kRows <= kThreads) {
+    if constexpr (kStreamRows <= kThreads) {
       const int r = opaque(thread());
       if (r < count) body(r);
     } else {
@@ -35,20 +35,19 @@ struct Residual {
     each([&](int r) { x[r] = element<kEmbedding>(p.embedding, (i64)token * kHidden + first + r); });
   }
 
-  // Module `time` has come to its end.
-  template <class Shape>
-  LF_DEVICE void add_output(int time, const float* partial, u32 sequence) {
-    each([&](int r) { history[time % kHistory * Shape::kRows + r] = row_sum<Shape>(partial, r); });
-    if (kExchanged) send<Shape>(time, sequence);
-    apply<Shape>(time, sequence);
+  // Module `time` has ended; value(r): a row of its output.
+  template <class Rows>
+  LF_DEVICE void add_output(int time, u32 sequence, Rows value) {
+    each([&](int r) { history[time % kHistory * kStreamRows + r] = value(r); });
+    if (kExchanged) send(time, sequence);
+    apply(time, sequence);
   }
 
-  template <class Shape>
   LF_DEVICE void apply(int time, u32 sequence) {
     for (int e = kEventsAt[time]; e < kEventsAt[time + 1]; e++) {
       const Event& event = kEvents[e];
       if (event.landing < 0) {
-        each([&](int r) { x[r] += event.weight * output<Shape>(event.module, r); });
+        each([&](int r) { x[r] += event.weight * output(event.module, r); });
         continue;
       }
       const Sum& sum = kSums[event.landing];
@@ -63,14 +62,14 @@ struct Residual {
           total = shares[0];
           LF_UNROLL for (int l = 1; l < kLanes; l++) total += shares[l];
         } else {
-          total = share<Shape>(sum, r);
+          total = share(sum, r);
         }
         if (sum.stream_mean) {
           x[r] = total;
           return;
         }
         for (int i = event.parts; i < event.parts + event.num_parts; i++)
-          total -= kParts[i].weight * output<Shape>(kParts[i].module, r);
+          total -= kParts[i].weight * output(kParts[i].module, r);
         x[r] += total;
       });
     }
@@ -83,27 +82,24 @@ struct Residual {
   }
 
  private:
-  template <class Shape>
   LF_DEVICE float output(int module, int r) const {
-    return history[module % kHistory * Shape::kRows + r];
+    return history[module % kHistory * kStreamRows + r];
   }
 
-  template <class Shape>
   LF_DEVICE float share(const Sum& sum, int r) const {
     float total = 0;
     for (int i = sum.parts; i < sum.parts + sum.num_parts; i++)
-      total += kParts[i].weight * output<Shape>(kParts[i].module, r);
+      total += kParts[i].weight * output(kParts[i].module, r);
     return sum.stream_mean ? total + x[r] / (float)kLanes : total;
   }
 
-  template <class Shape>
   LF_DEVICE void send(int time, u32 sequence) {
     for (int s = 0; s < kNumSums; s++) {
       const Sum& sum = kSums[s];
       if (sum.complete_at != time) continue;
       watch.delay();
       each([&](int r) {
-        if (first + r < sum.width) LaneExchange::push(p, kMailAt, sequence + s, lane, first + r, share<Shape>(sum, r));
+        if (first + r < sum.width) LaneExchange::push(p, kMailAt, sequence + s, lane, first + r, share(sum, r));
       });
     }
   }

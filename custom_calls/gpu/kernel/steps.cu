@@ -7,30 +7,48 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kOutAt = Qkv::kLines, kGateUpAt = kOutAt + Out::kLines, kDownAt = kGateUpAt + GateUp::kLines;
-constexpr int kLinesOfLayer = kDownAt + Down::kLines, kKeptRows = 1 + kHistory;
+constexpr int kKeptRows = 1 + kHistory;
 
-// The op's weights in a pass.
-LF_DEVICE Stretch weights_of(int op, int layer) {
-  const u32 at = layer * kLinesOfLayer;
-  switch (op) {
-    case kStepQkv: return {at, Qkv::kLines};
-    case kStepOut: return {at + kOutAt, Out::kLines};
-    case kStepGateUp: return {at + kGateUpAt, GateUp::kLines};
-    case kStepDown: return {at + kDownAt, Down::kLines};
-    case kStepHead: return {kLayerLines, Head::kLines};
-    default: return {0, 0};
-  }
+// What a launch must know of its op.
+struct Step {
+  Stretch weights;  // in a pass
+  bool adds_output;
+};
+
+template <class Op>
+LF_DEVICE Step step_of(u32 line) {
+  if constexpr (Op::kIsProduct) return {{line + Op::kFirstLine, Op::kLines}, Op::kWrites == Value::kOutput};
+  return {{0, 0}, false};
+}
+template <class... Op>
+LF_DEVICE Step step_of(Ops<Op...>, int wanted, u32 line) {
+  Step found = {{0, 0}, false};
+  int number = 0;
+  ((wanted == number++ ? void(found = step_of<Op>(line)) : void()), ...);
+  return found;
+}
+template <class... Kind>
+LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
+  Step found = {{0, 0}, false};
+  const int kind = kind_of(layer);
+  int number = 0;
+  ((kind == number++ ? void(found = step_of(Kind{}, wanted, first_line(layer))) : void()), ...);
+  return found;
+}
+LF_DEVICE Step step_of(int step, int layer) {
+  if (step >= kStepOp) return step_of(Layers{}, step - kStepOp, layer);
+  if (step == kStepHead) return {{kLayerLines, Head::kLines}, false};
+  return {{0, 0}, false};
 }
 
 // The CTA's rows of the residual stream, and of the last modules' outputs, stay in memory between launches.
-LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptRows * Out::kRows; }
+LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptRows * kStreamRows; }
 
 LF_DEVICE void recall(const Params& p, const Residual& residual) {
   const float* kept = kept_by(p);
   residual.each([&](int r) {
     residual.x[r] = kept[r];
-    LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * Out::kRows + r] = kept[(h + 1) * Out::kRows + r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * kStreamRows + r] = kept[(h + 1) * kStreamRows + r];
   });
 }
 
@@ -38,13 +56,14 @@ LF_DEVICE void keep(const Params& p, const Residual& residual) {
   float* kept = kept_by(p);
   residual.each([&](int r) {
     kept[r] = residual.x[r];
-    LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * Out::kRows + r] = residual.history[h * Out::kRows + r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * kStreamRows + r] = residual.history[h * kStreamRows + r];
   });
 }
 
 LF_KERNEL void laneformer_step(LF_PARAMS p) {
   LF_SHARED(memory);
-  Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), weights_of(p.op, p.layer));
+  const Step step = step_of(p.op, p.layer);
+  Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), step.weights);
   meet_launches();
   Shared shared((float*)(memory + kRingBytes + kBarrierBytes));
   const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
@@ -70,21 +89,6 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       decoder.embed(now.token, tag);
       keep(p, decoder.residual);
       break;
-    case kStepQkv: decoder.qkv(layer, tag); break;
-    case kStepAttend:
-      decoder.attend(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer]));
-      break;
-    case kStepOut:
-      recall(p, decoder.residual);
-      decoder.out(decoder.attention(layer, position, tag), splits_of(position, kWindows[layer]), tag, sequence);
-      keep(p, decoder.residual);
-      break;
-    case kStepGateUp: decoder.gate_up(layer, tag); break;
-    case kStepDown:
-      recall(p, decoder.residual);
-      decoder.down(layer, tag, sequence);
-      keep(p, decoder.residual);
-      break;
     case kStepFinal:
       recall(p, decoder.residual);
       if (draws) decoder.final(tag, sequence);
@@ -105,7 +109,12 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       decoder.next(sampler, control, tag, now);
       if (now.over) finish(p, control, now);
       if (thread() == 0) p.progress[cta()] = now;
+      break;
     }
+    default:
+      if (step.adds_output) recall(p, decoder.residual);
+      decoder.run_one(op - kStepOp, layer, position, tag, sequence);
+      if (step.adds_output) keep(p, decoder.residual);
   }
 }
 

@@ -10,8 +10,8 @@ import pytest
 
 from configs.models import LANEFORMER_2B
 from custom_calls.gpu import compile as gpu_build
+from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout
-from custom_calls.gpu.shapes import Shapes, windows_of
 from infer.engine.native import plan_of
 from laneformer import Precision
 
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.slow
 def header(machine, lanes_here: int, dtype: str) -> str:
     config = LANEFORMER_2B
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
-    plan = plan_of(source)
-    return Layout(Shapes.of(plan), plan.schedule, windows_of(plan), machine, lanes_here).header
+    return model_header(Layout(plan_of(source), machine, lanes_here))
 
 
 @cache

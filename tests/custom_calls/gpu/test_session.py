@@ -21,6 +21,7 @@ from custom_calls.gpu import layout as gpu_layout
 from custom_calls.gpu import session as gpu_session
 from custom_calls.gpu.layout import H200, Machine
 from infer.sampling import sample
+from laneformer.ops import ProductName
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
 from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some
@@ -375,9 +376,11 @@ def test_a_cache_with_more_positions_than_the_context(model, session, call):
 def test_names_are_those_of_the_kernels_headers(session):
     def enum(header, name):
         words = re.search(rf"enum {name} {{(.*?)}}", (gpu_build.SOURCES / header).read_text(), re.DOTALL)[1]
-        return [re.sub(r"(?<!^)([A-Z])", r"_\1", word).lower() for word in re.findall(r"k(?:Op|Step)(\w+)", words)]
+        return [word.lower() for word in re.findall(r"k(?:Name|Step)(\w+)", words)]
 
-    assert tuple(enum("decoder.h", "Ops")) == session.ops and tuple(enum("params.h", "Steps")) == gpu_layout.STEPS
+    *names, product = enum("decoder.h", "Names")
+    assert product == "product" and session.ops == (*names, *(name.name.lower() for name in ProductName))
+    assert tuple(enum("params.h", "Steps")) == gpu_layout.STEPS
     limits = re.search(r"kMaxLayers = (\d+), kMaxDevices = (\d+)", (gpu_build.SOURCES / "params.h").read_text())
     assert tuple(map(int, limits.groups())) == (gpu_session.MOST_LAYERS, gpu_session.MOST_DEVICES)
 

@@ -81,7 +81,12 @@ struct Still {
 bool in_turn(const laneformer::gpu::Params& p) {
   using namespace laneformer::gpu;
   if (!kSteps || reading || p.op == kStepBegin || p.op == kStepHead) return false;
-  return kLanes == 1 || p.op == kStepEmbed || p.op == kStepQkv || p.op == kStepAttend || p.op == kStepGateUp;
+  if (kLanes == 1 || p.op == kStepEmbed) return true;
+#if LF_STEPS
+  return p.op >= kStepOp && !step_of(p.op, p.layer).adds_output;
+#else
+  return false;
+#endif
 }
 
 void leave() { laneformer_switch(&self->stack_pointer, main_stack); }

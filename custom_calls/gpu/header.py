@@ -1,0 +1,231 @@
+"""The header model.h, for which the kernel is compiled.
+
+It has the numbers of a layout, a struct for each op of each kind of layer, whose constants say what the op reads, how
+it is tiled and where its small weights are, and the list of each kind's ops (custom_calls/gpu/kernel/ops.h).
+"""
+
+import math
+from collections.abc import Iterator
+from enum import IntEnum
+
+import numpy as np
+
+from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
+from laneformer.ops import Activation, Attend, HeadKind, Norm, Product, Value, Weight
+
+
+def model_header(layout: Layout) -> str:
+    """The file model.h for a layout."""
+    ops = layout.plan.ops
+    numbers = {
+        "Lanes": layout.lanes,
+        "LanesHere": layout.lanes_here,
+        "PeerCtas": layout.peer_ctas,
+        "Ctas": layout.ctas,
+        "Warps": layout.machine.warps,
+        "Layers": layout.num_layers,
+        "Hidden": layout.hidden,
+        "StreamRows": layout.stream_rows,
+        "Vocab": ops.vocab_size,
+        "SlotLines": SLOT_LINES,
+        "Slots": layout.slots,
+        "BarrierBytes": layout.barrier_bytes,
+        "LayerLines": layout.layer_lines,
+        "HeadLines": layout.head_lines,
+        "LayerPadding": layout.layer_lines - layout.layer_starts[-1],
+        "HeadPadding": layout.head_lines - layout.head.lines,
+        "SharedFloats": layout.shared_floats,
+        "SplitKeys": SPLIT_KEYS,
+        "MailSlots": layout.mail_slots,
+        "PassTags": layout.pass_tags,
+        "History": layout.table.history,
+        "NumSums": len(layout.table.sums),
+        "LaneWords": layout.lane_words,
+    }
+    numbers |= layout.places(layout.boards())[0]
+    numbers |= {f"{name}At": place for name, place in layout.places(layout.shared())[0].items()}
+    any_mean = any(total.stream_mean for total in layout.table.sums)
+    dtypes = {
+        "Weights": layout.plan.weight_dtype,
+        "Embedding": layout.plan.weight_dtype,
+        "Cache": layout.plan.cache_dtype,
+    }
+    functions = [
+        _by_layer("kind_of", dict(enumerate(layout.kind_of)), layout.num_layers),
+        _by_layer("first_line", dict(enumerate(layout.layer_starts[:-1])), layout.num_layers),
+    ]
+    lines = [
+        "// Written by custom_calls/gpu/header.py.",
+        "#pragma once",
+        '#include "ops.h"',
+        "namespace laneformer {",
+        "namespace gpu {",
+        *(_enumeration(names) for names in (Value, Activation, HeadKind)),
+        *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
+        f"constexpr bool kAnyMean = {_literal(any_mean)};",
+        *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
+        *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
+        *_head_struct(layout),
+        f"using Layers = Kinds<{', '.join(f'Kind{index}' for index in range(len(layout.kinds)))}>;",
+        *(line for before, function in functions for line in (*before, function)),
+        "struct Event { int landing, module; float weight; int parts, num_parts; };",
+        "struct Sum { int width, complete_at; bool stream_mean; int parts, num_parts; };",
+        "struct Part { int module; float weight; };",
+        *_tables(layout),
+        "}  // namespace gpu",
+        "}  // namespace laneformer",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head_struct(layout: Layout) -> Iterator[str]:
+    head = layout.plan.ops.head
+    own = {"Kind": head.kind, "Norm": _at(layout, head.norm.gain), "NormOfSum": head.norm_of_sum}
+    return _struct("Head", layout.head.fields | own | _norm_fields(layout, head.norm), {}, {}, layout.num_layers)
+
+
+def _structs(layout: Layout, index: int) -> Iterator[str]:
+    """A struct for each op of a kind of layers, and their list."""
+    kind, names, attended = layout.kinds[index], [], None
+    for number, op in enumerate(kind.ops):
+        name = f"{_name(op.name) if isinstance(op, Product) else 'Attend'}{index}"
+        names.append(name)
+        of_layers = {layer: layout.plan.ops.layers[layer].ops[number] for layer in kind.layers}
+        fields = {"Module": kind.modules[number], "IsProduct": isinstance(op, Product)}
+        if isinstance(op, Attend):
+            attended = name
+            yield from _attend_struct(layout, name, fields, of_layers)
+        else:
+            fields["FirstLine"] = kind.lines_before(number)
+            yield from _product_struct(layout, name, fields | kind.tilings[number].fields, of_layers, attended)
+    yield f"using Kind{index} = Ops<{', '.join(names)}>;"
+
+
+def _product_struct(layout: Layout, name: str, fields: dict, of_layers: dict, attended: str | None) -> Iterator[str]:
+    op = next(iter(of_layers.values()))
+    functions = {}
+    fields |= {
+        "Name": int(op.name),
+        "Channels": op.channels,
+        "Reads": op.reads,
+        "Writes": op.writes,
+        "Activation": op.activation,
+        "Normed": op.norm is not None,
+        "Biased": op.matrices[0].bias is not None,
+    }
+    if op.norm:
+        fields |= _norm_fields(layout, op.norm)
+        functions["norm"] = {layer: _at(layout, own.norm.gain) for layer, own in of_layers.items()}
+    if op.matrices[0].bias:
+        fields["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
+        functions["bias"] = {layer: _at(layout, own.matrices[0].bias) for layer, own in of_layers.items()}
+    aliases = {"Attended": attended} if op.reads is Value.ATTENDED else {}
+    yield from _struct(name, fields, functions, aliases, layout.num_layers)
+
+
+def _attend_struct(layout: Layout, name: str, fields: dict, of_layers: dict) -> Iterator[str]:
+    op = next(iter(of_layers.values()))
+    functions = {"window": {layer: own.window or 0 for layer, own in of_layers.items()}}
+    fields |= {
+        "Heads": op.heads,
+        "KvHeads": op.kv_heads,
+        "HeadDim": op.head_dim,
+        "MaxSplits": layout.max_splits(op),
+        "Scale": _score_scale(op.scale),
+        "Rotated": op.rotary is not None,
+        "Rotations": layout.rotations.get((op.rotary, op.head_dim), 0),
+    }
+    for side in ("q_norm", "k_norm"):
+        norm, title = getattr(op, side), side.title().replace("_", "")
+        fields |= {f"{title}ed": norm is not None, f"{title}Eps": norm.eps if norm else 0.0}
+        fields[f"{title}Stride"] = layout.plan.places[norm.gain.path].stride if norm else 0
+        functions[side] = {
+            layer: _at(layout, getattr(own, side).gain) if norm else 0 for layer, own in of_layers.items()
+        }
+    yield from _struct(name, fields, functions, {}, layout.num_layers)
+
+
+def _at(layout: Layout, weight: Weight) -> int:
+    return layout.plan.places[weight.path].offset
+
+
+def _norm_fields(layout: Layout, norm: Norm) -> dict:
+    return {"NormStride": layout.plan.places[norm.gain.path].stride, "Eps": norm.eps}
+
+
+def _tables(layout: Layout) -> Iterator[str]:
+    parts: list[tuple[int, float]] = []
+
+    def place(pairs) -> tuple[int, int]:
+        parts.extend(pairs)
+        return len(parts) - len(pairs), len(pairs)
+
+    events, starts = [], [0]
+    for at_time in layout.table.events:
+        for event in at_time:
+            first, count = place(event.apart)
+            events.append(f"{{{event.payload}, {event.module}, {_literal(event.weight)}, {first}, {count}}}")
+        starts.append(len(events))
+    sums = []
+    for total in layout.table.sums:
+        first, count = place(total.parts)
+        sums.append(f"{{{total.width}, {total.complete_at}, {int(total.stream_mean)}, {first}, {count}}}")
+    yield f"LF_CONSTANT int kEventsAt[] = {{{', '.join(map(str, starts))}}};"
+    yield f"LF_CONSTANT Event kEvents[] = {{{', '.join(events) or '{}'}}};"
+    yield f"LF_CONSTANT Sum kSums[] = {{{', '.join(sums) or '{}'}}};"
+    yield f"LF_CONSTANT Part kParts[] = {{{', '.join(f'{{{m}, {_literal(w)}}}' for m, w in parts) or '{}'}}};"
+
+
+def _score_scale(scale: float) -> float:
+    """The factor on scores in units of log 2. Where it is 1 / sqrt(n), rounded to float32, it is rounded only once."""
+    n = round(scale**-2)
+    if n > 0 and np.float32(1) / np.sqrt(np.float32(n)) == np.float32(scale):
+        return math.log2(math.e) / math.sqrt(n)
+    return math.log2(math.e) * scale
+
+
+def _name(member) -> str:
+    """GATE_UP -> GateUp."""
+    return member.name.title().replace("_", "")
+
+
+def _enumeration(members) -> str:
+    return f"enum class {members.__name__} {{ {', '.join(f'k{_name(m)} = {int(m)}' for m in members)} }};"
+
+
+def _literal(value) -> str:
+    if isinstance(value, IntEnum):
+        return f"{type(value).__name__}::k{_name(value)}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{float(np.float32(value)).hex()}f" if isinstance(value, float) else str(value)
+
+
+def _by_layer(name: str, values: dict[int, int], layers: int, prefix: str = "") -> tuple[list[str], str]:
+    """A function of the layer: lines before it, and itself. Values in equal steps need no table."""
+    numbers, at = list(values), list(values.values())
+    step = (at[-1] - at[0]) // (numbers[-1] - numbers[0]) if len(at) > 1 else 0
+    if at == [at[0] + step * (number - numbers[0]) for number in numbers]:
+        start = at[0] - step * numbers[0]
+        result, before = str(start) + (f" + {step} * layer" if step else ""), []
+    else:
+        table = f"k{prefix}{name.title().replace('_', '')}"
+        listed = ", ".join(str(values.get(layer, 0)) for layer in range(layers))
+        result, before = f"{table}[layer]", [f"LF_CONSTANT int {table}[] = {{{listed}}};"]
+    return before, f"LF_DEVICE int {name}(int{' layer' if 'layer' in result else ''}) {{ return {result}; }}"
+
+
+def _struct(name: str, constants: dict, functions: dict, aliases: dict, layers: int) -> Iterator[str]:
+    """constants: by name; functions: of the layer, their values by layer; aliases: of types."""
+    members = []
+    for function, values in functions.items():
+        before, member = _by_layer(function, values, layers, name)
+        yield from before
+        members.append(f"  static {member}")
+    yield f"struct {name} {{"
+    for constant, value in constants.items():
+        kind = type(value).__name__
+        yield f"  static constexpr {kind} k{constant} = {_literal(value)};"
+    yield from (f"  using {alias} = {target};" for alias, target in aliases.items())
+    yield from members
+    yield "};"

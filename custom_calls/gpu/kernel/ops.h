@@ -1,0 +1,31 @@
+// Lists of ops. model.h, which custom_calls/gpu/layout.py writes, has a struct of constants for each op of each kind of
+// layer, the ops of a kind as Ops<...>, and all kinds as Layers = Kinds<...>.
+#pragma once
+
+#include "numbers.h"
+
+namespace laneformer {
+namespace gpu {
+
+template <class... Op>
+struct Ops {};
+
+template <class... Kind>
+struct Kinds {};
+
+// The largest Measure::of<Op>() of all ops.
+template <class Measure, class... Op>
+constexpr int most_of(Ops<Op...>) {
+  int most = 0;
+  ((most = larger_of(most, Measure::template of<Op>())), ...);
+  return most;
+}
+template <class Measure, class... Kind>
+constexpr int most_of(Kinds<Kind...>) {
+  int most = 0;
+  ((most = larger_of(most, most_of<Measure>(Kind{}))), ...);
+  return most;
+}
+
+}  // namespace gpu
+}  // namespace laneformer
