@@ -27,39 +27,6 @@ class NativeError(RuntimeError):
     """The native library cannot be used, or has refused a call; the message says why."""
 
 
-class GpuModel(ctypes.Structure):
-    """`LaneformerGpuModel` of gpu/host/session.h, field by field."""
-
-    _fields_ = (
-        [
-            (name, ctypes.c_int32)
-            for name in (
-                "layers",
-                "lanes",
-                "lanes_here",
-                "ctas",
-                "threads",
-                "shared_bytes",
-                "vocab",
-                "context",
-                "kv_heads",
-                "head_dim",
-                "cache_dtype",
-                "weight_dtype",
-                "pass_tags",
-                "exchanges",
-            )
-        ]
-        + [(name, ctypes.c_int64) for name in ("lane_words", "shared_words", "packed_elements")]
-        + [("driver", ctypes.c_char_p), ("library", ctypes.c_char_p), ("image", ctypes.c_char_p)]
-        + [("grid", ctypes.c_int32), ("peer_delay_us", ctypes.c_int32), ("steps", ctypes.c_void_p)]
-        + [(name, ctypes.c_int32) for name in ("num_steps", "overlapping", "kept_floats")]
-        + [("devices", ctypes.c_void_p), ("places", ctypes.c_void_p)]
-        + [(name, ctypes.c_int32) for name in ("num_devices", "all_devices", "timeout_ms", "chaos_us")]
-    )
-
-
-# What a worker or a CTA did, for the trace: `Span` of cpu/decoder.h and of gpu/kernel/params.h.
 SPAN = np.dtype([("op", np.int32), ("layer", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
 
 _ID, _INT, _LONG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -80,7 +47,7 @@ _FUNCTIONS = {
     "read_pass": (ctypes.c_double, _ID),
     "trace": (None, _ID, _LONG),
     "spans": (_LONG, _ID, _INT, _POINTER, _LONG),
-    "gpu_open": (_ID, ctypes.POINTER(GpuModel), *_ERROR),
+    "gpu_open": (_ID, *[ctypes.c_char_p] * 4, *_ERROR),
     "gpu_close": (None, _ID),
     "gpu_export": (_ID, _ID, _POINTER, *_ERROR),
     "gpu_connect": (_ID, _ID, _POINTER, *_ERROR),

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine, Tiling
-from custom_calls.library import EMULATED, SPAN, TARGET, GpuModel, NativeError, call
+from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import DecodeSession
 from laneformer.ops import HeadKind, Product, ProductName, Rotary
@@ -155,46 +156,38 @@ class GpuSession(DecodeSession):
     ) -> None:
         """This process's part of the session."""
         layout, plan = self.layout, self.layout.plan
-        attend = plan.attends[0]
-        places = np.array(self._places, np.int32)
-        ordinals = np.array([devices[place].local_hardware_id for place in self._places], np.int32)
-        steps = np.array(() if launch == "persistent" else layout.steps, np.int32)
+        steps = [] if launch == "persistent" else layout.steps
         self.launches_per_token = len(steps)  # 0: there is one for all of them
-        model = GpuModel(
-            layers=layout.num_layers,
-            lanes=layout.lanes,
-            lanes_here=layout.lanes_here,
-            ctas=layout.ctas,
-            threads=layout.threads,
-            shared_bytes=layout.shared_bytes,
-            vocab=plan.ops.vocab_size,
-            context=plan.ops.context,
-            kv_heads=attend.kv_heads,
-            head_dim=attend.head_dim,
-            cache_dtype=int(plan.cache_dtype),
-            weight_dtype=int(plan.weight_dtype),
-            pass_tags=layout.pass_tags,
-            exchanges=len(layout.table.sums) + 1,
-            lane_words=layout.lane_words,
-            shared_words=layout.shared_words,
-            packed_elements=int(np.prod(layout.packed_shape)) // len(devices),
-            driver=platform.encode(),
-            library=str(driver).encode() if driver else None,
-            image=compiled,
-            grid=layout.grid,
-            peer_delay_us=peer_delay_us,
-            steps=steps.ctypes.data,
-            num_steps=len(steps),
-            overlapping=launch == "overlapping graph",
-            kept_floats=layout.kept_floats,
-            devices=ordinals.ctypes.data,
-            places=places.ctypes.data,
-            num_devices=len(places),
-            all_devices=len(devices),
-            timeout_ms=timeout_ms,
-            chaos_us=chaos_us,
-        )
-        self._open(plan, timeout_ms, ctypes.byref(model))
+        numbers = {
+            "lanes_here": layout.lanes_here,
+            "vocab": plan.ops.vocab_size,
+            "context": plan.ops.context,
+            "kv_heads": [attend.kv_heads for attend in plan.attends],
+            "head_dims": [attend.head_dim for attend in plan.attends],
+            "cache_dtype": int(plan.cache_dtype),
+            "weight_dtype": int(plan.weight_dtype),
+            "packed_elements": math.prod(layout.packed_shape) // len(devices),
+            "ctas": layout.ctas,
+            "grid": layout.grid,
+            "threads": layout.threads,
+            "shared_bytes": layout.shared_bytes,
+            "lane_words": layout.lane_words,
+            "shared_words": layout.shared_words,
+            "pass_tags": layout.pass_tags,
+            "exchanges": len(layout.table.sums) + 1,
+            "steps": [word for step in steps for word in step],
+            "overlapping": int(launch == "overlapping graph"),
+            "kept_floats": layout.kept_floats,
+            "devices": [devices[place].local_hardware_id for place in self._places],
+            "places": self._places,
+            "all_devices": len(devices),
+            "timeout_ms": timeout_ms,
+            "chaos_us": chaos_us,
+            "peer_delay_us": peer_delay_us,
+        }
+        lines = (f"{name} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in numbers.items())
+        library = str(driver).encode() if driver else None
+        self._open(plan, timeout_ms, "\n".join(lines).encode(), platform.encode(), library, compiled)
 
     def _connect(self, digest: str) -> None:
         """Gives this process's memory to the others and opens theirs, where there are others."""

@@ -28,16 +28,17 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
                   ffi::RemainingRets caches_after) {
   const std::shared_ptr<Session> session = sessions.find(id);
   if (!session) return wrong("the decode session " + std::to_string(id) + " was closed");
-  const LaneformerGpuModel& model = session->model();
+  const Model& model = session->model();
+  const int num_devices = (int)model.devices.size();
   const bool known = device < (int32_t)position_of_device.size();
-  const int position = model.num_devices == 1 ? 0 : known ? position_of_device[(size_t)device] : -1;
-  if (position < 0 || position >= devices || devices != model.num_devices)
-    return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(model.num_devices) +
+  const int position = num_devices == 1 ? 0 : known ? position_of_device[(size_t)device] : -1;
+  if (position < 0 || position >= devices || devices != num_devices)
+    return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(num_devices) +
                  " devices of the decode session");
   if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers ||
+  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers() ||
       caches_after.size() != caches.size())
     return wrong(
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
@@ -51,8 +52,10 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
+    const size_t layer = i % (size_t)model.layers();
     if (before->element_type() != dtype_of(model.cache_dtype) || shape.size() != 5 || shape[0] != model.lanes_here ||
-        shape[1] != 1 || shape[3] != model.kv_heads || shape[4] != model.head_dim || (i > 0 && shape[2] != p.capacity))
+        shape[1] != 1 || shape[3] != model.kv_heads[layer] || shape[4] != model.head_dims[layer] ||
+        (i > 0 && shape[2] != p.capacity))
       return wrong("cache " + std::to_string(i) +
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
@@ -60,7 +63,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
           "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
     if (shape[2] > model.context) return wrong("the cache has more positions than the model's context");
     p.capacity = shape[2];
-    ((int64_t)i < model.layers ? p.keys[i] : p.values[i - (size_t)model.layers]) = before->untyped_data();
+    (i == layer ? p.keys : p.values)[layer] = before->untyped_data();
   }
   p.weights = packed.untyped_data();
   p.embedding = embedding.untyped_data();
@@ -132,8 +135,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_emulated, decode_emulated, LANEF
 
 extern "C" {
 
-int64_t laneformer_gpu_open(const LaneformerGpuModel* model, char* error, int64_t size) {
-  return guarded(error, size, [&] { return sessions.add(std::make_shared<Session>(*model)); });
+// numbers: see Model; the others as for Session.
+int64_t laneformer_gpu_open(const char* numbers, const char* driver, const char* library, const void* image,
+                            char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    return sessions.add(std::make_shared<Session>(Model(Numbers(numbers)), driver, library, image));
+  });
 }
 
 void laneformer_gpu_close(int64_t id) { sessions.close(id); }

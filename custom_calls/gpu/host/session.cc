@@ -16,10 +16,11 @@ int64_t now_ns() {
 
 }  // namespace
 
-Session::Session(const LaneformerGpuModel& model)
-    : model_(model), steps_(model.steps, model.steps + 2 * model.num_steps), driver_(model.driver, model.library) {
+Session::Session(Model numbers, const char* driver, const char* library, const void* image)
+    : model_(std::move(numbers)), driver_(driver, library) {
+  const Model& model = model_;
   try {
-    for (int d = 0; d < model.num_devices; d++) {
+    for (size_t d = 0; d < model.devices.size(); d++) {
       const int ordinal = model.devices[d];
       if (ordinal >= driver_.devices())
         throw std::runtime_error("there is no device " + std::to_string(ordinal) + ": the driver has " +
@@ -29,9 +30,9 @@ Session::Session(const LaneformerGpuModel& model)
       Device& device = devices_.back();
       device.ordinal = ordinal;
       device.place = model.places[d];
-      device.module = driver_.load(model.image);
-      device.function =
-          driver_.function(device.module, steps_.empty() ? "laneformer_decode" : "laneformer_step", model.shared_bytes);
+      device.module = driver_.load(image);
+      device.function = driver_.function(device.module, model_.steps.empty() ? "laneformer_decode" : "laneformer_step",
+                                         model.shared_bytes);
       device.read = driver_.function(device.module, "laneformer_read", model.shared_bytes);
       const int grid = model.grid;
       const int room =
@@ -41,12 +42,12 @@ Session::Session(const LaneformerGpuModel& model)
                                  std::to_string(grid) + " CTAs that must run together");
       device.boards = driver_.allocate((size_t)(8 * model.lane_words * model.lanes_here));
       device.shared = driver_.allocate((size_t)(8 * model.shared_words));
-      if (!steps_.empty()) {
+      if (!model_.steps.empty()) {
         device.progress = driver_.allocate(sizeof(Progress) * (size_t)grid);
         device.kept = driver_.allocate(sizeof(float) * (size_t)grid * (size_t)model.kept_floats);
       }
-      for (int peer = 0; peer < model.num_devices; peer++)
-        if (model.devices[peer] != ordinal) driver_.share(ordinal, model.devices[peer]);
+      for (const int peer : model.devices)
+        if (peer != ordinal) driver_.share(ordinal, peer);
     }
     for (Device& device : devices_) {
       device.peers.resize((size_t)model.all_devices);
@@ -172,7 +173,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.op = kStepBegin, params.layer = -1;
   void* arguments[] = {&params};
   driver_.launch(device.function, model_.grid, model_.threads, model_.shared_bytes, stream, arguments);
-  if (!steps_.empty()) launch_steps(device, params, passes, stream);
+  if (!model_.steps.empty()) launch_steps(device, params, passes, stream);
 }
 
 // All passes that there may be, behind each other on the stream: how many it will be stands on the device. What is
@@ -180,8 +181,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
 void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
   void* arguments[] = {&params};
   void* pass = driver_.record([&](void* recording) {
-    for (size_t i = 0; i < steps_.size(); i += 2) {
-      params.op = steps_[i], params.layer = steps_[i + 1];
+    for (size_t i = 0; i < model_.steps.size(); i += 2) {
+      params.op = model_.steps[i], params.layer = model_.steps[i + 1];
       const bool overlapping = model_.overlapping && i > 0;
       driver_.add(device.function, model_.grid, model_.threads, model_.shared_bytes, recording, arguments, overlapping);
     }

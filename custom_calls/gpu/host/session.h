@@ -10,39 +10,21 @@
 
 #include "../kernel/params.h"
 #include "driver.h"
+#include "model.h"
 
 namespace laneformer {
 namespace gpu {
-
-extern "C" {
-// What custom_calls/gpu/layout.py has counted (custom_calls/gpu/session.py mirrors this struct).
-struct LaneformerGpuModel {
-  int32_t layers, lanes, lanes_here, ctas, threads, shared_bytes, vocab, context, kv_heads, head_dim, cache_dtype,
-      weight_dtype;
-  int32_t pass_tags, exchanges;  // that a pass takes
-  int64_t lane_words, shared_words, packed_elements;
-  const char* driver;           // "cuda" or "hip"
-  const char* library;          // null for the usual one
-  const void* image;            // the compiled kernel
-  int32_t grid, peer_delay_us;  // CTAs of a launch; of lanes that are played, see gpu/peers.h
-  const int32_t*
-      steps;  // ops (gpu/params.h) and layers of a pass, each a launch of a graph; none: the persistent kernel
-  int32_t num_steps, overlapping, kept_floats;  // of a CTA
-  const int32_t* devices;                       // of this process: ordinals of the driver, in the order of the lanes
-  const int32_t* places;                        // of each of them among the devices of all processes
-  int32_t num_devices, all_devices, timeout_ms, chaos_us;
-};
-}
 
 constexpr int kMaxTop = 20;
 
 class Session {
  public:
-  explicit Session(const LaneformerGpuModel&);
+  // driver: "cuda" or "hip"; library: its file, null for the usual one; image: the compiled kernel.
+  Session(Model model, const char* driver, const char* library, const void* image);
   ~Session();
   Session(const Session&) = delete;
 
-  const LaneformerGpuModel& model() const { return model_; }
+  const Model& model() const { return model_; }
 
   // Between processes that share the lanes. Each exports the memory of its devices in which others write, and opens
   // that of all, by their places. They may write there until they have left; none may be destroyed before.
@@ -83,8 +65,7 @@ class Session {
   void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();
 
-  LaneformerGpuModel model_;
-  std::vector<int32_t> steps_;
+  const Model model_;
   Driver driver_;
   std::vector<Device> devices_;
   Host* host_ = nullptr;

@@ -72,7 +72,8 @@ struct Shared {
   }
 };
 
-constexpr bool kHeadOfAll = Head::kKind != HeadKind::kVocabParallel && kLanes > 1;  // it reads what the lanes have made together
+constexpr bool kHeadOfAll =
+    Head::kKind != HeadKind::kVocabParallel && kLanes > 1;  // it reads what the lanes have made together
 
 struct Control {
   int prompt, start, limit;
@@ -243,8 +244,15 @@ class Decoder {
 
   template <class Op>
   LF_DEVICE Attention<Op> attention(int layer, int position, u32 tag) const {
-    return {p_,       boards_ + kProjectedBoard, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer,
-            position, tag + layer};
+    return {p_,
+            boards_ + kProjectedBoard,
+            boards_ + kPartsBoard,
+            shared_.scratch,
+            watch_,
+            lane_here_,
+            layer,
+            position,
+            tag + layer};
   }
 
   template <class Op>
@@ -337,7 +345,8 @@ class Decoder {
       } else {
         float total = values[0];
         LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
-        store_word(boards_ + kHeadBoard + row, word_of(Head::kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
+        store_word(boards_ + kHeadBoard + row,
+                   word_of(Head::kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
       }
     });
   }
@@ -353,8 +362,10 @@ class Decoder {
 
 LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
   const int place = lane * kCtas + c;
-  const int first = Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
-  const int rows = Decoder::rows_of(first, Head::kRows, Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
+  const int first =
+      Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
+  const int rows = Decoder::rows_of(first, Head::kRows,
+                                    Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
   return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
 

@@ -24,7 +24,8 @@ struct Peers {
       for (int time = 0; time < 2 * kLayers; time++)
         for (int s = 0; s < kNumSums; s++)
           if (kSums[s].complete_at == time) exchange(sequence + s, kSums[s].width, turn++);
-      if (Head::kKind != HeadKind::kVocabParallel && pass + 1 >= p.control[0]) exchange(sequence + kNumSums, kHidden, turn++);
+      if (Head::kKind != HeadKind::kVocabParallel && pass + 1 >= p.control[0])
+        exchange(sequence + kNumSums, kHidden, turn++);
       copy(kPacketsAt + (i64)(tag / kPassTags & 1) * kPackets * kPacketWords, kPacketWords, kCtas, tag,
            index == turn++ % kTurns);
     }

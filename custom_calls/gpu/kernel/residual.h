@@ -82,14 +82,11 @@ struct Residual {
   }
 
  private:
-  LF_DEVICE float output(int module, int r) const {
-    return history[module % kHistory * kStreamRows + r];
-  }
+  LF_DEVICE float output(int module, int r) const { return history[module % kHistory * kStreamRows + r]; }
 
   LF_DEVICE float share(const Sum& sum, int r) const {
     float total = 0;
-    for (int i = sum.parts; i < sum.parts + sum.num_parts; i++)
-      total += kParts[i].weight * output(kParts[i].module, r);
+    for (int i = sum.parts; i < sum.parts + sum.num_parts; i++) total += kParts[i].weight * output(kParts[i].module, r);
     return sum.stream_mean ? total + x[r] / (float)kLanes : total;
   }
 

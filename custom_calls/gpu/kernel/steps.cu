@@ -48,7 +48,8 @@ LF_DEVICE void recall(const Params& p, const Residual& residual) {
   const float* kept = kept_by(p);
   residual.each([&](int r) {
     residual.x[r] = kept[r];
-    LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * kStreamRows + r] = kept[(h + 1) * kStreamRows + r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * kStreamRows + r] =
+        kept[(h + 1) * kStreamRows + r];
   });
 }
 
@@ -56,7 +57,8 @@ LF_DEVICE void keep(const Params& p, const Residual& residual) {
   float* kept = kept_by(p);
   residual.each([&](int r) {
     kept[r] = residual.x[r];
-    LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * kStreamRows + r] = residual.history[h * kStreamRows + r];
+    LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * kStreamRows + r] =
+        residual.history[h * kStreamRows + r];
   });
 }
 

@@ -1,6 +1,6 @@
-// The port of custom_calls/gpu/kernel/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the host runs
-// them all, in an order that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled at once,
-// so that whoever does not wait reads NaN. x86-64 only.
+// The port of custom_calls/gpu/kernel/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the
+// host runs them all, in an order that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled
+// at once, so that whoever does not wait reads NaN. x86-64 only.
 #pragma once
 
 #include <cmath>

@@ -1,0 +1,67 @@
+#include "model.h"
+
+#include <sstream>
+#include <stdexcept>
+
+namespace laneformer {
+namespace gpu {
+
+Numbers::Numbers(const char* text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    std::vector<int64_t>& numbers = lines_[name];
+    for (int64_t number; words >> number;) numbers.push_back(number);
+    if (!words.eof()) throw std::runtime_error("not a list of numbers: " + line);
+  }
+}
+
+const std::vector<int64_t>& Numbers::find(const char* name) const {
+  const auto found = lines_.find(name);
+  if (found == lines_.end()) throw std::runtime_error(std::string("the session's numbers have no ") + name);
+  return found->second;
+}
+
+int64_t Numbers::one(const char* name) const {
+  const std::vector<int64_t>& numbers = find(name);
+  if (numbers.size() != 1)
+    throw std::runtime_error(std::string(name) + " must be one number, got " + std::to_string(numbers.size()));
+  return numbers[0];
+}
+
+std::vector<int> Numbers::many(const char* name) const {
+  const std::vector<int64_t>& numbers = find(name);
+  return {numbers.begin(), numbers.end()};
+}
+
+Model::Model(const Numbers& numbers)
+    : lanes_here((int)numbers.one("lanes_here")),
+      vocab((int)numbers.one("vocab")),
+      context((int)numbers.one("context")),
+      kv_heads(numbers.many("kv_heads")),
+      head_dims(numbers.many("head_dims")),
+      cache_dtype((int)numbers.one("cache_dtype")),
+      weight_dtype((int)numbers.one("weight_dtype")),
+      packed_elements(numbers.one("packed_elements")),
+      ctas((int)numbers.one("ctas")),
+      grid((int)numbers.one("grid")),
+      threads((int)numbers.one("threads")),
+      shared_bytes((int)numbers.one("shared_bytes")),
+      lane_words(numbers.one("lane_words")),
+      shared_words(numbers.one("shared_words")),
+      pass_tags((int)numbers.one("pass_tags")),
+      exchanges((int)numbers.one("exchanges")),
+      steps(numbers.many("steps")),
+      overlapping((int)numbers.one("overlapping")),
+      kept_floats((int)numbers.one("kept_floats")),
+      devices(numbers.many("devices")),
+      places(numbers.many("places")),
+      all_devices((int)numbers.one("all_devices")),
+      timeout_ms(numbers.one("timeout_ms")),
+      chaos_us(numbers.one("chaos_us")),
+      peer_delay_us(numbers.one("peer_delay_us")) {}
+
+}  // namespace gpu
+}  // namespace laneformer
