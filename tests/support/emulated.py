@@ -18,6 +18,7 @@ from custom_calls import build
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
+from custom_calls.plan import Plan
 from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
 from laneformer.processes import Group
@@ -111,13 +112,16 @@ def make_session(
     source = types.SimpleNamespace(
         config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
     )
+    return open_session(plan_of(source), weights, machine=machine, mesh=mesh, **options)
+
+
+def open_session(plan: Plan, weights, *, machine: Machine = SMALL, mesh=None, **options) -> GpuSession:
+    """Of any plan, with all weights packed."""
     if REAL:
         options["platform"] = REAL
     else:
         options |= {"machine": machine, "compile_with": compile_with(machine), "driver": driver()}
-    session = GpuSession(
-        plan_of(source), group=Group(mesh, 300, "open its part of the decode session"), mesh=mesh, **options
-    )
+    session = GpuSession(plan, group=Group(mesh, 300, "open its part of the decode session"), mesh=mesh, **options)
     for path, weight in weights.items():
         session.pack(path, weight)
     return session

@@ -1,14 +1,18 @@
 """What the tests of GPU kernels share."""
 
+import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import custom_calls
-from custom_calls import ENDS
+from custom_calls import ENDS, State
 from custom_calls.gpu.layout import Machine
+from custom_calls.plan import Plan, make_plan
+from laneformer.ops import decoder_ops
 from tests.support import small
 
 ROOM = 160
@@ -26,6 +30,36 @@ def some(cases, fast):
         )
         for case in cases
     ]
+
+
+def mixed_plan(**options) -> Plan:
+    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, windows and widths."""
+    lanes = {"lanes": 3, "layout": "dtp(1)", "num_hidden_layers": 4}
+    one = small.make_config(**lanes, qkv_bias=True, qk_norm=True, rope_theta=50.0, sliding_window=4, swa_layers=(0,))
+    other = small.make_config(**lanes, heads=4, kv_heads=2, head_dim=4, ff=17, norm_eps=1e-2)
+    ops = [decoder_ops(config) for config in (one, other)]
+    layers = tuple(ops[layer % 2].layers[layer] for layer in range(4))
+    return make_plan(dataclasses.replace(ops[0], layers=layers), one.schedule, **options)
+
+
+def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights of any plan, by path: vectors near 1 or, as biases, near 0."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: str, weight) -> np.ndarray:
+        normal = rng.standard_normal(plan.shape_of(path))
+        if not weight.is_matrix:
+            return 0.3 * normal + (not path.endswith("bias"))
+        return normal * (2 if path == "lm_head" else 1) / (1 if path == "tok_embeddings" else weight.shape[-1] ** 0.5)
+
+    return {path: draw(path, weight).astype(np.float32).astype(dtype) for path, weight in plan.weights.items()}
+
+
+def state_of(plan: Plan, capacity: int) -> State:
+    """As small.make_state, for any plan."""
+    shapes = [(plan.ops.lanes, 1, capacity, attend.kv_heads, attend.head_dim) for attend in plan.attends]
+    keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
+    return State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
 
 
 def jitted(session, mesh=None, **sizes):

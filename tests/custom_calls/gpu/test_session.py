@@ -24,7 +24,8 @@ from infer.sampling import sample
 from laneformer.ops import ProductName
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
-from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some
+from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, mixed_plan, same, some, state_of, weights_of
+from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
@@ -70,6 +71,19 @@ def test_configs(name):
 def test_what_the_reference_does_not_know(name):
     config = small.make_config(**MODELS[name])
     check(small.model_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("launch", ["persistent", "graph"])
+def test_layers_of_several_kinds(launch):
+    plan, ids = mixed_plan(), [3, 1, 4, 1, 5, 9, 2]
+    weights = weights_of(plan)
+    session = emulated.open_session(plan, weights, launch=launch)
+    assert [kind.layers for kind in session.layout.kinds] == [(0, 2), (1, 3)]
+    call = jitted(session, room=4, logits=True)
+    outputs, _ = call(small.make_inputs(ids, 4), state_of(plan, 64))
+    assert session.failure is None
+    expected = interpret(plan, weights, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
+    assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
