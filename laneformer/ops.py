@@ -1,7 +1,8 @@
 """What one decode step of a model does, as data: the ops of each layer, in order, and the weights that they read.
 
-A kernel runs these ops; it does not know architectures. `decoder_ops` writes them for a ModelConfig,
-custom_calls/plan.py turns them into words for C++, tests/support/plan_interpreter.py runs them in a page of NumPy.
+A kernel runs these ops; it does not know architectures. Each block in laneformer/blocks states its own,
+laneformer/decoder.py collects them for a ModelConfig, custom_calls/plan.py turns them into words for C++, and
+tests/support/plan_interpreter.py runs them in a page of NumPy.
 
 Every lane runs the same ops on its own share of the weights. Between ops, a lane keeps a few values (`Value`): a module
 begins with the residual STREAM and ends with its OUTPUT, which the schedule of laneformer/layout.py adds and exchanges.
@@ -9,15 +10,11 @@ begins with the residual STREAM and ends with its OUTPUT, which the schedule of 
 Sizes are those of one lane. An op's fields travel in the order in which they are written here. A new field or kind of
 op is added here, in the decoder of the words (custom_calls/common/plan.cc), and where a kernel computes it.
 
-Nothing here imports JAX, unless `decoder_ops` is called.
+Nothing here imports JAX.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
-
-import numpy as np
-
-from laneformer.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -202,80 +199,3 @@ class DecoderOps:
     embedding: Weight
     layers: tuple[Layer, ...]
     head: Head
-
-
-def decoder_ops(config: ModelConfig) -> DecoderOps:
-    """The ops of a model."""
-    vocab, hidden, lanes = config.vocab_size, config.hidden_size, config.num_lanes
-    embedding = Weight("tok_embeddings", (vocab, hidden), lane_sharded=False)
-    _, per_lane = config.lane_norm_scales
-    kind = HeadKind[config.lm_head_type.upper()]
-    rows = vocab // lanes if kind == HeadKind.VOCAB_PARALLEL else vocab
-    head = Head(
-        kind,
-        Norm(Weight("norm", (hidden,), per_lane), config.norm_eps),
-        config.pre_norm_lane_agg,
-        embedding if config.tie_word_embeddings else Weight("lm_head", (rows, hidden), kind != HeadKind.REPLICATE),
-    )
-    layers = tuple(
-        Layer(attention_ops(config, layer), feed_forward_ops(config, layer))
-        for layer in range(config.num_hidden_layers)
-    )
-    return DecoderOps(lanes, hidden, vocab, config.max_position_embeddings, embedding, layers, head)
-
-
-def attention_ops(config: ModelConfig, layer: int) -> tuple[Op, ...]:
-    """Grouped-query attention with rotary positions."""
-    from laneformer.blocks.rotary import rotary_frequencies  # imports JAX
-
-    path, hidden, lanes, head_dim = f"layers.{layer}", config.hidden_size, config.num_lanes, config.head_size
-    heads, kv_heads = config.num_attention_heads // lanes, config.num_key_value_heads // lanes
-    frequencies, factor = rotary_frequencies(config)
-    per_lane, _ = config.lane_norm_scales
-
-    def matrix(name: str, rows: int) -> Matrix:
-        bias = Weight(f"{path}.attention.{name}_bias", (rows,)) if config.qkv_bias else None
-        return Matrix(Weight(f"{path}.attention.{name}", (rows, hidden)), bias)
-
-    def head_norm(name: str) -> Norm | None:
-        gain = Weight(f"{path}.attention.{name}", (head_dim,), lane_sharded=False)
-        return Norm(gain, config.norm_eps) if config.qk_norm else None
-
-    qkv = Product(
-        ProductName.QKV,
-        (matrix("wq", heads * head_dim), matrix("wk", kv_heads * head_dim), matrix("wv", kv_heads * head_dim)),
-        reads=Value.STREAM,
-        writes=Value.PROJECTED,
-        norm=Norm(Weight(f"{path}.attention_norm", (hidden,), per_lane), config.norm_eps),
-    )
-    attend = Attend(
-        heads,
-        kv_heads,
-        head_dim,
-        scale=float(np.float32(1) / np.sqrt(np.float32(head_dim))),  # rounded twice, as kernels have always done
-        window=config.layer_windows[layer],
-        rotary=Rotary(tuple(frequencies.tolist()), factor),
-        q_norm=head_norm("q_norm"),
-        k_norm=head_norm("k_norm"),
-    )
-    wo = Weight(f"{path}.attention.wo", (hidden, heads * head_dim))
-    return qkv, attend, Product(ProductName.OUT, (Matrix(wo),), reads=Value.ATTENDED, writes=Value.OUTPUT)
-
-
-def feed_forward_ops(config: ModelConfig, layer: int) -> tuple[Op, ...]:
-    """SwiGLU."""
-    path, hidden, columns = f"layers.{layer}", config.hidden_size, config.intermediate_size // config.num_lanes
-    per_lane, _ = config.lane_norm_scales
-    gate, up, down = (
-        Matrix(Weight(f"{path}.feed_forward.{name}", shape))
-        for name, shape in (("w1", (columns, hidden)), ("w3", (columns, hidden)), ("w2", (hidden, columns)))
-    )
-    gate_up = Product(
-        ProductName.GATE_UP,
-        (gate, up),
-        reads=Value.STREAM,
-        writes=Value.HIDDEN,
-        norm=Norm(Weight(f"{path}.ffn_norm", (hidden,), per_lane), config.norm_eps),
-        activation=Activation.SILU_GATED,
-    )
-    return gate_up, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)

@@ -18,8 +18,8 @@ from tqdm import tqdm
 import custom_calls
 from custom_calls import DecodeSession, Inputs, Plan, State, make_plan
 from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
+from laneformer.decoder import decoder_ops
 from laneformer.mesh import LANE
-from laneformer.ops import decoder_ops
 from laneformer.state import make_cache
 from laneformer.weights import parameter_count, parameter_table
 

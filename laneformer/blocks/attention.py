@@ -1,15 +1,19 @@
 """Grouped-query attention of every lane over its own heads. Shape letters as in laneformer/model.py."""
 
+from functools import partial
+
 import jax
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, KeptArray, Weight
+from laneformer.blocks.block import Block, KeptArray, Weight, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import AttentionOptions
+from laneformer.ops import Attend, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
 
 
@@ -74,6 +78,36 @@ class Attention(Block):
                 add(name, f"{name}.weight", (e,), P(None), "ones")
         add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
         return found
+
+    @staticmethod
+    def ops(options: AttentionOptions, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+        weight = partial(weight_of_op, Attention.table(options, path))
+
+        def matrix(name: str) -> Matrix:
+            return Matrix(weight(f"{path}.{name}"), weight(f"{path}.{name}_bias") if options.qkv_bias else None)
+
+        def head_norm(name: str) -> Norm | None:
+            return Norm(weight(f"{path}.{name}"), options.norm_eps) if options.qk_norm else None
+
+        qkv = Product(
+            ProductName.QKV,
+            (matrix("wq"), matrix("wk"), matrix("wv")),
+            reads=Value.STREAM,
+            writes=Value.PROJECTED,
+            norm=norm,
+        )
+        attend = Attend(
+            options.heads,
+            options.kv_heads,
+            options.head_dim,
+            scale=float(np.float32(1) / np.sqrt(np.float32(options.head_dim))),  # in float32, as the model computes it
+            window=options.window,
+            rotary=rotary,
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
+        )
+        wo = Matrix(weight(f"{path}.wo"))
+        return qkv, attend, Product(ProductName.OUT, (wo,), reads=Value.ATTENDED, writes=Value.OUTPUT)
 
     @staticmethod
     def state(options: AttentionOptions) -> tuple[KeptArray, ...]:

@@ -1,4 +1,4 @@
-"""What every kind of block states about itself: its weights, what it keeps between tokens, and what it computes."""
+"""What every kind of block states about itself: its weights, what it keeps between tokens, and its ops."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+
+from laneformer import ops
+from laneformer.ops import Norm, Op, Rotary
 
 PARTS = ("attention", "MLP", "norms", "head")
 """What reports of bytes distinguish, in their order."""
@@ -43,6 +46,13 @@ class Weight:
         return round(self.size * self.share)
 
 
+def weight_of_op(table: dict[str, Weight], path: str) -> ops.Weight:
+    """A block's weight as its ops name it: the share of one lane, where each lane has its own."""
+    weight = table[path]
+    lane_sharded = weight.spec[0] == "lane"
+    return ops.Weight(path, weight.shape[lane_sharded:], lane_sharded)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeptArray:
     """An array that a block keeps between tokens: an entry per position, [l, b, t, *shape]."""
@@ -75,6 +85,14 @@ class Block(nnx.Module):
     def state(options: Any) -> tuple[KeptArray, ...]:
         """The arrays kept between tokens; by default none."""
         return ()
+
+    @staticmethod
+    def ops(options: Any, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+        """The ops of a decode step of a block at `path`, with the weights of `table`; see laneformer/ops.py.
+
+        norm: of the stream that the block reads. rotary: the model's positions.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def context_flops(options: Any, length: int) -> float:

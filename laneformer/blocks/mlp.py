@@ -5,8 +5,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight
+from laneformer.blocks.block import Block, Weight, weight_of_op
 from laneformer.config import MlpOptions
+from laneformer.ops import Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
 
 
@@ -35,3 +36,17 @@ class Mlp(Block):
             f"{path}.w3": matrix("w3", (l, f, d), P("lane", None, "data"), "normal"),
             f"{path}.w2": matrix("w2", (l, d, f), P("lane", "data", None), "output"),
         }
+
+    @staticmethod
+    def ops(options: MlpOptions, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+        table = Mlp.table(options, path)
+        gate, up, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in ("w1", "w3", "w2"))
+        gate_up = Product(
+            ProductName.GATE_UP,
+            (gate, up),
+            reads=Value.STREAM,
+            writes=Value.HIDDEN,
+            norm=norm,
+            activation=Activation.SILU_GATED,
+        )
+        return gate_up, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)

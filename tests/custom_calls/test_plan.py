@@ -14,8 +14,9 @@ from custom_calls.library import NativeError, call
 from custom_calls.plan import ALIGNED, Dtype, Table, decode_plan, make_plan
 from custom_calls.words import Reader, Writer
 from laneformer import LAYOUTS
+from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
-from laneformer.ops import Weight, decoder_ops
+from laneformer.ops import Weight
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
 from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES

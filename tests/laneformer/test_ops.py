@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from laneformer.ops import Activation, Attend, Product, Value, Weight, decoder_ops
+from laneformer.decoder import decoder_ops
+from laneformer.ops import Activation, Attend, Product, Value, Weight
 from laneformer.weights import parameter_table
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS

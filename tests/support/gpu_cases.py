@@ -12,7 +12,7 @@ import custom_calls
 from custom_calls import ENDS, State
 from custom_calls.gpu.layout import Machine
 from custom_calls.plan import Plan, make_plan
-from laneformer.ops import decoder_ops
+from laneformer.decoder import decoder_ops
 from tests.support import small
 
 ROOM = 160

@@ -15,8 +15,8 @@ from custom_calls import Inputs, Session, State
 from custom_calls.plan import make_plan
 from infer.engine.native import plan_of
 from laneformer import Laneformer, ModelConfig, Precision
+from laneformer.decoder import decoder_ops
 from laneformer.layout import parse_layout
-from laneformer.ops import decoder_ops
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 from tests.support import reference
