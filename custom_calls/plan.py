@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from custom_calls.words import Reader, Writer
+from laneformer.formats import FORMATS, KERNEL_FORMATS
 from laneformer.ops import Attend, DecoderOps, Product, Weight
 
 ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
@@ -111,12 +112,8 @@ class Table:
         return max(ages)
 
 
-class Dtype(IntEnum):
-    """Number formats of packed weights and caches."""
-
-    float32 = 0
-    bfloat16 = 1
-    float16 = 2
+Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
+"""Number formats of packed weights and caches, by the numbers that kernels know them by."""
 
 
 class Place(NamedTuple):

@@ -319,14 +319,15 @@ void Worker::rotate(float* head, const plan::Attend& op, const std::optional<pla
 }
 
 void Worker::queries(const plan::Attend& op, int lane) {
-  const int64_t e = op.head_dim, stride = d_.projected_padded_;
+  const int64_t e = op.head_dim, heads = op.heads, stride = d_.projected_padded_;
+  const float scale = op.scale;  // a copy, which no write to q can change
   for (int p = 0; p < positions_; p++)
-    for (int h = 0; h < op.heads; h++) {
-      float* q = q_.data() + (p * op.heads + h) * e;
+    for (int64_t h = 0; h < heads; h++) {
+      float* q = q_.data() + (p * heads + h) * e;
       std::memcpy(q, d_.projected_.floats() + (lane * kBlock + p) * stride + h * e, e * sizeof(float));
       rotate(q, op, op.q_norm, lane, p);
       if (d_.activations_ == Activations::rounded) round_trip(q, e);
-      for (int64_t i = 0; i < e; i++) q[i] *= op.scale;
+      for (int64_t i = 0; i < e; i++) q[i] *= scale;
     }
 }
 
