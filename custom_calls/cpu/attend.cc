@@ -1,0 +1,113 @@
+// A worker's share of attention: units of a lane and a chunk of its keys, each over all queries of the block. The
+// chunks' parts are merged where the next product reads them.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "worker.h"
+
+namespace laneformer {
+
+void Worker::attention(const Attention& attention) {
+  const int64_t began = clock();
+  const plan::Attend& op = attention.op;
+  const int64_t window = op.window.value_or(INT64_MAX / 2);
+  const int64_t low = std::max<int64_t>(0, start_ - window + 1), high = start_ + positions_;
+  const int64_t size = 256 * ((high - low + 256 * 16 - 1) / (256 * 16)), first_chunk = low / size;
+  const int chunks = (int)((high - 1) / size + 1 - first_chunk);
+  int64_t first = (int64_t)first_lane_ * chunks, last = (int64_t)last_lane_ * chunks;
+  if (d_.lanes_shared_) {
+    first = (int64_t)m_.lanes * chunks * index_ / count_;
+    last = (int64_t)m_.lanes * chunks * (index_ + 1) / count_;
+  }
+  const auto keys_of = [&](int64_t unit) {
+    const int64_t begin = (first_chunk + unit % chunks) * size;
+    return Keys{(int)(unit / chunks), std::max(begin, low), std::min(begin + size, high)};
+  };
+  for (int64_t unit = first; unit < last; unit++) {
+    const Keys keys = keys_of(unit);
+    if (unit == first || unit % chunks == 0) queries(op, keys.lane);
+    attend(attention, keys, unit + 1 < last ? keys_of(unit + 1) : Keys{keys.lane, 0, 0}, (int)(unit % chunks), window);
+  }
+  attend_ = &op;
+  chunks_ = chunks;
+  mark(Decoder::kAttend, attention.layer, began);
+}
+
+// Norm and rotation of one head at block position p, in place.
+void Worker::rotate(float* head, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p) {
+  const int e = op.head_dim;
+  if (norm) k_.rms_norm(head, d_.small(norm->gain, lane), norm->eps, e, head);
+  if (op.rotary < 0) return;
+  const Turns& turns = turns_[op.rotary];
+  const float *cos = turns.cos.data() + p * e / 2, *sin = turns.sin.data() + p * e / 2;
+  for (int i = 0; i < e / 2; i++) {
+    const float even = head[2 * i], odd = head[2 * i + 1];
+    head[2 * i] = even * cos[i] - odd * sin[i];
+    head[2 * i + 1] = even * sin[i] + odd * cos[i];
+  }
+}
+
+void Worker::queries(const plan::Attend& op, int lane) {
+  const int64_t e = op.head_dim, heads = op.heads, stride = d_.projected_padded_;
+  const float scale = op.scale;  // a copy, which no write to q can change
+  for (int p = 0; p < positions_; p++)
+    for (int64_t h = 0; h < heads; h++) {
+      float* q = q_.data() + (p * heads + h) * e;
+      std::memcpy(q, d_.projected_.floats() + (lane * kBlock + p) * stride + h * e, e * sizeof(float));
+      rotate(q, op, op.q_norm, lane, p);
+      if (d_.activations_ == Activations::rounded) round_trip(q, e);
+      for (int64_t i = 0; i < e; i++) q[i] *= scale;
+    }
+}
+
+void Worker::round_trip(float* x, int64_t n) {
+  k_.narrow(d_.weights_, x, n, prepared_.data());
+  k_.widen(d_.weights_, prepared_.data(), n, x);
+}
+
+// The new keys and values among first..last - 1 into the cache, then all queries over these keys.
+void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window) {
+  const plan::Attend& op = attention.op;
+  const int64_t e = op.head_dim, n = op.kv_heads, width = bytes_of(d_.cache_);
+  const auto cache = [&](const std::vector<void*>& caches, int lane) {
+    return (char*)caches[attention.layer * m_.lanes + lane];
+  };
+  char *keys = cache(d_.call_->keys, part.lane), *values = cache(d_.call_->values, part.lane);
+  for (int64_t t = std::max(part.first, start_); t < part.last; t++) {
+    const int p = (int)(t - start_);
+    const float* k = d_.projected_.floats() + (part.lane * kBlock + p) * d_.projected_padded_ + op.heads * e;
+    for (int64_t head = 0; head < n; head++) {
+      std::memcpy(key_.data(), k + head * e, e * sizeof(float));
+      rotate(key_.data(), op, op.k_norm, part.lane, p);
+      k_.narrow(d_.cache_, key_.data(), e, keys + (t * n + head) * e * width);
+    }
+    k_.narrow(d_.cache_, k + n * e, n * e, values + t * n * e * width);
+  }
+  float* out = d_.parts_.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * op.heads * (e + 2);
+  const int64_t ahead = next.first * n * e * width;
+  k_.attend({q_.data(), keys, values, out, d_.cache_, op.kv_heads, op.heads / op.kv_heads, (int)e, part.first,
+             part.last, start_, window, positions_, cache(d_.call_->keys, next.lane) + ahead,
+             cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
+}
+
+// a[p][heads][head_dim] from the chunks' parts, in their order.
+void Worker::merge(int lane) {
+  const int64_t e = attend_->head_dim, heads = attend_->heads, stride = (int64_t)kBlock * heads * (e + 2);
+  const float* parts = d_.parts_.floats() + (int64_t)lane * kChunks * stride;
+  for (int64_t row = 0; row < positions_ * heads; row++) {
+    const float* part = parts + row * (e + 2);
+    float* a = a_.data() + row * e;
+    float largest = -INFINITY, sum = 0;
+    for (int c = 0; c < chunks_; c++) largest = std::max(largest, part[c * stride + e]);
+    std::memset(a, 0, e * sizeof(float));
+    for (int c = 0; c < chunks_; c++) {
+      const float weight = part[c * stride + e] == -INFINITY ? 0.0f : std::exp(part[c * stride + e] - largest);
+      k_.add_scaled(a, part + c * stride, weight, e);
+      sum += weight * part[c * stride + e + 1];
+    }
+    for (int64_t i = 0; i < e; i++) a[i] /= sum;
+  }
+}
+
+}  // namespace laneformer

@@ -1,0 +1,129 @@
+// What the schedule asks for after a module: own outputs and sums over the lanes are added to the streams. Lanes share
+// memory, or send each other messages as GPUs do (exchange.h).
+#include <algorithm>
+#include <cstring>
+
+#include "worker.h"
+
+namespace laneformer {
+
+float* Worker::kept_stream(int payload, int lane, int position) const {
+  return d_.streams_.floats() + (((int64_t)payload * m_.lanes + lane) * kBlock + position) * m_.hidden_size;
+}
+
+void Worker::keep_streams(int payload) {
+  for (int lane = first_lane_; lane < last_lane_; lane++)
+    if (owns(lane))
+      for (int p = 0; p < positions_; p++)
+        std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
+}
+
+// What a lane gives to a sum: its outputs, weighted, and perhaps its share of the streams' mean.
+const float* Worker::share_of(int payload, int lane, int position) {
+  const plan::Sum& sum = m_.sums[payload];
+  if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
+    return output(sum.parts[0].module, lane, position);
+  std::fill_n(share_.begin(), sum.width, 0.0f);
+  for (const plan::Part& part : sum.parts)
+    k_.add_scaled(share_.data(), output(part.module, lane, position), part.weight, sum.width);
+  if (sum.stream_mean) {
+    const float* kept = kept_stream(payload, lane, position);
+    for (int i = 0; i < sum.width; i++) share_[i] += kept[i] / (float)m_.lanes;
+  }
+  return share_.data();
+}
+
+// Exchange by message: the sums that the output of this module completes.
+void Worker::send(int module) {
+  for (size_t i = 0; i < m_.sums.size(); i++) {
+    if (m_.sums[i].complete_at != module) continue;
+    for (int p = 0; p < positions_; p++)
+      std::memcpy(message(p), share_of((int)i, index_, p), m_.sums[i].width * sizeof(float));
+    post(token_tags_ + (uint32_t)i, positions_ * (int64_t)m_.hidden_size);
+  }
+}
+
+// The sum over all lanes of a payload, [B][hidden].
+const float* Worker::total(int payload) {
+  const int width = m_.sums[payload].width;
+  if (!d_.mail_) {
+    wait_for(module_points_[m_.sums[payload].complete_at]);
+    for (int p = 0; p < positions_; p++) {
+      float* sum = total_.data() + p * m_.hidden_size;
+      std::memcpy(sum, share_of(payload, 0, p), width * sizeof(float));
+      for (int lane = 1; lane < m_.lanes; lane++) k_.add_scaled(sum, share_of(payload, lane, p), 1.0f, width);
+    }
+    return total_.data();
+  }
+  float* sum = received_.data() + (int64_t)payload * kBlock * m_.hidden_size;
+  if (has_[payload]) return sum;  // it lands a second time
+  has_[payload] = 1;
+  for (int lane = 0; lane < m_.lanes; lane++) {
+    if (lane != index_) fetch(lane, token_tags_ + (uint32_t)payload, positions_ * (int64_t)m_.hidden_size);
+    for (int p = 0; p < positions_; p++) {
+      const float* share = lane == index_ ? share_of(payload, lane, p) : message(p);
+      if (lane == 0) {
+        std::memcpy(sum + p * m_.hidden_size, share, width * sizeof(float));
+      } else {
+        k_.add_scaled(sum + p * m_.hidden_size, share, 1.0f, width);
+      }
+    }
+  }
+  return sum;
+}
+
+void Worker::post(uint32_t tag, int64_t floats) {
+  delay();
+  d_.mail_->push(index_, tag, total_.data(), floats);
+}
+
+void Worker::fetch(int from, uint32_t tag, int64_t floats) {
+  const int64_t began = now_ns(), limit = d_.options_.timeout_ms * 1'000'000LL;
+  const bool came = d_.mail_->pull(index_, from, tag, total_.data(), floats, [&](int64_t spins) {
+    if (spins < 64) {
+      pause();
+      return true;
+    }
+    std::this_thread::yield();
+    return !d_.stopped_.load(std::memory_order_relaxed) && now_ns() - began < limit;
+  });
+  if (!came) {
+    d_.fail("lane " + std::to_string(from) + " sent nothing to lane " + std::to_string(index_) + " within " +
+            std::to_string(d_.options_.timeout_ms) + " ms");
+    throw Stopped();
+  }
+  delay();
+}
+
+// What the schedule says of this time.
+void Worker::apply(int time) {
+  const int64_t began = clock(), d = m_.hidden_size;
+  for (const plan::Event& event : m_.events[time]) {
+    if (event.payload < 0) {
+      if (d_.lanes_shared_) wait_for(module_points_[event.module]);
+      for (int lane = first_lane_; lane < last_lane_; lane++)
+        for (int p = 0; p < positions_; p++)
+          k_.add_scaled(stream(lane, p), output(event.module, lane, p), event.weight, d);
+      continue;
+    }
+    const plan::Sum& payload = m_.sums[event.payload];
+    const float* sums = total(event.payload);
+    for (int lane = first_lane_; lane < last_lane_; lane++)
+      for (int p = 0; p < positions_; p++) {
+        const float* sum = sums + p * d;
+        if (payload.stream_mean) {
+          std::memcpy(stream(lane, p), sum, d * sizeof(float));
+        } else if (event.apart.empty()) {
+          k_.add_scaled(stream(lane, p), sum, 1.0f, payload.width);
+        } else {
+          std::memcpy(share_.data(), sum, payload.width * sizeof(float));
+          for (const plan::Part& part : event.apart)
+            k_.add_scaled(share_.data(), output(part.module, lane, p), -part.weight, payload.width);
+          k_.add_scaled(stream(lane, p), share_.data(), 1.0f, payload.width);
+        }
+      }
+  }
+  mark(Decoder::kExchange, time / 2, began);
+}
+
+}  // namespace laneformer

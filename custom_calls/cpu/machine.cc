@@ -1,0 +1,69 @@
+// What this machine has: instruction sets, cores, memory bandwidth.
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+
+#include "decoder.h"
+
+namespace laneformer {
+
+const Kernels* choose_kernels(const char* name) {
+  std::vector<const Kernels*> able;  // best first
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512cd");
+  if (v4 && __builtin_cpu_supports("avx512bf16")) able.push_back(&laneformer_kernels_avx512_bf16);
+  if (v4) able.push_back(&laneformer_kernels_avx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) able.push_back(&laneformer_kernels_avx2);
+#endif
+  able.push_back(&laneformer_kernels_portable);
+  for (const Kernels* kernels : able)
+    if (name == nullptr || std::string(name) == kernels->name) return kernels;
+  return nullptr;
+}
+
+int default_threads() {
+  int cores = (int)std::thread::hardware_concurrency();
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
+  std::ifstream quota("/sys/fs/cgroup/cpu.max");  // "max 100000", or microseconds per period
+  double allowed, period;
+  if (quota >> allowed >> period) cores = std::min(cores, std::max(1, (int)(allowed / period)));
+#endif
+  return std::max(1, cores);
+}
+
+double read_bandwidth(int64_t bytes, int threads) {
+  static std::mutex lock;
+  static Region buffer;
+  const std::lock_guard<std::mutex> alone(lock);
+  const Kernels& kernels = *choose_kernels(nullptr);
+  const int64_t each = bytes / threads / 256 * 256;
+  const bool fresh = buffer.bytes < bytes;
+  if (fresh) buffer = Region(bytes);
+  std::atomic<int> ready{0};
+  std::vector<int64_t> began(threads), ended(threads);
+  std::vector<uint64_t> sums(threads);
+  const auto pass = [&](int i) {
+    if (fresh) std::memset(buffer.data + i * each, 1, each);
+    for (ready++; ready.load() < threads;) std::this_thread::yield();
+    began[i] = now_ns();
+    sums[i] = kernels.read(buffer.data + i * each, each);
+    ended[i] = now_ns();
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(pass, i);
+  pass(0);
+  for (std::thread& thread : others) thread.join();
+  volatile uint64_t keep = 0;  // so that the reads are not optimised away
+  for (const uint64_t sum : sums) keep = keep + sum;
+  const int64_t ns = *std::max_element(ended.begin(), ended.end()) - *std::min_element(began.begin(), began.end());
+  return (double)(each * threads) / (1e-9 * (double)ns);
+}
+
+}  // namespace laneformer
