@@ -8,7 +8,7 @@ from infer.roofline.hf_config import read_config_file
 from infer.roofline.published import MOE
 from laneformer.errors import ConfigError, InputError
 from tests.support import tiny
-from tests.support.moe_configs import GPT, KIMI, MIXTRAL, QWEN, V4
+from tests.support.hf.configs import GPT, KIMI, MIXTRAL, QWEN, V4
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from laneformer.errors import ConfigError
 from laneformer.hf import dimensions_from_hf
-from tests.support.moe_configs import GPT, INT4, K2, KIMI, MIXTRAL, MIXTURES, QWEN, QWEN_MOE, V3, V4
+from tests.support.hf.configs import GPT, INT4, K2, KIMI, MIXTRAL, MIXTURES, QWEN, QWEN_MOE, V3, V4
 
 
 @pytest.mark.parametrize(("values", "billions"), [(MIXTRAL, 12.9), (QWEN_MOE, 3.3), (V3, 37), (K2, 32)])

@@ -11,8 +11,7 @@ from laneformer import CheckpointError, ConfigError, LaneformerError, ModelConfi
 from laneformer.hf import FAMILIES, config_from_hf, config_to_hf, dimensions_from_hf, read_hf_config
 from laneformer.hf.fields import REQUIRED
 from tests.support import tiny
-from tests.support.moe_configs import MIXTURES
-from tests.support.nulls import with_missing
+from tests.support.hf.configs import MIXTURES, with_missing
 
 OPTIONAL = {  # model_type -> each optional field with what a missing or null one stands for
     "laneformer_tp": {

@@ -10,7 +10,7 @@ from laneformer.hf import config_from_hf
 from laneformer.hf.fields import REQUIRED
 from laneformer.hf.rope import interleave
 from tests.support import tiny
-from tests.support.nulls import with_missing
+from tests.support.hf.configs import with_missing
 
 SCALING = {
     "rope_type": "yarn",

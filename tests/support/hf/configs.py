@@ -1,4 +1,6 @@
-"""config.json of published mixtures of experts, with their published dimensions."""
+"""config.json of published mixtures of experts, with their published dimensions, and fields left out or null."""
+
+from hypothesis import strategies as st
 
 from infer.roofline.published import DEEPSEEK_V4_FLASH as V4
 from infer.roofline.published import GPT_OSS_120B as GPT
@@ -68,3 +70,11 @@ MIXTURES = {
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN_MOE,
 }
+
+DROPPED = "dropped"
+
+
+def with_missing(draw, fields: dict) -> dict:
+    """Some of the fields left out, some null, the others as they are."""
+    chosen = {name: draw(st.sampled_from([value, None, DROPPED])) for name, value in fields.items()}
+    return {name: value for name, value in chosen.items() if value is not DROPPED}
