@@ -262,6 +262,7 @@ def large_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     dense = json.loads((FOLDERS["qwen3"] / "config.json").read_text())
     dense |= {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    del dense["layer_types"]  # of two layers
     (folder / "dense").mkdir()
     (folder / "dense" / "config.json").write_text(json.dumps(dense))
     config = read_hf_config(folder / "dense", 4)
