@@ -33,8 +33,8 @@ def test_a_long_error_keeps_its_beginning_and_its_cause():
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.ENOSPC, "make room, then the same command goes on"),
-        (errno.EDQUOT, "make room, then the same command goes on"),
+        (errno.ENOSPC, "make room and run the same command again to resume"),
+        (errno.EDQUOT, "make room and run the same command again to resume"),
         (errno.EROFS, "give another --out"),
         (errno.EACCES, "give another --out"),
     ],

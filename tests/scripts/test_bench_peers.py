@@ -48,7 +48,7 @@ def small():
     model = config.model.replace(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
     return dataclasses.replace(config, model=model, then={})
 """
-# Draws a token every `option` seconds, by a clock of its own.
+# Draws a token every `option` seconds, by its own clock.
 FAKE = """
 import os, time
 from scripts.peers.protocol import serve
@@ -165,7 +165,7 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     assert one["gaps"] == pytest.approx([0.04] * 4) and one["bandwidth_1_thread"] > 0
 
 
-def test_an_engine_that_dies_is_told_in_a_line_and_the_others_are_measured(fakes, capsys):
+def test_dead_engine_is_one_line_and_the_others_are_measured(fakes, capsys):
     assert command(fakes, "dies,refuses,slow") == 2
     out, err = capsys.readouterr()
     assert "| slow |" in out and "- dies: not measured" in out
@@ -175,7 +175,7 @@ def test_an_engine_that_dies_is_told_in_a_line_and_the_others_are_measured(fakes
     assert "Traceback" not in err
 
 
-def test_our_own_death_ends_everything(fakes, capsys, monkeypatch):
+def test_death_of_our_engine_ends_everything(fakes, capsys, monkeypatch):
     monkeypatch.setattr(bench_peers, "OURS", fake("laneformer", "dies"))
     assert command(fakes, "slow") == 2
     assert (
@@ -185,17 +185,17 @@ def test_our_own_death_ends_everything(fakes, capsys, monkeypatch):
     )
 
 
-def test_an_engine_is_stopped_unless_it_is_asked(fakes):
+def test_engine_is_stopped_between_requests(fakes):
     with Process(fake("one", "0.5"), sys.executable, task(fakes), 60) as process:
         pid = process._process.pid
         assert wait_for(pid, "T") == "T"
         for _ in range(2):
             assert process.decode(1, 3)["gaps"] == [0.5, 0.5]
             assert wait_for(pid, "T") == "T"
-    assert process._process.returncode == 0, "it sees the end of its input, and ends by itself"
+    assert process._process.returncode == 0, "it reads the end of its input, and ends"
 
 
-def test_an_engine_ends_with_its_driver(fakes):
+def test_engine_ends_with_its_driver(fakes):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from scripts.peers.environments import Engine; from scripts.peers.process import Process\n"
@@ -208,7 +208,7 @@ def test_an_engine_ends_with_its_driver(fakes):
     assert wait_for(int(done.stdout), ("gone", "Z")) in ("gone", "Z")
 
 
-def test_an_engine_that_does_not_answer_is_ended(fakes):
+def test_engine_that_does_not_answer_is_killed(fakes):
     with Process(fake("one", "hangs"), sys.executable, task(fakes), 60) as process:
         process.seconds = 0.2
         with pytest.raises(EngineError, match=r"one did not answer in 0 s while decoding 3 tokens"):
@@ -219,28 +219,28 @@ def test_an_engine_that_does_not_answer_is_ended(fakes):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--peers", "vllm"], "there is no engine vllm; take some of llama.cpp, torch"),
-        (["--peers", "absent"], "none of absent is installed: python -m scripts.bench_peers --setup"),
-        (["--tokens", "1"], "--tokens 1: give at least 2"),
-        (["--threads", "0"], "--threads 0: give at least 1"),
-        (["--context", "5000"], "are more than the context"),
+        (["--peers", "vllm"], "vllm; choose from llama.cpp, torch"),
+        (["--peers", "absent"], "none of absent is installed; run python -m scripts.bench_peers --setup"),
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--context", "5000"], "--context 5000"),
         (["--shape", "nosuch"], "nosuch"),
     ],
 )
-def test_mistakes_are_told(fakes, arguments, words, capsys):
+def test_bad_options_are_one_line(fakes, arguments, words, capsys):
     assert command(fakes, "slow", *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert words in line
 
 
-def test_a_head_for_each_lane_has_no_dense_equivalent():
+def test_head_per_lane_raises():
     config = stdlib().model
     with pytest.raises(ConfigError, match="lm_head_type lane"):
         bench_peers.dense_shape(config.replace(lm_head_type="lane"), "stdlib")
     assert bench_peers.dense_shape(config, "stdlib").heads == 8
 
 
-def test_links_are_separate_where_threads_read_faster_together():
+def test_links_are_separate_if_threads_read_faster_together():
     def read(both, one):
         return {"bandwidth": both, "bandwidth_1_thread": one}
 
@@ -249,7 +249,7 @@ def test_links_are_separate_where_threads_read_faster_together():
     assert bench_peers.links(read(82, 41), read(50, 42), 2) == "mixed"
 
 
-def test_rounds_beside_other_programs_are_told():
+def test_noisy_rounds_are_reported():
     def one(*foreign):
         return dict(zip(("ours", "peer"), ({"foreign_cores": cores} for cores in foreign), strict=True))
 
@@ -275,7 +275,7 @@ def test_our_engine_decodes_with_all_layers_full(small, option):
     assert len(times) == 5 and times == sorted(times) and times[0] < times[-1]
 
 
-def test_a_prompt_is_computed_once(small):
+def test_prompt_is_computed_once(small):
     resuming = Ours(small)._backend
     request = Request(np.arange(9, dtype=np.int32), 6, Sampling(), ())
 
@@ -342,7 +342,7 @@ def test_the_gguf_file_has_the_model(tmp_path, tied):
     assert read.end <= len(read.data) < read.end + 32
 
 
-def test_environments_are_made_once_and_again_when_their_versions_change(tmp_path, monkeypatch, capsys):
+def test_environments_are_reinstalled_when_versions_change(tmp_path, monkeypatch, capsys):
     def create(place, **options):
         (place / "bin").mkdir(parents=True, exist_ok=True)
         python = place / "bin" / "python"
@@ -354,12 +354,12 @@ def test_environments_are_made_once_and_again_when_their_versions_change(tmp_pat
     assert bench_peers.main(command) == 0
     assert capsys.readouterr().out.splitlines() == ["torch: installed", "llama.cpp: installed"]
     assert "-m pip install --no-binary llama-cpp-python llama-cpp-python==" in (
-        said := (tmp_path / "llama.cpp.log").read_text()
+        reported := (tmp_path / "llama.cpp.log").read_text()
     )
-    assert "-DGGML_NATIVE=ON" in said
+    assert "-DGGML_NATIVE=ON" in reported
     monkeypatch.setitem(environments.ENVIRONMENTS, "llama.cpp", (("broken",), ("never",)))
     assert environments.installed(tmp_path, "llama.cpp") is None
     assert bench_peers.main(command) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert line == f"error: llama.cpp: pip failed, {tmp_path}/llama.cpp.log has what it said; torch: was there"
+    assert line == f"error: llama.cpp: pip failed, see {tmp_path}/llama.cpp.log; torch: already installed"
     assert "never" not in (tmp_path / "llama.cpp.log").read_text()

@@ -20,7 +20,7 @@ from tests.support.paths import TESTS
 DENSE, LANED = TESTS / "dense" / "qwen3", TESTS / "oracle" / "case_03"
 
 
-def test_a_dense_model_becomes_lanes_and_keeps_its_logits(tmp_path, capsys):
+def test_dense_model_becomes_lanes_with_the_same_logits(tmp_path, capsys):
     assert main([str(DENSE), str(tmp_path / "out"), "--lanes", "4"]) == 0
     assert "4 lanes, layout tp; no tokenizer.json found" in capsys.readouterr().out
     model = laneformer.load(tmp_path / "out")
@@ -40,7 +40,7 @@ def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_other_programs_learn_what_ends_a_turn(tmp_path):
+def test_generation_config_has_the_end_of_a_turn(tmp_path):
     source = tmp_path / "source"
     laneformer.save_hf(laneformer.load(LANED), source)
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
@@ -56,7 +56,7 @@ def test_other_programs_learn_what_ends_a_turn(tmp_path):
 @pytest.mark.parametrize(
     "command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"]
 )
-def test_a_damaged_run_is_one_line(tmp_path, command):
+def test_damaged_run_is_one_line(tmp_path, command):
     """Orbax's threads print tracebacks of it otherwise."""
     weights, config = laneformer.load(LANED).weights(), laneformer.load(LANED).config
     for number in ("5", "10"):
@@ -86,12 +86,12 @@ def test_a_damaged_run_is_one_line(tmp_path, command):
     ("source", "options", "message"),
     [
         ("nowhere", (), "is not a folder"),
-        (LANED, ("--lanes", "4"), "trained with 8 lanes"),
-        (DENSE, ("--lanes", "3"), "num_lanes = 3 does not divide"),
-        (LANED, (), "already holds a checkpoint"),
+        (LANED, ("--lanes", "4"), "8 lanes"),
+        (DENSE, ("--lanes", "3"), "num_lanes"),
+        (LANED, (), "--overwrite"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, capsys, source, options, message):
+def test_bad_options_are_one_line(tmp_path, capsys, source, options, message):
     if not options and source == LANED:
         laneformer.save_hf(laneformer.load(LANED), tmp_path / "out")
     assert main([str(source), str(tmp_path / "out"), *options]) == 2

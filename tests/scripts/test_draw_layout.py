@@ -1,4 +1,4 @@
-"""scripts.draw_layout: every row of the table can be drawn, and the picture says what the table says."""
+"""scripts.draw_layout: draws every layout, with the figures of its schedule."""
 
 import re
 
@@ -15,8 +15,8 @@ def test_every_layout(tmp_path, name):
     options = Options(layout=name + ARGUMENTS.get(name, ""), layers=4, out=tmp_path / "x.svg")
     picture = draw(options).read_text()
     schedule = schedule_of(options)
-    said = re.search(r"(\d+) modules, (\d+) lanes, (\d+) reductions, (\d+) of (\d+) landings exposed", picture)
-    assert tuple(map(int, said.groups())) == (
+    reported = re.search(r"(\d+) modules, (\d+) lanes, (\d+) reductions, (\d+) of (\d+) landings exposed", picture)
+    assert tuple(map(int, reported.groups())) == (
         8,
         3,
         schedule.num_reductions,
@@ -26,7 +26,7 @@ def test_every_layout(tmp_path, name):
     assert picture.count(">attn 3<") == 3  # one box per lane
 
 
-def test_the_picture_is_the_same_each_time(tmp_path):
+def test_picture_is_reproducible(tmp_path):
     first, second = (draw(Options(layout="kraken", out=tmp_path / name)).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second
 
@@ -34,7 +34,7 @@ def test_the_picture_is_the_same_each_time(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [("nosuch",), ("dtp",), ("tp", "--layers", "0"), ("tp", "--out", "picture.nosuch")]
 )
-def test_mistakes_are_one_line(capsys, arguments):
+def test_bad_options_are_one_line(capsys, arguments):
     assert main(list(arguments)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1

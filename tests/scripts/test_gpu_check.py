@@ -75,7 +75,7 @@ def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_p
     assert gpu_check.records(tmp_path) == {}
 
 
-def test_ratios_come_into_the_report_once(tmp_path):
+def test_ratios_are_in_the_report_once(tmp_path):
     note = (
         "prompt of 128: ratio of the medians of tokens/s, cuda / cuda-graph = 1.500; their runs took turns in one"
         " process"
@@ -87,7 +87,7 @@ def test_ratios_come_into_the_report_once(tmp_path):
     assert "cuda,cuda-graph,xla" in command, "the strongest other launch is measured in the same run"
 
 
-def test_files_and_tests_that_are_named_exist():
+def test_named_files_and_tests_exist():
     words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
     files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]
     assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
@@ -99,7 +99,7 @@ def test_files_and_tests_that_are_named_exist():
     assert "test_layouts" in tests
 
 
-def test_what_matters_fits_the_time():
+def test_important_stages_fit_the_time():
     budgets = [stage.seconds for stage in gpu_check.stages()]
     assert all(budget >= 30 for budget in budgets)
     until = [stage.name for stage in gpu_check.stages()].index("compare")
@@ -115,7 +115,7 @@ def test_rings_fit_shared_memory(name):
     )  # what a step takes, and passes end with a slot
 
 
-def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
+def test_failed_and_late_stages_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
     only(
         monkeypatch,
         python("breaks", 20, "print('words of it'); raise SystemExit(3)", "open('made', 'w')"),
@@ -140,7 +140,7 @@ def test_a_failure_and_a_late_stage_do_not_stop_the_others(tmp_path, monkeypatch
     assert "| late | out of time |" in capsys.readouterr().out
 
 
-def test_what_may_tell_why_comes_next(tmp_path, monkeypatch):
+def test_diagnosing_stages_run_next(tmp_path, monkeypatch):
     stages = [python(name, 20, "pass") for name in ("measures", "checks", "measures more", "checks more")]
     only(monkeypatch, python("begins", 20, "raise SystemExit(1)", if_failed=("checks", "checks more")), *stages)
     assert gpu_check.main([str(tmp_path)]) == 1
@@ -165,7 +165,7 @@ def test_all_passed_is_status_0(tmp_path, monkeypatch):
     assert gpu_check.main([str(tmp_path)]) == 0
 
 
-def test_no_time_left_is_said(tmp_path, monkeypatch):
+def test_stages_without_time_are_left_out(tmp_path, monkeypatch):
     only(monkeypatch, python("works", 20, "pass"))
     assert gpu_check.main([str(tmp_path), "--seconds", "20"]) == 0
     assert "| works | left out |" in (tmp_path / "report.md").read_text()
@@ -180,7 +180,7 @@ def test_commands_together_run_at_the_same_time(tmp_path, monkeypatch):
     assert gpu_check.main([str(tmp_path / "out")]) == 0
 
 
-def test_measurements_become_rows_and_broken_lines_are_left_out(tmp_path):
+def test_measurements_become_rows_without_broken_lines(tmp_path):
     (tmp_path / "micro-0.log").write_text("\n".join(map(json.dumps, (MACHINE, RING))) + '\n{"test": "ed')
     lines = gpu_check.measurements(tmp_path)
     assert lines == [MACHINE, RING]
@@ -191,9 +191,10 @@ def test_measurements_become_rows_and_broken_lines_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--stages", "nosuch"], "no stage nosuch"), (["--wheels", "nowhere"], "no wheels")]
+    ("arguments", "words"),
+    [(["--stages", "nosuch"], "unknown stage nosuch"), (["--wheels", "nowhere"], "--wheels nowhere")],
 )
-def test_mistakes_are_told(arguments, words, capsys):
+def test_bad_options_are_one_line(arguments, words, capsys):
     with pytest.raises(SystemExit) as error:
         gpu_check.main(arguments)
     assert error.value.code == 2 and words in capsys.readouterr().err

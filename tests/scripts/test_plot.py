@@ -69,7 +69,7 @@ def drawn(axes):
     return {line.get_label(): line for line in axes.lines}
 
 
-def test_the_loss_panel(run, figures):
+def test_loss_panel(run, figures):
     draw(Options(runs=(run,)))
     [axes] = figures[0].axes
     mean = drawn(axes)["run (last: code 3.500, prose 3.500)"]
@@ -103,7 +103,7 @@ def test_all_panels(run, figures):
     assert [line.get_ydata()[2] for line in landed.lines] == [1, 2, 3, 4]
 
 
-def test_runs_are_compared(run, tmp_path, figures):
+def test_several_runs_share_a_picture(run, tmp_path, figures):
     other = write(tmp_path / "other", (line for line in lines(shift=1.0) if "validation" not in line))
     draw(Options(runs=(run, other), panels=tuple(PANELS)))
     assert {line.get_label() for line in figures[0].axes[0].lines if line.get_label()[0] != "_"} == {
@@ -118,7 +118,7 @@ def test_runs_are_compared(run, tmp_path, figures):
     assert borders == ["0.4"], "one line for both"
 
 
-def test_a_spike_leaves_room_for_the_rest(tmp_path, figures):
+def test_spike_does_not_flatten_the_rest(tmp_path, figures):
     records = [line | ({"loss": 1e6} if line["step"] == 20 and "loss" in line else {}) for line in lines(60)]
     draw(Options(runs=(write(tmp_path / "spike", records),)))
     assert figures[0].axes[0].get_ylim()[1] < 9
@@ -150,8 +150,8 @@ def test_draws_png_and_svg(run, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(run / "loss.png"), str(tmp_path / "two.svg")]
 
 
-def test_nothing_to_draw(run, tmp_path, capsys):
-    with pytest.raises(InputError, match="has no training steps"):
+def test_runs_without_records_raise(run, tmp_path, capsys):
+    with pytest.raises(InputError, match="training steps"):
         Run(tmp_path, "C0")
     bare = write(tmp_path / "bare", (line for line in lines() if "lanes" not in line))
     assert main([str(write(tmp_path / "slow", [{"step": 1, "loss": 1.0, "tokens": 8}])), "--panels", "speed"]) == 2

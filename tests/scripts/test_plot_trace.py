@@ -66,7 +66,7 @@ def test_times_of_known_spans(known):
     assert "| qkv | 80.0 | 80.0 | 69.6% |" in rows and rows[-1] == "| a token, 3 of them, 2 CTAs | 115.0 | | |"
 
 
-def test_the_picture_has_every_worker_and_the_command_says_where_it_is(known, capsys):
+def test_picture_has_every_worker(known, capsys):
     figure = draw(Trace.read(known), 1)
     widths = [patch.get_width() for patch in figure.axes[1].patches]
     assert widths == [40, 40] and figure.axes[1].get_xlabel() == "us, layer 1 of the median token"
@@ -83,7 +83,7 @@ def test_without_a_picture_matplotlib_is_not_needed(known, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
-def test_the_cpu_kernels_own(tmp_path):
+def test_trace_of_the_cpu_kernel(tmp_path):
     config = laneformer.ModelConfig(
         vocab_size=40,
         hidden_size=16,
@@ -111,15 +111,15 @@ def test_the_cpu_kernels_own(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"not json", "is no trace of"),
-        (b'{"traceEvents": []}', "is no trace of"),
+        (b"not json", "infer bench --trace"),
+        (b'{"traceEvents": []}', "infer bench --trace"),
         (
             json.dumps({"traceEvents": [*NAMES, *token(0, 0, 1), *token(1, 0, 1)]}).encode(),
             "has no token after the first",
         ),
     ],
 )
-def test_what_is_no_trace(content, message, tmp_path, capsys):
+def test_bad_traces_are_one_line(content, message, tmp_path, capsys):
     path = tmp_path / "odd.json"
     path.write_bytes(content)
     assert main([str(path)]) == 2
@@ -127,9 +127,9 @@ def test_what_is_no_trace(content, message, tmp_path, capsys):
     assert err.startswith(f"error: {path}") and message in err and err.count("\n") == 1
 
 
-def test_mistakes(known, tmp_path, capsys):
-    with pytest.raises(InputError, match="--layer 7: the trace has layers 0 to 1"):
+def test_bad_layer_raises(known, tmp_path, capsys):
+    with pytest.raises(InputError, match="--layer must be between 0 and 1, got 7"):
         draw(Trace.read(known), 7)
     (tmp_path / "cut.json.gz").write_bytes(known.read_bytes()[:60])
-    assert main([str(tmp_path / "cut.json.gz")]) == 2 and "is no trace" in capsys.readouterr().err
+    assert main([str(tmp_path / "cut.json.gz")]) == 2 and "infer bench --trace" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json")]) == 2 and "No such file" in capsys.readouterr().err

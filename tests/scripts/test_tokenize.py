@@ -64,14 +64,14 @@ def test_the_same_text_and_settings_give_the_same_bytes(tmp_path, corpus, capsys
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_copies_of_a_document_stay_on_one_side(tmp_path, capsys):
+def test_copies_of_a_document_are_in_one_split(tmp_path, capsys):
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"document {i // 3}")
     assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 0.3, "--train-bpe", 262)[0] == 0
     assert not set(texts(tmp_path / "out", "train")) & set(texts(tmp_path / "out", "validation"))
 
 
-def test_finished_work_is_not_repeated_and_not_replaced_unasked(tmp_path, corpus, capsys):
+def test_finished_work_is_neither_repeated_nor_replaced(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     assert run(capsys, "--out", out, corpus, *FILES)[0] == 0
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in out.iterdir()}
@@ -87,7 +87,7 @@ def test_finished_work_is_not_repeated_and_not_replaced_unasked(tmp_path, corpus
     assert code == 0 and "41 documents" in line
 
 
-def test_a_damaged_folder_is_not_called_finished(tmp_path, corpus, capsys):
+def test_damaged_folder_is_not_finished(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     run(capsys, "--out", out, corpus, *FILES)
     shard = out / "train-00000.bin"
@@ -100,13 +100,13 @@ def test_a_damaged_folder_is_not_called_finished(tmp_path, corpus, capsys):
     TokenStore.open(out).verify()
 
 
-def test_few_documents_still_give_a_validation_split(tmp_path, capsys):
+def test_few_documents_have_a_validation_split(tmp_path, capsys):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
     assert run(capsys, "--out", tmp_path / "out", tmp_path, "--validation-fraction", 1e-9, "--train-bpe", 262)[0] == 0
     assert TokenStore.open(tmp_path / "out").documents("validation") == 1
     code, _, err = run(capsys, "--out", tmp_path / "one", tmp_path / "0.txt")
-    assert code == 2 and "1 document cannot be divided: give --validation-fraction 0" in err
+    assert code == 2 and "--validation-fraction 0" in err
     code, line, _ = run(
         capsys, "--out", tmp_path / "one", tmp_path / "0.txt", "--validation-fraction", 0, "--train-bpe", 262
     )
@@ -114,10 +114,14 @@ def test_few_documents_still_give_a_validation_split(tmp_path, capsys):
     code, _, err = run(
         capsys, "--out", tmp_path / "two", tmp_path / "0.txt", tmp_path / "1.txt", "--validation-fraction", 0.999
     )
-    assert code == 2 and "no document fell to split train" in err and not (tmp_path / "two" / "manifest.json").exists()
+    assert (
+        code == 2
+        and "split train at --validation-fraction 0.999" in err
+        and not (tmp_path / "two" / "manifest.json").exists()
+    )
 
 
-def test_a_file_of_many_documents(tmp_path, capsys):
+def test_document_separator_splits_files(tmp_path, capsys):
     (tmp_path / "all.txt").write_text("\n--\n".join(f"story {i}" for i in range(20)))
     assert (
         run(
@@ -146,7 +150,7 @@ def test_long_documents_are_encoded_in_pieces(tmp_path, capsys, monkeypatch):
     assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")) == [long, "short"]
 
 
-def test_one_document_larger_than_the_sample_is_sampled_from_within(tmp_path, capsys):
+def test_document_larger_than_the_sample_is_sampled_in_pieces(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("".join(f"line {i} of a long text\n" for i in range(20_000)))
     args = (
         "--out",
@@ -171,7 +175,7 @@ def test_the_sample_is_independent_of_what_is_held_out(tmp_path, capsys):
     assert TokenStore.open(tmp_path / "out").manifest.vocab_size > 265
 
 
-def test_the_bpe_is_trained_on_a_sample(tmp_path, corpus, capsys):
+def test_bpe_is_trained_on_a_sample(tmp_path, corpus, capsys):
     (corpus / "rare.py").write_text("zyxwv" * 1000)
     assert run(capsys, "--out", tmp_path / "all", corpus, *FILES, "--validation-fraction", 0)[0] == 0
     assert (
@@ -201,11 +205,11 @@ def foreign(tmp_path):
     return tmp_path / "foreign.json"
 
 
-def test_a_given_tokenizer(tmp_path, foreign, capsys):
+def test_given_tokenizer_makes_the_ids(tmp_path, foreign, capsys):
     (tmp_path / "a.txt").write_text("a b a b a b")
     args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--validation-fraction", 0)
     code, _, err = run(capsys, *args)
-    assert code == 2 and "has no token '<|endoftext|>': give --end-token, perhaps of <s>, </s>, <pad>" in err
+    assert code == 2 and "'<|endoftext|>'; give --end-token, perhaps from <s>, </s>, <pad>" in err
     assert run(capsys, *args, "--end-token", "</s>", "--begin-token", "<s>")[0] == 0
     store = TokenStore.open(tmp_path / "out")
     assert store.read("train", 0, 8).tolist() == [1, 3, 4, 3, 4, 3, 4, 2] and store.tokens("train") == 8
@@ -218,43 +222,40 @@ def test_a_given_tokenizer(tmp_path, foreign, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give either files and folders to tokenize, or --dataset NAME"),
-        (("{c}", "--dataset", "json"), "give either files and folders"),
-        (("{c}", "--column", "body"), "--column goes with --dataset: leave it out"),
-        (("--dataset", "json", "--glob", "*.py"), "--glob goes with files and folders: leave it out"),
-        (("{c}", "--tokenizer", "{c}/notes.txt", "--train-bpe", "500"), "--train-bpe goes with a BPE trained here"),
-        (("{c}", "--end-token", "</s>"), "--end-token, --begin-token and --fim-tokens belong to --tokenizer"),
-        (("{c}", "--fim-rate", "0.5", "--fim-tokens", "a", "b", "c"), "--fim-tokens belong to --tokenizer"),
-        (("{c}", "--fim-rate", "1.5"), "--fim-rate 1.5: give a share of the documents, from 0 to 1"),
-        (("{c}", "--fim-spm-rate", "0.1"), "--fim-spm-rate goes with --fim-rate: leave it out"),
-        (("{c}", "--chat"), "--chat goes with --dataset: leave it out"),
-        (("--dataset", "json", "--chat"), "--chat needs --tokenizer, that of the model to train"),
-        (("--dataset", "json", "--chat-date", "2025-01-31"), "--chat-date goes with --chat: leave it out"),
-        (
-            ("--dataset", "json", "--chat", "--tokenizer", "t", "--fim-rate", "0.5"),
-            "--fim-rate goes with plain text, not --chat: leave it out",
-        ),
+        ((), "--dataset NAME"),
+        (("{c}", "--dataset", "json"), "--dataset NAME"),
+        (("{c}", "--column", "body"), "--column applies to --dataset"),
+        (("--dataset", "json", "--glob", "*.py"), "--glob applies to files"),
+        (("{c}", "--tokenizer", "{c}/notes.txt", "--train-bpe", "500"), "--train-bpe applies to"),
+        (("{c}", "--end-token", "</s>"), "--end-token, --begin-token and --fim-tokens need --tokenizer"),
+        (("{c}", "--fim-rate", "0.5", "--fim-tokens", "a", "b", "c"), "--fim-tokens need --tokenizer"),
+        (("{c}", "--fim-rate", "1.5"), "--fim-rate must be a share between 0 and 1, got 1.5"),
+        (("{c}", "--fim-spm-rate", "0.1"), "--fim-spm-rate applies to --fim-rate"),
+        (("{c}", "--chat"), "--chat applies to --dataset"),
+        (("--dataset", "json", "--chat"), "--chat needs"),
+        (("--dataset", "json", "--chat-date", "2025-01-31"), "--chat-date applies to --chat"),
+        (("--dataset", "json", "--chat", "--tokenizer", "t", "--fim-rate", "0.5"), "--fim-rate applies to plain text"),
         (
             ("--dataset", "json", "--chat", "--tokenizer", "t", "--prompt-column", "q"),
             "or both --prompt-column and --answer-column",
         ),
         (
             ("--dataset", "json", "--chat", "--tokenizer", "t", "--chat-date", "today"),
-            "write year, month and day, as in 2025-01-31",
+            "--chat-date must be year, month and day, such as 2025-01-31, got today",
         ),
-        (("{c}", "--train-bpe", "100"), "--train-bpe 100: a byte-level vocabulary has at least 262"),
-        (("{c}", "--validation-fraction", "1"), "at least 0 and below 1"),
-        (("{c}", "--shard-tokens", "0"), "give at least 1"),
+        (("{c}", "--train-bpe", "100"), "--train-bpe must be at least 262"),
+        (("{c}", "--validation-fraction", "1"), "--validation-fraction must be at least 0 and below 1, got 1.0"),
+        (("{c}", "--shard-tokens", "0"), "--shard-tokens must be at least 1, got 0"),
         (("{c}/nowhere",), "nowhere does not exist"),
         (("{c}", "--glob", "*.rs"), "no files in"),
         (("{c}/latin.py", "{c}/empty.py"), "no text in"),
         (("{c}", "--tokenizer", "{c}/none.json"), "cannot read --tokenizer"),
         (("{c}", "--tokenizer", "{c}/notes.txt"), "notes.txt is not a tokenizer.json"),
-        (("{c}", "--out", "{c}/notes.txt"), "is a file: give a folder"),
+        (("{c}", "--out", "{c}/notes.txt"), "notes.txt is a file"),
         (("{c}", "--out", "{c}/notes.txt/below"), "cannot write"),
     ],
 )
-def test_mistakes_are_named(tmp_path, corpus, capsys, args, message):
+def test_bad_options_are_named(tmp_path, corpus, capsys, args, message):
     args = [arg.replace("{c}", str(corpus)) for arg in args]
     code, out, err = run(capsys, *([] if "--out" in args else ["--out", tmp_path / "out"]), *args)
     assert (code, out) == (2, "")
@@ -273,7 +274,7 @@ def shell(*args, **more):
     )
 
 
-def test_as_a_command(tmp_path, corpus):
+def test_command_in_a_process_and_help(tmp_path, corpus):
     """In its own process; and --help shows every option."""
     process = shell("--out", tmp_path / "out", corpus, *FILES)
     out, err = process.communicate(timeout=60)
@@ -328,13 +329,13 @@ def test_fill_in_the_middle_with_a_given_tokenizer(tmp_path, foreign, capsys):
         1,
     )
     code, _, err = run(capsys, *args)
-    assert code == 2 and "foreign.json has no token '<|fim_prefix|>': give --fim-tokens, perhaps of <s>" in err
+    assert code == 2 and "'<|fim_prefix|>'; give --fim-tokens, perhaps from <s>" in err
     assert run(capsys, *args, "--fim-tokens", "<s>", "<pad>", "<unk>", "--fim-spm-rate", 0)[0] == 0
     [ids] = documents(tmp_path / "out", "train")
     assert [ids[0], *ids[(ids == 5) | (ids == 0)]] == [1, 0, 5]
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_old_folder(tmp_path, corpus, capsys):
+def test_full_disk_leaves_the_old_folder(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     run(capsys, "--out", out, corpus, *FILES)
     before = {file.name: file.read_bytes() for file in out.iterdir()}

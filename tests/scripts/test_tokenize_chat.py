@@ -1,4 +1,4 @@
-"""Tokenizing conversations: what counts in the loss, what lies in the store to chat later, and what is refused."""
+"""Tokenizing conversations: the loss mask, the template kept in the store, and errors."""
 
 import json
 
@@ -92,13 +92,13 @@ def test_conversations(tmp_path, tokenizer, args, capsys):
         "tokens": {},
         "date": "",
     }
-    assert ChatTemplate.load(out).source == CHATML  # what a server needs lies in the folder
+    assert ChatTemplate.load(out).source == CHATML  # for a server
     assert "nothing to do" in run(capsys, *args)[1]
     code, line, err = run(capsys, *args, "--chat-template", tokenizer)
     assert code == 2 and "chat (was {'template':" in err
 
 
-def test_marks_that_the_template_writes_too_are_there_once(tmp_path, tokenizer, args, capsys):
+def test_marks_written_by_the_template_are_not_doubled(tmp_path, tokenizer, args, capsys):
     bpe = Tokenizer.from_file(str(tokenizer))
     bpe.add_special_tokens(["<s>", "</s>"])
     bpe.save(str(tokenizer))
@@ -135,7 +135,7 @@ def test_marks_that_the_template_writes_too_are_there_once(tmp_path, tokenizer, 
     assert not {"chat_template.jinja", "tokenizer_config.json"} & content(tmp_path / "out").keys()
 
 
-def test_without_marks_of_its_own_the_store_has_the_templates(tmp_path, tokenizer, args, capsys):
+def test_store_uses_the_marks_of_the_template(tmp_path, tokenizer, args, capsys):
     source = "<|im_start|>{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     (tokenizer.parent / "chat_template.jinja").write_text(source)
     jsonl(tmp_path / "talks.jsonl", [{"prompt": "a", "response": "b"}])
@@ -149,7 +149,7 @@ def test_without_marks_of_its_own_the_store_has_the_templates(tmp_path, tokenize
     assert TokenStore.open(tmp_path / "out").manifest.source["settings"]["chat"]["answers"] == "generation blocks"
 
 
-def test_rows_that_cannot_be_used(tmp_path, args, capsys):
+def test_unusable_rows_are_skipped(tmp_path, args, capsys):
     jsonl(
         tmp_path / "talks.jsonl",
         [*TALKS[:20], {"messages": None}, {"messages": [{"role": "user", "content": "no answer"}]}],
@@ -166,28 +166,28 @@ def test_rows_that_cannot_be_used(tmp_path, args, capsys):
     [
         ("{{ raise_exception('no system prompts') }}", (), "row 0: {t}, line 1: no system prompts"),
         ("{% for m in messages %}\n{{ m", (), "{t}, line 2 is not a chat template"),
-        ("{{ strftime_now('%d') }}", (), "{t} writes the date: give --chat-date, the day to write for all"),
-        (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date: leave out --chat-date"),
+        ("{{ strftime_now('%d') }}", (), "{t} writes the date; give --chat-date"),
+        (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date; leave out --chat-date"),
         (CHATML, ("--column", "talk"), "dataset json has no column 'talk'"),
         (CHATML, ("--prompt-column", "a", "--answer-column", "b"), "dataset json has no column 'a' and 'b'"),
         ("{{ eos_token }}", (), "{t} writes the eos_token, and no tokenizer_config.json says which"),
     ],
 )
-def test_mistakes_are_named(tmp_path, args, capsys, template, more, message):
+def test_bad_options_are_named(tmp_path, args, capsys, template, more, message):
     file = tmp_path / "given.jinja"
     file.write_text(template)
     code, _, err = run(capsys, *args, "--chat-template", file, *more)
     assert code == 2 and message.replace("{t}", str(file)) in err and "Traceback" not in err
 
 
-def test_a_template_that_writes_the_date(tmp_path, args, capsys):
+def test_template_writes_the_given_date(tmp_path, args, capsys):
     (tmp_path / "given.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
     assert run(capsys, *args, "--chat-template", tmp_path / "given.jinja", "--chat-date", "2025-01-31")[0] == 0
     bpe = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     assert bpe.decode(documents(tmp_path / "out", "train")[0].tolist()).startswith("31 Jan 2025")
 
 
-def test_a_tokenizer_without_a_template(tmp_path, tokenizer, args, capsys):
+def test_missing_template_is_one_line(tmp_path, tokenizer, args, capsys):
     bpe = json.loads(tokenizer.read_text())
     bpe["added_tokens"] = [token for token in bpe["added_tokens"] if "im_" not in token["content"]]
     tokenizer.write_text(json.dumps(bpe))

@@ -1,5 +1,5 @@
-"""A stopped command goes on: killed, interrupted or out of disk, and given again, it writes the same bytes as an
-undisturbed one.
+"""Resuming: a command that was killed, interrupted or out of disk, run again, writes the same bytes as an
+uninterrupted one.
 """
 
 import json
@@ -98,7 +98,7 @@ def sources(tmp_path, tokenizer):
         ("chats", [signal.SIGKILL]),
     ],
 )
-def test_killed_and_given_again(tmp_path, tokenizer, capsys, source, stops):
+def test_interrupted_command_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys, source, stops):
     args = (*sources(tmp_path, tokenizer)[source], "--validation-fraction", 0.1, "--shard-tokens", 1000)
     assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
     out, done = tmp_path / "out", 0
@@ -112,7 +112,7 @@ def test_killed_and_given_again(tmp_path, tokenizer, capsys, source, stops):
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_a_full_disk(tmp_path, tokenizer, capsys):
+def test_full_disk_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys):
     """No file may grow over 32 KiB: what a full disk looks like to the program."""
     (tmp_path / "many").write_text("\n".join(lines(2000)))
     args = (tmp_path / "many", "--document-separator", "\n", "--tokenizer", tokenizer, "--validation-fraction", 0)
@@ -134,7 +134,7 @@ def test_a_full_disk(tmp_path, tokenizer, capsys):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_row_that_cannot_be_read_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
+def test_bad_row_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
     args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"])
     rows, file = chats(300), tmp_path / "chats.jsonl"
     changed = file.stat().st_mtime_ns

@@ -20,14 +20,14 @@ def content(path):
 
 
 def take(path, total, *, settings, every=3, stop=None, **options):
-    """Write documents [writer.done, total) with a checkpoint after `every` of them; die before `stop`. Returns where
-    the writer began.
+    """Writes documents [writer.done, total) with a checkpoint after `every` of them; dies before `stop`. Returns the
+    writer's first document.
     """
     with StoreWriter(
         path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, settings=settings, **{"shard_tokens": 20, **options}
     ) as writer:
-        began = writer.done
-        for number in range(began, total):
+        first = writer.done
+        for number in range(first, total):
             if number == stop:
                 raise RuntimeError("died")
             split, ids, loss = document(number)
@@ -35,4 +35,4 @@ def take(path, total, *, settings, every=3, stop=None, **options):
             if (number + 1) % every == 0:
                 writer.checkpoint(number + 1)
         writer.finish({"text": "test"})
-    return began
+    return first

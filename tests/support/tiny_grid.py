@@ -1,4 +1,4 @@
-"""A grid of cells that train in a second, one of them with a layout of its own; finished cells without training."""
+"""A grid of cells that train in a second, one of them with a new layout; finished cells without training."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ def grid(**changes) -> Grid:
 
 
 def registered() -> Grid:
-    """The grid as a user's own recipe has it, which adds its layout to the table first."""
+    """The grid as in a user's recipe, which first adds its layout to the table."""
     LAYOUTS["twice"] = twice
     return grid()
 
 
 def pretend(cell: Cell, losses: list[float], *, lanes: dict | None = None, probe: dict | None = None) -> None:
-    """Writes what a finished cell leaves, with these validation losses, evenly spaced over its steps."""
+    """Writes the files of a finished cell, with these validation losses, evenly spaced over its steps."""
     total = cell.config.total_steps
     (cell.folder / "checkpoints" / str(total)).mkdir(parents=True)
     records = []

@@ -1,4 +1,4 @@
-"""A recipe small enough to train in a second, its corpus, and what tests do with a run: start, stop, read."""
+"""A recipe that trains in a second, its corpus, and helpers to start, stop and read runs."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ TOKENIZER = b'{"any": "bytes"}'
 
 
 def tiny() -> TrainConfig:
-    """Two layers in eight lanes, delay 1, on eight host devices; the store's path comes from --data.path."""
+    """Two layers in eight lanes, delay 1, on eight host devices; --data.path gives the store."""
     return TrainConfig(
         name="tiny",
         steps=60,
@@ -116,9 +116,7 @@ def write_store(
 
 
 def environment() -> dict[str, str]:
-    """For a process of the command: nothing asks JAX for devices, and programs are compiled and kept as in the tests'
-    own process.
-    """
+    """Environment of a command: without settings of JAX's devices, with the tests' compilation cache."""
     kept = (
         "JAX_PLATFORMS",
         "JAX_DISABLE_MOST_OPTIMIZATIONS",
@@ -133,7 +131,7 @@ def environment() -> dict[str, str]:
 
 
 def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
-    """`python -m train` of the tiny recipe, or another, in a process of its own. limit: for the shell's ulimit."""
+    """`python -m train` of the tiny recipe, or another, in a separate process. limit: for the shell's ulimit."""
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
@@ -149,7 +147,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def wait_until(process, condition, seconds=90):
-    """Polls until the condition holds; False if the process ended before."""
+    """Polls until the condition holds; returns False if the process ends first."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -157,7 +155,7 @@ def wait_until(process, condition, seconds=90):
         if process.poll() is not None:
             return False
         time.sleep(0.002)
-    raise AssertionError("nothing happened for a long time")
+    raise AssertionError("timed out")
 
 
 def lines(run: Path) -> int:
@@ -182,7 +180,7 @@ def kill_when(process, condition, number=signal.SIGKILL):
 
 
 def records(run: Path) -> list[dict]:
-    """What metrics.jsonl says, without the times."""
+    """Records of metrics.jsonl, without the times."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))}

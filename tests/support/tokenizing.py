@@ -1,6 +1,4 @@
-"""What the tests of tokenizing share: the command in this process, files of rows, and what a token folder holds, as
-text.
-"""
+"""Helpers of the tests of tokenizing: the command in this process, files of rows, and token folders as text."""
 
 import json
 
@@ -21,9 +19,7 @@ def run(capsys, *args):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The datasets library, with its copies in a folder of the test; and the environment with which another process
-    does so.
-    """
+    """Keeps the cache of the datasets library in the test's folder, also for processes that the test starts."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -19,10 +19,10 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, store) -> Path:
-    """A run of the tiny recipe that nothing disturbed, in a process of its own. Read it, or take `finished_copy`."""
+    """An uninterrupted run of the tiny recipe, in a separate process. Read only; take `finished_copy` to change it."""
     run = tmp_path_factory.mktemp("finished") / "run"
     status, out, err = finish(start(run, store))
-    assert (status, err) == (0, ""), "no warning of any library may reach a user of the command line"
+    assert (status, err) == (0, ""), "no library may print a warning"
     assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
     return run
 
@@ -51,7 +51,7 @@ def command(store, capsys):
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """stop_at(n): SIGTERM arrives when step n is recorded, so that step n + 1, which runs by then, is the last."""
+    """stop_at(n): sends SIGTERM when step n is recorded, so that step n + 1, already running, is the last."""
     write = MetricsLog.write
 
     def arm(step: int):
@@ -67,7 +67,7 @@ def stop_at(monkeypatch):
 
 @pytest.fixture
 def same_end(finished, final_weights):
-    """same_end(run): asserts that a run ended bitwise like the undisturbed one, in weights, losses and validations."""
+    """same_end(run): asserts that a run ended bitwise like the uninterrupted one, in weights and records."""
 
     def check(run: Path):
         assert records(run) == records(finished)

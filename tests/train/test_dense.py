@@ -60,7 +60,7 @@ def as_laneformer(dense: DenseModel) -> Laneformer:
     return Laneformer(CONFIG, weights)
 
 
-def test_same_logits_as_one_lane():
+def test_logits_equal_those_of_one_lane():
     dense = DenseModel(CONFIG, "float32", nnx.Rngs(0))
     with jax.default_matmul_precision("highest"):
         expected = nnx.jit(lambda model: model(IDS))(dense)

@@ -1,6 +1,6 @@
-"""Twenty steps of every layout against losses written down: what a change of the training moves, it moves here.
+"""Twenty steps of every layout against recorded losses.
 
-After a change that is meant: python tests/train/test_golden.py writes them anew.
+After an intended change, python tests/train/test_golden.py records them again.
 """
 
 import json
@@ -59,18 +59,18 @@ FAST = ("laneformer",)  # the others with -m slow
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
-def test_losses_of_twenty_steps(case):
+def test_losses_match_the_golden_ones(case):
     np.testing.assert_allclose(twenty_losses(case), json.loads(FILE.read_text())[case], rtol=TOLERANCE)
 
 
-def test_every_layout_has_its_own():
+def test_golden_losses_distinguish_layouts():
     written = json.loads(FILE.read_text())
     assert set(written) == set(CASES)
     assert {parse_layout(fields["layout"])[0] for fields in CASES.values()} == set(LAYOUTS)
     assert all(losses[-1] < losses[0] for losses in written.values())
     runs = list(map(np.array, written.values()))
     closest = min(np.abs(a / b - 1).max() for i, a in enumerate(runs) for b in runs[:i])
-    assert closest > 3 * TOLERANCE, "it tells any two layouts apart"
+    assert closest > 3 * TOLERANCE, "any two layouts differ by more than the tolerance"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The loop: bitwise the same run however it is stopped, errors that lose nothing, honest times, two steps in flight at
-most.
-"""
+"""The loop: runs are bitwise equal however they are stopped, errors lose nothing, at most two steps are in flight."""
 
 import contextlib
 import gzip
@@ -41,8 +39,8 @@ from train.run_folder import only_one, open_stores, record_run
 
 
 @pytest.mark.slow
-def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, store, finished, same_end):
-    for attempt in range(3):  # a busy machine may look away whenever the run saves
+def test_run_killed_twice_ends_bitwise_the_same(tmp_path, store, finished, same_end):
+    for attempt in range(3):  # a busy machine may miss the moment of saving
         run = tmp_path / f"run{attempt}"
         status, _, err = kill_when(start(run, store), lambda run=run: lines(run) >= 20 and saving(run))
         if status == -signal.SIGKILL:
@@ -50,38 +48,40 @@ def test_killed_twice_once_in_a_save_the_run_ends_bitwise_the_same(tmp_path, sto
         assert (status, err) == (0, "")
     assert status == -signal.SIGKILL
     before = losses(run)
-    assert 17 <= len(before) < 60, "a line of times comes with every ten steps"
+    assert 17 <= len(before) < 60, "every ten steps add a line of times"
     assert before == losses(finished)[: len(before)], "two fresh processes, each with its own compilation"
     assert kill_when(start(run, store), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
     status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
-    assert "going on after step" in out
+    assert f"resuming {run} after step" in out
     same_end(run)
-    assert not saving(run), "what the kill left half-written is gone"
+    assert not saving(run), "half-written checkpoints are removed"
 
 
 @pytest.mark.slow
-def test_a_signal_saves_says_how_to_go_on_and_the_run_ends_bitwise_the_same(tmp_path, store, same_end):
+def test_run_stopped_by_signals_ends_bitwise_the_same(tmp_path, store, same_end):
     run = tmp_path / "run"
     for number, status, at_least in ((signal.SIGTERM, 143, 7), (signal.SIGINT, 130, 25)):
         got, _, err = kill_when(start(run, store), lambda at_least=at_least: lines(run) >= at_least, number)
         assert got == status
         stopped_at = len(losses(run))
-        answer = "stopping after this step; Ctrl-C again to stop without saving\n" if number == signal.SIGINT else ""
+        answer = (
+            "stopping after this step; press Ctrl-C again to stop without saving\n" if number == signal.SIGINT else ""
+        )
         assert err.startswith(
-            f"{answer}stopped by {number.name} after step {stopped_at}, which is saved; to go on: python -m train "
+            f"{answer}stopped by {number.name} after step {stopped_at}, which is saved; resume with: python -m train "
         )
         assert str(run) in err and "Traceback" not in err
         assert (run / "checkpoints" / str(stopped_at) / "meta").is_dir()
     status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
-    assert f"going on after step {stopped_at} of {run}" in out
+    assert f"resuming {run} after step {stopped_at}" in out
     same_end(run)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_random_moments(tmp_path, store, same_end, seed):
+def test_run_killed_at_random_ends_bitwise_the_same(tmp_path, store, same_end, seed):
     """Also while it starts, compiles or restores."""
     run, random = tmp_path / "run", np.random.default_rng(seed)
     for _ in range(6):
@@ -103,26 +103,26 @@ def test_killed_at_random_moments(tmp_path, store, same_end, seed):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_devices_to_rounding(tmp_path, command, stop_at, monkeypatch, finished):
+def test_run_resumed_on_other_devices_agrees_to_rounding(tmp_path, command, stop_at, monkeypatch, finished):
     run = tmp_path / "run"
     stop_at(15)
     assert command(run)[0] == 143
     monkeypatch.undo()
     status, out, _ = command(run, "--mesh.data", "2", "--mesh.lane", "4")
     assert status == 0
-    assert "going on after step 16" in out and "data 2 x lane 4" in out
+    assert " after step 16\n" in out and "data 2 x lane 4" in out
     assert losses(run)[:16] == losses(finished)[:16]
     np.testing.assert_allclose(losses(run), losses(finished), rtol=1e-5)
 
 
-def test_a_finished_run_does_nothing_and_says_so(finished_copy, command):
+def test_finished_run_does_nothing(finished_copy, command):
     before = {
         file: (file.stat().st_mtime_ns, file.stat().st_size)
         for file in finished_copy.rglob("*")
         if file.name != ".lock"
     }
     status, out, err = command(finished_copy)
-    assert (status, out, err) == (0, f"{finished_copy}: all 60 steps are done; nothing to do\n", "")
+    assert (status, out, err) == (0, f"{finished_copy}: all 60 steps are done, nothing to do\n", "")
     assert before == {
         file: (file.stat().st_mtime_ns, file.stat().st_size)
         for file in finished_copy.rglob("*")
@@ -181,8 +181,8 @@ def test_the_program_of_every_phase_is_kept(finished):
     assert gzip.decompress((finished / "program" / "pretrain.hlo.txt.gz").read_bytes()).startswith(b"HloModule")
 
 
-def test_first_losses_are_those_written_down(finished):
-    """A change here means that a run started before it would go on as another one."""
+def test_first_losses_match_recorded_ones(finished):
+    """A change of these values means that earlier runs would resume with other results."""
     written = [4.15691614151001, 4.11168098449707, 4.092592239379883, 3.9618263244628906, 3.841066598892212]
     assert losses(finished)[:5] == pytest.approx(written, abs=2e-5)
 
@@ -201,7 +201,7 @@ def one_error(result, *parts):
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_a_damaged_shard_stops_the_run_and_once_repaired_nothing_is_lost(tmp_path, store, command, same_end):
+def test_run_resumes_after_a_damaged_shard_is_repaired(tmp_path, store, command, same_end):
     damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
     shard = damaged / "train-00004.bin"
     data = shard.read_bytes()
@@ -212,12 +212,12 @@ def test_a_damaged_shard_stops_the_run_and_once_repaired_nothing_is_lost(tmp_pat
     shard.write_bytes(data)
     status, out, err = command(run, path=damaged)
     assert (status, err) == (0, "")
-    assert f"going on after step {done}" in out
+    assert f" after step {done}\n" in out
     same_end(run)
 
 
 @pytest.mark.slow
-def test_what_ends_a_step_half_way_loses_nothing(tmp_path, command, monkeypatch, same_end):
+def test_interrupted_step_loses_nothing(tmp_path, command, monkeypatch, same_end):
     """An impatient user, then a full disk under the metrics."""
     run, write = tmp_path / "run", MetricsLog.write
 
@@ -239,18 +239,20 @@ def test_what_ends_a_step_half_way_loses_nothing(tmp_path, command, monkeypatch,
 
     monkeypatch.setattr(MetricsLog, "write", impatient)
     status, _, err = command(run)
-    assert status == 130 and "\nstopped without saving; to go on from the last checkpoint: python -m train " in err, err
+    assert (
+        status == 130 and "\nstopped without saving; resume from the last checkpoint with: python -m train " in err
+    ), err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(MetricsLog, "write", full)
     one_line_error(command(run), f"cannot write {run / 'metrics.jsonl'}: No space left on device; make room")
     assert [line["step"] for line in read_lines(run / "metrics.jsonl") if "loss" in line] == list(range(1, 23))
     monkeypatch.undo()
     status, out, err = command(run)
-    assert (status, err) == (0, "") and "going on after step 20" in out
+    assert (status, err) == (0, "") and " after step 20\n" in out
     same_end(run)
 
 
-def test_a_damaged_shard_at_once(tmp_path, store, command):
+def test_damaged_first_shard_is_one_line(tmp_path, store, command):
     damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
     for shard in damaged.glob("train*.bin"):
         shard.write_bytes(bytes(shard.stat().st_size))
@@ -258,7 +260,7 @@ def test_a_damaged_shard_at_once(tmp_path, store, command):
     assert losses(run) == [] and os.listdir(run / "checkpoints") == []
 
 
-def test_stores_that_cannot_be_trained_on(tmp_path, store, command):
+def test_bad_stores_are_one_line(tmp_path, store, command):
     run = tmp_path / "run"
     one_line_error(command(run, path=tmp_path / "none"), "has no manifest.json", "python -m scripts.tokenize")
     missing = shutil.copytree(store, tmp_path / "missing")
@@ -272,17 +274,17 @@ def test_stores_that_cannot_be_trained_on(tmp_path, store, command):
     one_line_error(
         command(run, "--data.batch-size", "64"), "has 30 rows of sequence_length 16", "--data.validation-batches 0"
     )
-    assert not run.exists(), "a command that could not work leaves no folder behind"
+    assert not run.exists(), "a failed command leaves no folder"
 
 
 def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, command, finished):
     other = write_store(tmp_path / "tokenizer", tokenizer=b"other")
     one_line_error(command(finished_copy, path=other), "another tokenizer")
     more = write_store(tmp_path / "tokens", seed=1)
-    one_line_error(command(finished_copy, path=more), "not the tokens that")
+    one_line_error(command(finished_copy, path=more), str(more), "--run")
     one_line_error(
         command(finished_copy, "--optimizer.learning-rate", "0.02", "--data.seed", "3"),
-        "data.seed (0 before, 3 now), optimizer.learning_rate (0.01 before, 0.02 now)",
+        "data.seed (was 0, now 3), optimizer.learning_rate (was 0.01, now 0.02)",
         "--run",
     )
     for content in ("{", "[]", "{}", '{"config": []}'):
@@ -293,49 +295,47 @@ def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, 
     assert records(finished_copy) == records(finished)
 
 
-def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(finished_copy, command, finished, tmp_path):
-    saved, said = finished_copy / "checkpoints", ("metrics.jsonl goes to step 60: put the checkpoints back", "--run")
+def test_run_without_its_checkpoints_keeps_its_metrics(finished_copy, command, finished, tmp_path):
+    saved, reported = finished_copy / "checkpoints", ("metrics.jsonl", "step", "60", "--run")
     kept = shutil.move(saved, tmp_path / "kept")
-    one_line_error(command(finished_copy), *said)
+    one_line_error(command(finished_copy), *reported)
     saved.mkdir()
-    one_line_error(command(finished_copy), *said)
+    one_line_error(command(finished_copy), *reported)
     saved.rmdir()
     saved.symlink_to(tmp_path / "nowhere")
-    one_line_error(
-        command(finished_copy), f"{saved} is a link to {tmp_path / 'nowhere'}, which is not there: put it back"
-    )
+    one_line_error(command(finished_copy), f"{saved} links to {tmp_path / 'nowhere'}")
     assert records(finished_copy) == records(finished)
     saved.unlink()
     saved.symlink_to(kept)
     assert command(finished_copy)[0] == 0
 
 
-@pytest.mark.parametrize(("last", "anew"), [(7, True), (20, True), (21, False)])
-def test_a_run_begins_anew_where_its_first_save_was_not_complete(finished_copy, store, last, anew):
+@pytest.mark.parametrize(("last", "restarts"), [(7, True), (20, True), (21, False)])
+def test_run_restarts_if_its_first_save_was_incomplete(finished_copy, store, last, restarts):
     """The second save, of step 20, waits for the first."""
-    config = changed(tiny(), run=finished_copy, data__path=(store,), save_every=50)  # of now: the run began with 10
+    config = changed(tiny(), run=finished_copy, data__path=(store,), save_every=50)  # now; the run started with 10
     for step in (finished_copy / "checkpoints").iterdir():
         shutil.rmtree(step)
     with MetricsLog(finished_copy / "metrics.jsonl", last):
         pass
-    with contextlib.nullcontext() if anew else pytest.raises(CheckpointError, match="goes to step 21"):
+    with contextlib.nullcontext() if restarts else pytest.raises(CheckpointError, match="up to 21"):
         record_run(config, open_stores(config))
     recorded = json.loads((finished_copy / "run.json").read_text())["config"]["save_every"]
-    assert recorded == (50 if anew else 10)
+    assert recorded == (50 if restarts else 10)
 
 
-def test_folders_that_cannot_hold_a_run_or_tokens(tmp_path, store, command, monkeypatch):
+def test_bad_folders_are_one_line(tmp_path, store, command, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
-    one_line_error(command(file), f"{file} cannot be a folder (it is a file): give another with --run")
-    one_line_error(command(file / "run"), f"{file}/run cannot be a folder (Not a directory)")
+    one_line_error(command(file), f"{file} (it is a file)", "--run")
+    one_line_error(command(file / "run"), f"{file}/run (Not a directory)")
     one_line_error(command(tmp_path / "run", path=file), f"{file} has no manifest.json", "python -m scripts.tokenize")
     monkeypatch.setattr("train.run_folder.fcntl.flock", lambda *_: pytest.fail("locked"))
     (tmp_path / "run" / ".lock").mkdir(parents=True)  # what cannot be opened, also by root
-    one_line_error(command(tmp_path / "run"), "/.lock: Is a directory; give another folder with --run")
+    one_line_error(command(tmp_path / "run"), "/.lock: Is a directory", "--run")
 
 
-def test_tokenizers_that_differ_are_named_with_both_folders(tmp_path, finished_copy, store, command):
+def test_different_tokenizers_are_named_with_both_folders(tmp_path, finished_copy, store, command):
     other = write_store(tmp_path / "other", tokenizer=b"other")
     for run, whose in ((tmp_path / "new", str(other)), (finished_copy, f"the run in {finished_copy}")):
         wrong = store if run != finished_copy else other
@@ -344,14 +344,14 @@ def test_tokenizers_that_differ_are_named_with_both_folders(tmp_path, finished_c
         )
 
 
-def test_a_mesh_that_leaves_devices_unused_is_told(store, monkeypatch):
-    """Of a job it is refused: a process might have none."""
+def test_unused_devices_are_reported(store, monkeypatch):
+    """In a job of several processes it is an error, since a process might have no device."""
     config = changed(tiny(), mesh__lane=2)
     lines = _greeting(config, {Path("no/store"): TokenStore.open(store)}, _mesh(config), 0).split("\n")
-    assert lines[2] == "6 of 8 devices stay unused: --mesh.data and --mesh.lane say which share of them works"
+    assert lines[2].startswith("6 of 8 devices ") and "--mesh.data" in lines[2]
     monkeypatch.setattr("train.loop.jax.process_count", lambda: 2)
     with pytest.raises(
-        ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices: set --mesh\.data 4, or start fewer processes$"
+        ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices; set --mesh\.data 4, or start fewer processes$"
     ):
         _mesh(config)
     assert _mesh(tiny()).size == 8
@@ -359,15 +359,15 @@ def test_a_mesh_that_leaves_devices_unused_is_told(store, monkeypatch):
     monkeypatch.setattr("train.loop.jax.device_count", lambda: 6)
     monkeypatch.setattr("laneformer.mesh.jax.devices", lambda: six)
     with pytest.raises(
-        ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices: set --mesh\.data 3 --mesh\.lane 2"
+        ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices; set --mesh\.data 3 --mesh\.lane 2"
     ):
         _mesh(changed(tiny(), mesh__lane=4))
     assert _mesh(changed(tiny(), data__batch_size=12, mesh__data=3)).shape == {"data": 3, "lane": 2}
 
 
-def test_ctrl_c_is_answered_at_once_and_sigterm_is_not(capsys):
+def test_ctrl_c_prints_a_line_and_sigterm_does_not(capsys):
     for number, answer in (
-        (signal.SIGINT, "stopping after this step; Ctrl-C again to stop without saving\n"),
+        (signal.SIGINT, "stopping after this step; press Ctrl-C again to stop without saving\n"),
         (signal.SIGTERM, ""),
     ):
         with _stop_signals() as received:
@@ -380,7 +380,7 @@ def test_ctrl_c_is_answered_at_once_and_sigterm_is_not(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
 
 
-def test_ctrl_c_is_answered_while_the_main_thread_is_in_a_library(monkeypatch):
+def test_ctrl_c_prints_a_line_while_a_library_is_running(monkeypatch):
     """As while XLA compiles: Python's own handler has not run by then."""
     answered = []
     with _stop_signals() as received:
@@ -392,15 +392,15 @@ def test_ctrl_c_is_answered_while_the_main_thread_is_in_a_library(monkeypatch):
         sender.start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
         sender.join()
-    assert answered[0] == ("stopping after this step; Ctrl-C again to stop without saving", []) and received == [
+    assert answered[0] == ("stopping after this step; press Ctrl-C again to stop without saving", []) and received == [
         signal.SIGINT
     ]
 
 
-def test_problems_need_text_and_a_file(tmp_path, command):
+def test_problems_without_a_tokenizer_are_one_line(tmp_path, command):
     run, file = tmp_path / "run", tmp_path / "problems.jsonl"
     options = ["--watch.humaneval-every", "10", "--watch.humaneval", str(file)]
-    one_line_error(command(run, *options), "watch.humaneval_every needs text", "tokenizer.json")
+    one_line_error(command(run, *options), "watch.humaneval_every", "tokenizer.json")
     assert losses(run) == []
 
 
@@ -412,9 +412,9 @@ def test_settings_may_change_until_the_first_step(tmp_path, store, command, monk
     assert json.loads((run / "run.json").read_text())["config"]["data.batch_size"] == 8
 
 
-def test_only_one_process_trains_in_a_folder(finished_copy, command):
+def test_second_process_in_a_folder_is_one_line(finished_copy, command):
     with only_one(finished_copy):
-        one_line_error(command(finished_copy), "another process trains in", "--run")
+        one_line_error(command(finished_copy), str(finished_copy), "--run")
     assert command(finished_copy)[0] == 0
 
 
@@ -481,7 +481,7 @@ def test_at_most_two_steps_are_in_flight(monkeypatch):
     assert world.saved == [5, 10, 12] and world.measured == [4, 5, 8, 10, 12]
 
 
-def test_a_run_that_diverges_stops_before_it_saves(tmp_path, command):
+def test_diverged_run_stops_before_saving(tmp_path, command):
     """A learning rate at which nothing stays finite."""
     one_error(
         command(tmp_path / "run", "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
@@ -500,8 +500,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.slow
-def test_on_a_terminal_a_bar_shows_the_progress(finished_copy, command, monkeypatch, same_end):
-    """And elsewhere plain lines: see the fixture `finished`."""
+def test_terminal_shows_a_progress_bar(finished_copy, command, monkeypatch, same_end):
+    """Elsewhere plain lines are printed: see the fixture `finished`."""
     shutil.rmtree(finished_copy / "checkpoints" / "60")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -509,5 +509,5 @@ def test_on_a_terminal_a_bar_shows_the_progress(finished_copy, command, monkeypa
     assert status == 0 and "step 60/60" not in out and "step 60: validation loss" in out
     last = terminal.getvalue().rstrip().split("\r")[-1]
     assert re.search(r"100%.* 60/60 .*<.*step.*, loss \d\.\d{3}, [\d,]+ tok/s\]$", last), last
-    assert " 50/60 " in terminal.getvalue(), "it begins where the run was"
+    assert " 50/60 " in terminal.getvalue(), "it starts at the resumed step"
     same_end(finished_copy)

@@ -31,7 +31,7 @@ def test_only_matrices_and_embeddings_decay():
     assert kept == {"attention_norm", "ffn_norm", "norm", "wq_bias", "wk_bias", "wv_bias", "q_norm", "k_norm"}
 
 
-def test_the_schedule_at_its_corners():
+def test_schedule_at_its_corners():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
     assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
         0.1,
@@ -66,7 +66,7 @@ def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
     np.testing.assert_allclose([float(rate(step)) for step in range(steps)], expected, rtol=1e-6)
 
 
-def test_the_cosine_and_the_constant():
+def test_cosine_and_constant_schedules():
     cosine = learning_rate(
         OptimizerConfig(learning_rate=2.0, schedule="cosine", warmup_steps=10, final_fraction=0.1), 110
     )
@@ -78,7 +78,7 @@ def test_the_cosine_and_the_constant():
     assert [float(constant(step)) for step in (0, 1, 3, 4, 19)] == [0.5, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_a_decay_that_ends_above_zero():
+def test_decay_to_a_final_fraction():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, decay_fraction=0.5, final_fraction=0.2), 10)
     np.testing.assert_allclose([float(rate(step)) for step in (4, 5, 6, 9)], [1, 1, 0.84, 0.36], rtol=1e-6)
 
@@ -93,7 +93,7 @@ def orthogonal(g):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
-def test_muon_orthogonalises_each_lane_on_its_own():
+def test_muon_orthogonalises_each_lane_separately():
     """Two steps with momentum, each matrix of each lane against numpy; what is no matrix of a layer follows Adam."""
     config = changed(tiny(), model__hidden_size=48, model__qkv_bias=True)
     o = OptimizerConfig(kind="muon", weight_decay=0.1, clip_norm=1e9, momentum=0.9)
@@ -119,7 +119,7 @@ def test_muon_orthogonalises_each_lane_on_its_own():
                 np.testing.assert_allclose(update[lane], wanted, atol=3e-3 * size, err_msg=path)
 
 
-def test_the_norm_is_clipped_before_anything_else():
+def test_gradient_is_clipped_first():
     config = tiny()
     optimizer = make_optimizer(dataclasses.replace(config.optimizer, clip_norm=1.0), config.model)
     params = initial_weights(config.model, 0)

@@ -1,4 +1,4 @@
-"""A run of three phases: each reads, learns and changes the model as it says, and kills in any of them change
+"""A run of three phases: each follows its config, and kills in any of them change
 nothing.
 """
 
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def begin(place):
-    """begin(run): the recipe in a process of its own."""
+    """begin(run): starts the recipe in a separate process."""
     paths = [
         "--then.long.data.path",
         str(place / "plain"),
@@ -58,7 +58,7 @@ def whole(begin, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_phase_does_what_it_says(whole):
+def test_every_phase_follows_its_config(whole):
     steps = [line for line in records(whole) if "loss" in line]
     assert [line["phase"] for line in steps] == ["pretrain"] * 20 + ["long"] * 15 + ["instruct"] * 15
     assert [line["tokens"] for line in steps[18:22]] == [19 * 128, 20 * 128, 21 * 128, 22 * 128]
@@ -78,7 +78,7 @@ def test_every_phase_does_what_it_says(whole):
 
 
 @pytest.mark.slow
-def test_every_phase_leaves_its_last_checkpoint_with_its_own_model(whole):
+def test_every_phase_keeps_its_last_checkpoint_with_its_model(whole):
     kept = {
         int(step.name): json.loads((step / "meta" / "metadata").read_text())
         for step in (whole / "checkpoints").iterdir()
@@ -103,7 +103,7 @@ def same(run, whole):
 
 
 @pytest.mark.slow
-def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_path, begin, whole):
+def test_run_killed_in_each_phase_ends_bitwise_the_same(tmp_path, begin, whole):
     run = tmp_path / "run"
     for moment in (8, 24, 27, 46):  # lines of metrics: in the first phase, in the second, there again, in the third
         status, _, err = kill_when(
@@ -116,7 +116,7 @@ def test_killed_in_each_phase_and_during_a_save_it_ends_bitwise_the_same(tmp_pat
 
 
 @pytest.mark.slow
-def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, begin, whole):
+def test_run_stopped_at_phase_borders_ends_bitwise_the_same(tmp_path, begin, whole):
     """As if killed right after the last save of a phase, before the first of the next."""
     for last in (20, 35):
         run = shutil.copytree(whole, tmp_path / f"run{last}")
@@ -124,13 +124,13 @@ def test_stopped_at_the_borders_of_phases_it_ends_bitwise_the_same(tmp_path, beg
             if int(step.name) > last:
                 shutil.rmtree(step)
         status, out, err = finish(begin(run))
-        assert (status, err) == (0, "") and f"going on after step {last}" in out
+        assert (status, err) == (0, "") and f" after step {last}" in out
         same(run, whole)
 
 
 @pytest.mark.slow
-def test_settings_of_any_phase_belong_to_the_run(begin, whole, tmp_path):
+def test_settings_of_every_phase_belong_to_the_run(begin, whole, tmp_path):
     status, _, err = finish(begin(whole, "--then.instruct.optimizer.learning-rate", "0.5"))
-    assert status == 2 and "then.instruct.optimizer.learning_rate (0.001 before, 0.5 now)" in err
+    assert status == 2 and "then.instruct.optimizer.learning_rate (was 0.001, now 0.5)" in err
     status, _, err = finish(begin(tmp_path / "other", "--then.long.data.sequence-length", "4000"))
     assert status == 2 and "rows of sequence_length 4000" in err and not (tmp_path / "other").exists()

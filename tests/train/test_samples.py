@@ -120,7 +120,7 @@ def test_samples_are_drawn_in_the_precision_of_training(mesh, tokenizer):
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
+def test_empty_prompt_starts_a_document(mesh, tokenizer, tmp_path, text):
     def start(**changes):
         file = tokenizer if text else tmp_path / "none"
         return (
@@ -138,12 +138,12 @@ def test_the_empty_prompt_begins_a_document(mesh, tokenizer, tmp_path, text):
 @pytest.mark.parametrize(
     "prompt, text, message",
     [
-        ("def f", False, "'def f' is no list of token ids, as in 3,1,4, and the data has no tokenizer.json"),
+        ("def f", False, "'def f' .*tokenizer.json"),
         ("1,257", False, "token id 257 is outside the vocabulary of 257"),
-        ("x" * 47, True, "has 48 tokens and the context 48: shorten it"),
+        ("x" * 47, True, "48 tokens, the context 48"),
     ],
 )
-def test_impossible_prompts_are_refused_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
+def test_bad_prompts_raise_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
     with pytest.raises(InputError, match=message):
         Samples(
             LiveEngine(CONFIG, mesh, Precision(), tokenizer if text else tmp_path / "none"), [prompt], max_new_tokens=4

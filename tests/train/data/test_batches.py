@@ -69,7 +69,7 @@ def joined(parts):
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def test_the_order_of_one_source_is_fixed_for_ever(counting):
+def test_order_of_one_source_known_values(counting):
     """Written down: a change here changes every run that is resumed."""
     data = batches(counting)
     orders = [[row for _, row in data.rows_at(step)] for step in (0, 12, 10**6)]
@@ -88,7 +88,7 @@ def test_the_order_of_one_source_is_fixed_for_ever(counting):
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 250), st.integers(1, 120), st.integers(0, 2**32), PACKINGS)
-def test_every_row_once_per_epoch_in_the_permuted_order(counting, batch_size, length, seed, packing):
+def test_every_row_is_read_once_per_epoch_in_permuted_order(counting, batch_size, length, seed, packing):
     options = {"packing": packing[0], "attend_across_documents": packing[1]}
     data = batches(counting, batch_size=batch_size, sequence_length=length, seed=seed, **options)
     n = data.sources[0].rows
@@ -108,7 +108,7 @@ def test_every_row_once_per_epoch_in_the_permuted_order(counting, batch_size, le
     st.lists(st.integers(0, 10**12), min_size=1, max_size=4),
     st.data(),
 )
-def test_batches_are_pure_and_hosts_share_them_out(stores, weights, batch_size, packing, steps, data):
+def test_batches_are_pure_and_split_over_hosts(stores, weights, batch_size, packing, steps, data):
     chosen = stores[: len(weights)]
     options = {
         "weights": tuple(weights),
@@ -130,7 +130,7 @@ def test_batches_are_pure_and_hosts_share_them_out(stores, weights, batch_size, 
         assert same(third, {key: value[1::3] for key, value in whole.items()})
 
 
-def test_a_host_reads_only_its_rows(counting, monkeypatch):
+def test_host_reads_only_its_rows(counting, monkeypatch):
     data, reads, read = batches(counting), [], TokenStore.read
     monkeypatch.setattr(TokenStore, "read", lambda store, split, *span: reads.append(span) or read(store, split, *span))
     data.batch_at(0, slice(2, 4))
@@ -166,13 +166,13 @@ def test_a_mixture_has_exact_shares_and_exact_epochs(stores, packing):
     )
 
 
-def test_shares_follow_the_tokens_unless_told(stores):
+def test_shares_default_to_the_number_of_tokens(stores):
     tokens = [store.tokens("train") for store in stores]
     counts = batches(*stores).mixture.counts
     assert np.abs(counts - BLOCK * np.array(tokens) / sum(tokens)).max() < 1 and counts.sum() == BLOCK
 
 
-def test_another_seed_is_another_order_of_rows_and_sources(stores):
+def test_seed_changes_the_order_of_rows_and_sources(stores):
     orders = [batches(*stores, seed=seed).rows_at(step) for seed in (0, 1) for step in (0, 1)]
     assert len(set(map(tuple, orders))) == 4
     assert len({tuple(source for source, _ in order) for order in orders}) == 4
@@ -188,7 +188,7 @@ def test_another_seed_is_another_order_of_rows_and_sources(stores):
         ("best_fit", False, True, ("ids", "weights", "segments")),
     ],
 )
-def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing, across, masked, keys):
+def test_keys_are_equal_for_every_source(stores, packing, across, masked, keys):
     chosen = stores if masked else stores[::2]
     data = batches(*chosen, packing=packing, attend_across_documents=across)
     assert data.keys == keys
@@ -206,18 +206,14 @@ def test_keys_are_known_beforehand_and_the_same_for_every_source(stores, packing
             assert weights.all() == (source != 1) or packing == "best_fit"
 
 
-def test_stores_that_cannot_be_mixed(tmp_path, stores):
-    with pytest.raises(
-        ConfigError, match=r"counting and .*other/counting would both be called 'counting': .* or rename one"
-    ):
+def test_incompatible_stores_raise(tmp_path, stores):
+    with pytest.raises(ConfigError, match=r"counting and .*other/counting .*'counting'"):
         tagged([stores[0], write(tmp_path / "other" / "counting", [50])])
-    with pytest.raises(
-        InputError, match=r"counting and .*strange were tokenized with different tokenizers: .*--tokenizer"
-    ):
+    with pytest.raises(InputError, match=r"counting and .*strange .*--tokenizer"):
         batches(stores[0], write(tmp_path / "strange", [50], tokenizer=b"u"))
-    with pytest.raises(ConfigError, match=r"small would have less than 1 row in 16384: .*data\.weights"):
+    with pytest.raises(ConfigError, match=r"small has .*16384.*data\.weights"):
         batches(*stores, weights=(1.0, 1.0, 1e-5))
-    with pytest.raises(InputError, match=r"tiny has 3 tokens, a row of sequence_length 10 needs 11"):
+    with pytest.raises(InputError, match=r"tiny has 3 tokens, .*data\.sequence_length"):
         batches(stores[0], write(tmp_path / "tiny", [2]))
 
 
@@ -252,18 +248,18 @@ def test_validation_of_several_stores(stores):
     assert sets["masked"].tokens_per_byte is None and sets["counting"].tokens_per_byte is not None
     with pytest.raises(InputError, match=r"small has no split 'validation'.*--validation-fraction"):
         validation_sets(data, stores[:1], stores[2:])
-    with pytest.raises(ConfigError, match="both be called 'counting': name a folder once"):
+    with pytest.raises(ConfigError, match=r"'counting'.*data\.path"):
         validation_sets(data, stores[:1], stores[:1])
-    with pytest.raises(InputError, match=r"has 9 rows .* takes 10: lower data\.batch_size to at most 9"):
+    with pytest.raises(InputError, match=r"has 9 rows .* 10; .*data\.batch_size to at most 9"):
         validation_sets(config(stores, batch_size=10), stores[:1], [])
 
 
-def test_a_validation_split_of_which_nothing_counts(tmp_path):
+def test_fully_masked_validation_split_raises(tmp_path):
     with StoreWriter(tmp_path, tokenizer=b"t", vocab_size=9, eos_id=0) as writer:
         writer.add("validation", [1] * 50, 50, loss=[False] * 50)
         writer.finish({})
     store = TokenStore.open(tmp_path)
-    with pytest.raises(InputError, match=r"no token of the validation batches of .* counts"):
+    with pytest.raises(InputError, match=r"no token .*--data\.validation-batches 0"):
         validation_sets(DataConfig(path=(Path("x"),), sequence_length=10, batch_size=2), [store], [])
 
 
@@ -295,7 +291,7 @@ def test_prefetch_is_bounded_ahead_and_in_one_other_thread():
     assert thread is not threading.current_thread() and not thread.is_alive()
 
 
-def test_prefetch_passes_errors_on_at_their_step():
+def test_prefetch_raises_errors_at_their_step():
     def make(step):
         if step == 2:
             raise InputError("shard 2 is corrupted")
@@ -316,5 +312,5 @@ def test_prefetch_close_twice_and_bad_depth():
     stream.close()
     stream.close()
     assert list(stream) == []
-    with pytest.raises(ConfigError, match="depth is 0"):
+    with pytest.raises(ConfigError, match=r"depth .* 0"):
         Prefetch(lambda step: step, itertools.count(), depth=0)

@@ -48,7 +48,7 @@ def test_rows_before_and_places_agree_with_counting(weights, seed, block, within
         assert mixture.rows_before(end)[source] == block * count + sum(found == source for found, _ in places[:within])
 
 
-def test_blocks_and_seeds_have_orders_of_their_own_that_look_random():
+def test_orders_of_blocks_and_seeds_differ_and_look_random():
     def sources(seed, block):
         mixture = Mixture([3, 1], seed)
         return np.array([mixture.place(block * BLOCK + i)[0] for i in range(BLOCK)])
@@ -60,7 +60,7 @@ def test_blocks_and_seeds_have_orders_of_their_own_that_look_random():
             assert abs(np.corrcoef(one, other)[0, 1]) < 0.04
 
 
-def test_the_order_is_fixed_for_ever():
+def test_order_known_values():
     """Written down: a change here changes every run that is resumed."""
     mixture = Mixture([0.5, 0.3, 0.2], 42)
     assert [mixture.place(row) for row in (0, 1, 2, 3, BLOCK, BLOCK + 1, 10**20)] == [

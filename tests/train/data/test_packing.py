@@ -19,7 +19,7 @@ DOCUMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 def write(path, lengths, masks=None):
-    """Documents in which every token of the store has an id of its own (its position), but the end marks."""
+    """Documents in which every token of the store has a distinct id (its position), except the end marks."""
     with StoreWriter(path, tokenizer=b"t", vocab_size=EOS + 1, eos_id=EOS, shard_tokens=37) as writer:
         at = 0
         for i, length in enumerate(lengths):
@@ -58,7 +58,7 @@ def naive_best_fit(lengths, capacity):
         lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=60))
     )
 )
-def test_best_fit_decreasing_is_that_of_the_brute_force(case):
+def test_best_fit_decreasing_matches_brute_force(case):
     capacity, lengths = case
     rows = best_fit_decreasing(np.array(lengths, np.int32), capacity)
     filled = np.bincount(rows, weights=lengths) if lengths else np.array([])
@@ -66,7 +66,7 @@ def test_best_fit_decreasing_is_that_of_the_brute_force(case):
     assert sorted(capacity - filled) == naive_best_fit(lengths, capacity)
 
 
-def test_best_fit_decreasing_is_fixed_for_ever():
+def test_best_fit_decreasing_known_values():
     """Written down: a change here changes every run that is resumed."""
     assert best_fit_decreasing(np.array([3, 7, 2, 2, 5, 10, 1, 4, 4, 3]), 10).tolist() == [1, 1, 3, 4, 2, 0, 3, 2, 3, 3]
 
@@ -78,9 +78,7 @@ def test_concat_counts_every_token_once(tmp_path_factory, lengths, length, maske
     store = write(tmp_path_factory.mktemp("store"), lengths, masks)
     total = store.tokens("train")
     if total <= length:
-        with pytest.raises(
-            InputError, match=rf"has {total} tokens, a row of sequence_length {length} needs {length + 1}"
-        ):
+        with pytest.raises(InputError, match=rf"has {total} tokens, .*sequence_length {length};"):
             packed(Concat, store, length)
         return
     first = np.cumsum([0, *(n + 1 for n in lengths)])  # of each document, and one more
@@ -114,7 +112,7 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.data.packing, "BLOCK_DOCUMENTS", block)
         if not any(lengths):
-            with pytest.raises(InputError, match="no document with a token to predict"):
+            with pytest.raises(InputError, match=r"'train' of .*two tokens"):
                 packed(BestFit, store, length)
             return
         source, rows = packed(BestFit, store, length, across=False)

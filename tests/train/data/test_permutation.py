@@ -26,13 +26,13 @@ def test_permute_of_large_ranges_keeps_range_shape_and_distinctness(size, seed, 
     assert permute(index[:1], size, seed, 0)[0] == image[0]
 
 
-def test_permute_refuses_what_is_outside():
+def test_permute_raises_outside_its_range():
     with pytest.raises(IndexError):
         permute(np.array([10]), 10, 0, 0)
     assert permute(np.array([], np.int64), 10, 0, 0).tolist() == []
 
 
-def test_the_order_is_fixed_for_ever():
+def test_order_known_values():
     """Written down: a change here changes every run that is resumed."""
     assert [hex(mix(x)) for x in (1, 2**63)] == ["0x5692161d100b05e5", "0x25c26ea579cea98a"]
     assert permute(np.arange(12), 12, 0, 0).tolist() == [3, 1, 11, 0, 5, 7, 4, 6, 9, 8, 10, 2]

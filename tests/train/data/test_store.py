@@ -68,7 +68,7 @@ def test_reads_across_shards_equal_the_documents_end_to_end(tmp_path_factory, do
     st.sampled_from([None, 5]),
     st.data(),
 )
-def test_loss_masks_say_which_tokens_count(tmp_path_factory, documents, shard_tokens, bos_id, data):
+def test_loss_masks_are_read_back(tmp_path_factory, documents, shard_tokens, bos_id, data):
     path = tmp_path_factory.mktemp("store")
     with StoreWriter(
         path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, bos_id=bos_id, shard_tokens=shard_tokens
@@ -91,15 +91,15 @@ def test_loss_masks_say_which_tokens_count(tmp_path_factory, documents, shard_to
     store.verify()
 
 
-def test_loss_masks_for_all_documents_of_a_split_or_for_none(tmp_path):
+def test_mixed_loss_masks_in_a_split_raise(tmp_path):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, shard_tokens=1) as writer:
         writer.add("train", [1, 2], 1, loss=[True, False])
-        with pytest.raises(InputError, match=r"'train' .* some without: give it for all"):
+        with pytest.raises(InputError, match=r"'train' .*loss mask"):
             writer.add("train", [1, 2], 1)
         writer.add("validation", [1, 2], 1)
-        with pytest.raises(InputError, match=r"'validation' .* some without: give it for all"):
+        with pytest.raises(InputError, match=r"'validation' .*loss mask"):
             writer.add("validation", [1, 2], 1, loss=[True, True])
-        with pytest.raises(InputError, match="mask of 1 for a document of 2 tokens"):
+        with pytest.raises(InputError, match="1 values for a document of 2 tokens"):
             writer.add("train", [1, 2], 1, loss=[True])
 
 
@@ -127,7 +127,7 @@ def test_begin_token_and_splits(tmp_path):
         store.read("train", 3, 3)
 
 
-def test_without_a_validation_split_the_message_names_the_option(tmp_path):
+def test_missing_validation_split_error_names_the_option(tmp_path):
     with pytest.raises(InputError, match="--validation-fraction"):
         write(tmp_path, [[1]]).tokens("validation")
 
@@ -142,7 +142,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_an_unfinished_write_leaves_the_old_store(tmp_path):
+def test_unfinished_write_leaves_the_old_store(tmp_path):
     store = write(tmp_path, [[1, 2, 3]])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with (
@@ -168,28 +168,24 @@ def test_overwriting_removes_old_shards_and_nothing_else(tmp_path):
     assert (old.read("train", 0, 20) == kept).all()
 
 
-def test_bad_writes(tmp_path):
+def test_bad_writes_raise(tmp_path):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=10, eos_id=0) as writer:
         for ids in ([10], [-1]):
             with pytest.raises(InputError, match=f"token id {ids[0]} is outside the vocabulary of 10"):
                 writer.add("train", ids, 1)
-        with pytest.raises(ConfigError, match="split name"):
+        with pytest.raises(ConfigError, match=r"split name .*lower-case"):
             writer.add("../up", [1], 1)
     with pytest.raises(ConfigError, match="token 10 is outside"):
         StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=10, eos_id=10)
-    with pytest.raises(ConfigError, match="shard_tokens is 0"):
+    with pytest.raises(ConfigError, match=r"shard_tokens .* 0"):
         StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=10, eos_id=0, shard_tokens=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "cut", "sizes"),
-    [
-        ("bin", 2, "14 bytes, the manifest says 16"),
-        ("ends", 8, "8 bytes, the manifest says 16"),
-        ("loss", 1, "7 bytes, the manifest says 8"),
-    ],
+    [("bin", 2, "14 bytes, expected 16"), ("ends", 8, "8 bytes, expected 16"), ("loss", 1, "7 bytes, expected 8")],
 )
-def test_missing_truncated_and_longer_files(tmp_path, kind, cut, sizes):
+def test_missing_truncated_and_longer_files_raise(tmp_path, kind, cut, sizes):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0, shard_tokens=8) as writer:
         for _ in range(10):
             writer.add("train", [1, 2, 3], 1, loss=[True, False, True])
@@ -207,7 +203,7 @@ def test_missing_truncated_and_longer_files(tmp_path, kind, cut, sizes):
         TokenStore.open(tmp_path)
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     store = TokenStore.open(tmp_path)
-    with pytest.raises(InputError, match=rf"train-00001\.{kind} is corrupted near byte 0: .*--overwrite"):
+    with pytest.raises(InputError, match=rf"train-00001\.{kind} is corrupted near byte 0; .*--overwrite"):
         store.verify()
     read = {
         "bin": lambda start: store.read("train", start, 8),
@@ -219,14 +215,14 @@ def test_missing_truncated_and_longer_files(tmp_path, kind, cut, sizes):
         read(8)
 
 
-def test_a_shard_that_shrinks_after_opening_is_an_error_not_a_crash(tmp_path):
+def test_shard_that_shrinks_after_opening_raises(tmp_path):
     store = write(tmp_path, [[1, 2, 3]] * 10)
     os.truncate(tmp_path / "train-00000.bin", 10)
     with pytest.raises(InputError, match="truncated"):
         store.read("train", 0, 40)
 
 
-def test_one_flipped_bit_is_found_in_its_block_and_only_there(tmp_path):
+def test_flipped_bit_is_found_in_its_block_only(tmp_path):
     per_block = BLOCK_BYTES // 2
     ids = np.random.default_rng(0).integers(1, 100, 3 * per_block)
     write(tmp_path, [ids])
@@ -239,13 +235,13 @@ def test_one_flipped_bit_is_found_in_its_block_and_only_there(tmp_path):
     assert (store.read("train", 0, per_block) == ids[:per_block]).all()
     assert (store.read("train", 2 * per_block, 9) == ids[2 * per_block : 2 * per_block + 9]).all()
     for _ in range(2):  # and again: a damaged block never counts as checked
-        with pytest.raises(InputError, match=rf"train-00000\.bin is corrupted near byte {BLOCK_BYTES}: .*--overwrite"):
+        with pytest.raises(InputError, match=rf"train-00000\.bin is corrupted near byte {BLOCK_BYTES}; .*--overwrite"):
             store.read("train", 2 * per_block - 1, 2)
     with pytest.raises(InputError, match="corrupted"):
         store.verify()
 
 
-def test_tokenizer_must_be_the_one_of_the_tokens(tmp_path):
+def test_another_tokenizer_raises(tmp_path):
     store = write(tmp_path, [[1]])
     store.require_tokenizer(hashlib.sha256(TOKENIZER).hexdigest(), "the run")
     with pytest.raises(
@@ -274,7 +270,7 @@ SHARD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "format version 1, this program reads 2: tokenize again with --overwrite"),
+        ({"version": 1}, "format version 1, this program reads 2; .*--overwrite"),
         ({"format": "other"}, "is not a laneformer-tokens manifest"),
         ({"dtype": "float32"}, "damaged .*float32"),
         ({"splits": {"train": [{"file": "train-00000.bin"}]}}, "damaged"),
@@ -285,7 +281,7 @@ SHARD = {
         ({"surprise": 1}, "damaged .*surprise"),
     ],
 )
-def test_manifests_that_cannot_be_read(tmp_path, change, message):
+def test_bad_manifests_raise(tmp_path, change, message):
     write(tmp_path, [[1]])
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -293,7 +289,7 @@ def test_manifests_that_cannot_be_read(tmp_path, change, message):
         TokenStore.open(tmp_path)
 
 
-def test_no_manifest_and_half_a_manifest(tmp_path):
+def test_missing_and_truncated_manifests_raise(tmp_path):
     with pytest.raises(InputError, match=r"no manifest\.json.*scripts\.tokenize"):
         TokenStore.open(tmp_path / "nowhere")
     write(tmp_path, [[1]])
@@ -311,7 +307,7 @@ def test_manifest_round_trip(tmp_path):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4), st.integers(1, 60))
-def test_a_writer_that_died_goes_on_to_the_same_bytes(tmp_path_factory, total, deaths, shard_tokens):
+def test_interrupted_writer_resumes_to_the_same_bytes(tmp_path_factory, total, deaths, shard_tokens):
     broken, whole = tmp_path_factory.mktemp("broken"), tmp_path_factory.mktemp("whole")
     options = {"settings": {"text": "x"}, "shard_tokens": shard_tokens}
     done = 0  # what the last checkpoint has
@@ -325,7 +321,7 @@ def test_a_writer_that_died_goes_on_to_the_same_bytes(tmp_path_factory, total, d
     assert content(broken) == content(whole) and not (broken / ".partial").exists()
 
 
-def test_a_checkpoint_reaches_the_disk_before_it_is_recorded(tmp_path, monkeypatch):
+def test_checkpoint_is_durable_before_it_is_recorded(tmp_path, monkeypatch):
     synced, replaced, replace = set(), [], os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
     monkeypatch.setattr(
@@ -342,7 +338,7 @@ def test_a_checkpoint_reaches_the_disk_before_it_is_recorded(tmp_path, monkeypat
     } <= before
 
 
-def test_work_of_other_settings_is_thrown_away(tmp_path):
+def test_work_of_other_settings_is_discarded(tmp_path):
     for name, change in [
         ("settings", {"settings": {"text": "y"}}),
         ("none", {"settings": None}),
@@ -357,7 +353,7 @@ def test_work_of_other_settings_is_thrown_away(tmp_path):
         assert content(tmp_path / name) == content(tmp_path / f"{name}_whole")
 
 
-def test_masks_for_all_or_none_also_after_going_on(tmp_path):
+def test_mixed_loss_masks_raise_also_after_resuming(tmp_path):
     options = {"tokenizer": TOKENIZER, "vocab_size": 100, "eos_id": 0, "settings": {}}
     for split, shard_tokens in (("open", 100), ("closed", 1)):
         with StoreWriter(tmp_path / split, shard_tokens=shard_tokens, **options) as writer:
@@ -365,12 +361,12 @@ def test_masks_for_all_or_none_also_after_going_on(tmp_path):
             writer.checkpoint(1)
         with StoreWriter(tmp_path / split, shard_tokens=shard_tokens, **options) as writer:
             assert (writer.done, writer.documents("train"), writer.documents("validation")) == (1, 1, 0)
-            with pytest.raises(InputError, match="some without"):
+            with pytest.raises(InputError, match="loss mask"):
                 writer.add("train", [1], 1)
 
 
 @pytest.mark.parametrize("damage", ["progress.json", "train-00000.bin", "train-00000.ends", "train-00000.json"])
-def test_partial_work_that_is_not_whole_is_thrown_away(tmp_path, damage):
+def test_incomplete_partial_work_is_discarded(tmp_path, damage):
     with pytest.raises(RuntimeError, match="died"):
         take(tmp_path, 20, stop=12, settings={"text": "x"})
     file = tmp_path / ".partial" / damage
@@ -379,13 +375,13 @@ def test_partial_work_that_is_not_whole_is_thrown_away(tmp_path, damage):
     TokenStore.open(tmp_path).verify()
 
 
-def test_without_a_checkpoint_nothing_stays(tmp_path):
+def test_nothing_is_kept_without_a_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="died"):
         take(tmp_path, 20, stop=2, settings={"text": "x"})
     assert content(tmp_path) == {}
 
 
-def test_two_writers_of_one_folder(tmp_path):
+def test_second_writer_of_a_folder_raises(tmp_path):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=100, eos_id=0) as writer:
         writer.add("train", [1], 1)
         with pytest.raises(ConfigError, match="another process is writing to"):
@@ -443,8 +439,8 @@ print(*began)
 
 
 @pytest.mark.slow
-def test_a_killed_writer_leaves_the_old_store_or_goes_on_to_the_same_bytes(tmp_path):
-    """SIGKILL before every call that orders what reaches the disk, in a process of its own: it forks, which JAX does
+def test_killed_writer_keeps_the_old_store_or_resumes(tmp_path):
+    """SIGKILL before every call that orders what reaches the disk, in a separate process: it forks, which JAX does
     not like.
     """
     script = KILLED.format(root=str(tmp_path))

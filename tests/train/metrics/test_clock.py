@@ -29,9 +29,9 @@ def nanoseconds(seconds):
     return {bucket: round(value * 1e9) for bucket, value in seconds.items()}
 
 
-@given(events=EVENTS, begun=st.integers(0, 10**15))
-def test_every_nanosecond_goes_to_the_innermost_bucket(events, begun):
-    now = Now(begun)
+@given(events=EVENTS, start=st.integers(0, 10**15))
+def test_every_nanosecond_is_charged_to_the_innermost_bucket(events, start):
+    now = Now(start)
     clock, entered, intervals = Clock(now=now), [], []
     expected = dict.fromkeys(BUCKETS, 0)
     for event in events:
@@ -49,7 +49,7 @@ def test_every_nanosecond_goes_to_the_innermost_bucket(events, begun):
     assert nanoseconds(clock.total()) == expected
     intervals.append(nanoseconds(clock.interval()))
     assert {bucket: sum(interval[bucket] for interval in intervals) for bucket in BUCKETS} == expected
-    assert sum(expected.values()) == now.at - begun
+    assert sum(expected.values()) == now.at - start
 
 
 def test_records_of_earlier_processes_count_in_the_total():
@@ -68,7 +68,7 @@ def test_records_of_earlier_processes_count_in_the_total():
     assert nanoseconds(second.interval()) == dict.fromkeys(BUCKETS, 0) | {"compile": 4}
 
 
-def test_a_bucket_is_left_by_an_error_too():
+def test_error_leaves_the_bucket():
     now = Now()
     clock = Clock(now=now)
     with pytest.raises(OSError, match="gone"), clock("data"):
@@ -90,6 +90,6 @@ def test_the_buckets_add_up_to_the_wall_time():
     assert least <= total <= time.perf_counter() - before
 
 
-def test_an_unknown_bucket_is_refused():
+def test_unknown_bucket_raises():
     with pytest.raises(KeyError), Clock()("lunch"):
         pass

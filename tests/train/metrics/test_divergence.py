@@ -35,14 +35,14 @@ def verdict(lines, watch):
     """Step and text of the verdict, None if there is none."""
     for line in lines:
         try:
-            watch.see(line)
+            watch.update(line)
         except DivergedError as error:
             return line["step"], str(error)
     return None
 
 
 def by_definition(lines):
-    """The step at which the run has diverged, from all records up to each step anew."""
+    """The step at which the run diverges, computed from all records up to each step."""
     for n in range(1, len(lines) + 1):
         seen = lines[:n]
         if n >= MAX_SKIPPED and all(line["loss"] is None for line in seen[-MAX_SKIPPED:]):
@@ -71,13 +71,13 @@ STOPS = st.lists(st.integers(1, 180), max_size=3)
 @given(losses=RUNS, phases=st.sampled_from([("one",), ("one", "two"), ("one", "two", "three")]), stops=STOPS)
 @example(losses=[1.0] * 20 + [9.0] * 11, phases=("one",), stops=[25])
 @example(losses=[None] * 3, phases=("one",), stops=[2])
-def test_the_verdict_is_that_of_all_records_across_resumes(tmp_path_factory, losses, phases, stops):
+def test_divergence_is_detected_alike_across_resumes(tmp_path_factory, losses, phases, stops):
     folder = tmp_path_factory.mktemp("run")
     lines = records(losses, phases)
     at_once = verdict(lines, new(folder))
     assert (at_once and at_once[0]) == by_definition(lines)
     path, found = folder / "metrics.jsonl", None
-    for stop in [*sorted(stops), len(lines)]:  # each process begins with what the file says and goes on from there
+    for stop in [*sorted(stops), len(lines)]:  # each process starts with the file's records and continues
         with MetricsLog(path, stop) as log:
             kept = read_lines(path)
             watch = new(folder)
@@ -91,19 +91,19 @@ def test_the_verdict_is_that_of_all_records_across_resumes(tmp_path_factory, los
     assert found == at_once
 
 
-def test_a_median_may_rise_as_far_as_it_was_told(tmp_path):
+def test_median_may_rise_up_to_max_rise(tmp_path):
     assert verdict(records([1.0] * 20 + [1.0 + MAX_RISE] * 100), new(tmp_path)) is None
     higher = math.nextafter(1.0 + MAX_RISE, 10)
     assert verdict(records([1.0] * 20 + [higher] * 100), new(tmp_path))[0] == 31  # the eleventh makes the median of 20
 
 
-def test_a_later_phase_begins_anew(tmp_path):
+def test_later_phase_starts_with_a_new_minimum(tmp_path):
     lines = records([1.0] * 40 + [9.0] * 40, ("one", "two"))
     assert verdict(lines, new(tmp_path)) is None
     assert verdict([line | {"phase": "one"} for line in lines], new(tmp_path)) is not None
 
 
-def test_skipped_steps_are_counted_and_forgiven(tmp_path):
+def test_isolated_skipped_steps_are_counted_but_do_not_stop(tmp_path):
     watch = new(tmp_path)
     assert verdict(records([1.0, None, None, 1.0, None, None, 1.0] * 5), watch) is None
     assert watch.skipped == 20
@@ -115,7 +115,7 @@ def save(run, *steps):
         (run / "checkpoints" / str(step) / "meta").mkdir(parents=True)
 
 
-def test_the_message_says_what_to_look_at(tmp_path):
+def test_message_names_steps_checkpoint_and_options(tmp_path):
     save(tmp_path, 10, 30, 50)
     losses = [5.0 - n / 10 for n in range(40)] + [9.0] * 20
     step, text = verdict(records(losses), new(tmp_path))
@@ -131,19 +131,19 @@ def test_the_message_says_what_to_look_at(tmp_path):
     assert "Try a lower optimizer.learning_rate" in text and "steps 41 to 50" in text and "raise watch.max_rise" in text
 
 
-def test_the_message_after_skipped_steps(tmp_path):
+def test_message_after_skipped_steps(tmp_path):
     step, text = verdict(records([2.0] * 6 + [None] * 3), new(tmp_path))
     assert step == 9
     assert text.startswith("diverged at step 9: the loss or its gradient was not finite in 3 steps in a row.\n")
     assert "Steps 5 to 9: loss 2, 2, not finite, not finite, not finite; gradient norm 0.625, 0.75, not finite" in text
-    assert "until step 6; no checkpoint from before it is left." in text and "raise watch.max_skipped" in text
+    assert "until step 6; no checkpoint" in text and "raise watch.max_skipped" in text
     assert issubclass(DivergedError, LaneformerError)
 
 
 @pytest.mark.parametrize(
     "loss, says_so", [(None, False), (math.nan, False), (math.inf, False), (3.0, True), (math.nan, True)]
 )
-def test_a_step_is_skipped_if_it_says_so_or_has_no_loss(tmp_path, loss, says_so):
+def test_step_marked_skipped_or_without_finite_loss_is_skipped(tmp_path, loss, says_so):
     record = {"phase": "one", "loss": loss, "grad_norm": math.inf, "learning_rate": 1e-3} | (
         {"skipped": True} if says_so else {}
     )

@@ -47,7 +47,7 @@ def steps_in(calls, folder, first, last, *window):
     [(1, 20, [5, 6, 7]), (1, 6, [5, 6]), (1, 5, [5]), (1, 7, [5, 6, 7]), (6, 20, [6, 7]), (8, 20, []), (1, 4, [])],
     ids=["inside", "ends inside", "ends at once", "ends with it", "starts inside", "starts after", "ends before"],
 )
-def test_the_window(tmp_path, calls, first, last, traced):
+def test_trace_covers_the_window(tmp_path, calls, first, last, traced):
     assert steps_in(calls, tmp_path, first, last, 5, 3) == traced
 
 

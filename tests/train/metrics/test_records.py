@@ -18,7 +18,7 @@ def write(path, steps, resumed_at=0):
             log.write(step, loss=step / 3)
 
 
-def test_a_resumed_file_has_every_step_once(tmp_path):
+def test_resumed_file_has_every_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 8))
     write(path, range(5, 10), resumed_at=4)
@@ -31,7 +31,7 @@ def test_a_resumed_file_has_every_step_once(tmp_path):
 
 
 @pytest.mark.parametrize("cut", range(1, 30, 4))
-def test_a_last_line_that_was_cut_off_is_dropped(tmp_path, cut):
+def test_truncated_last_line_is_dropped(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     os.truncate(path, path.stat().st_size - cut)
@@ -40,7 +40,7 @@ def test_a_last_line_that_was_cut_off_is_dropped(tmp_path, cut):
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_validation_of_the_saved_step_stays(tmp_path):
+def test_validation_of_the_saved_step_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, 0) as log:
         log.write(4, loss=1.0)
@@ -52,14 +52,14 @@ def test_a_validation_of_the_saved_step_stays(tmp_path):
 
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
-def test_floats_keep_all_their_digits(tmp_path_factory, value):
+def test_floats_keep_all_digits(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("digits") / "metrics.jsonl"
     with MetricsLog(path, 0) as log:
         log.write(1, loss=value)
     assert read_lines(path) == [{"step": 1, "loss": value}]
 
 
-def test_a_line_is_out_as_soon_as_it_is_whole(tmp_path):
+def test_each_line_is_flushed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, 0) as log:
         log.write(1, loss=1.0)
@@ -70,7 +70,7 @@ def test_a_line_is_out_as_soon_as_it_is_whole(tmp_path):
 @pytest.mark.parametrize(
     "damage", [b"\0\0\0", b'{"loss": 1}', b"[1]", b"17", b'{"step": null}', b'{"step": 2', b"\xff\xfe"]
 )
-def test_a_damaged_line_is_named_and_nothing_is_overwritten(tmp_path, damage):
+def test_damaged_line_raises_and_leaves_the_file(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + damage + b'\n{"step": 3}\n'
     path.write_bytes(content)
@@ -79,20 +79,18 @@ def test_a_damaged_line_is_named_and_nothing_is_overwritten(tmp_path, damage):
     assert path.read_bytes() == content
 
 
-def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
+def test_full_disk_error_names_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, 0)
     log._file.close()
     log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
-    told = f"^cannot write {path}: No space left on device; make room, then the same command goes on$"
-    with pytest.raises(LaneformerError, match=told):
+    raised = f"^cannot write {path}: No space left on device; make room"
+    with pytest.raises(LaneformerError, match=raised):
         log.write(1, loss=1.0)
-    with pytest.raises(LaneformerError, match=told), log:
+    with pytest.raises(LaneformerError, match=raised), log:
         pass  # what could not be written is tried again
     log._file = SimpleNamespace(fileno=lambda: 10**6)
-    with pytest.raises(
-        LaneformerError, match=f"^cannot write {path}: Bad file descriptor; once it can be written, the same command"
-    ):
+    with pytest.raises(LaneformerError, match=f"^cannot write {path}: Bad file descriptor; "):
         log.sync()
 
 
@@ -102,7 +100,7 @@ def test_no_file_has_no_lines(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 1 / 3}
 
 
-def test_what_json_has_no_word_for_is_null(tmp_path):
+def test_values_that_are_not_finite_become_null(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
         log.write(
             1, loss=float("nan"), grad_norm=float("inf"), lanes={"similarity": [-float("inf"), 0.5, None]}, skipped=True
@@ -118,7 +116,7 @@ def test_what_json_has_no_word_for_is_null(tmp_path):
 
 
 @given(steps=st.integers(0, 30), saved=st.integers(0, 30), seed=st.integers(0, 9))
-def test_kept_records_are_bitwise_those_that_were_written(tmp_path_factory, steps, saved, seed):
+def test_kept_records_are_bitwise_equal(tmp_path_factory, steps, saved, seed):
     path = tmp_path_factory.mktemp("kept") / "metrics.jsonl"
     write(path, [(step + seed) * 0.1 for step in range(steps)])
     lines = path.read_bytes().splitlines(keepends=True)

@@ -47,7 +47,7 @@ class TestTensorBoard:
             for tag in events.PluginTagToContent(plugin)
         }
 
-    def test_what_was_written_is_read_back(self, tmp_path):
+    def test_values_are_read_back(self, tmp_path):
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 6))
         events = self.read(tmp_path / "tensorboard")
         assert set(events) == {"train/loss", "train/grad_norm", "validation/code/loss", "samples/0"}
@@ -56,26 +56,26 @@ class TestTensorBoard:
             "Markdown for a block that is shown as it is"
         )
 
-    def test_a_resumed_run_has_every_step_once(self, tmp_path):
+    def test_resumed_run_has_every_step_once(self, tmp_path):
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 8))
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 4), 4, range(5, 7))
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 6), 6, range(7, 10))
         for tag, values in self.read(tmp_path / "tensorboard").items():
             assert [step for step, _ in values] == list(range(1, 10)), tag
 
-    def test_what_lies_after_the_resumed_step_is_hidden_before_it_is_there_again(self, tmp_path):
+    def test_steps_after_the_resumed_one_are_hidden(self, tmp_path):
         session(tmp_path, TensorBoard(tmp_path / "tensorboard", 0), 0, range(1, 8))
         TensorBoard(tmp_path / "tensorboard", 4).close()
         assert [step for step, _ in self.read(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3, 4]
 
-    def test_closing_ends_its_thread(self, tmp_path):
+    def test_close_ends_the_thread(self, tmp_path):
         before = threading.active_count()
         sink = TensorBoard(tmp_path / "tensorboard", 0)
         sink.write(1, {"train/loss": 1.0})
         sink.close()
         assert threading.active_count() == before and sink.where == str(tmp_path / "tensorboard")
 
-    def test_not_installed_says_how_to_get_it(self, tmp_path, monkeypatch):
+    def test_missing_package_error_has_the_install_command(self, tmp_path, monkeypatch):
         hide(monkeypatch, "tensorboard")
         with pytest.raises(InputError, match=r"pip install -e '\.\[tensorboard\]'"):
             TensorBoard(tmp_path / "tensorboard", 0)
@@ -127,7 +127,7 @@ class TestWeightsAndBiases:
             parts.append((name, rows))
         return parts
 
-    def test_what_was_written_is_read_back(self, tmp_path):
+    def test_values_are_read_back(self, tmp_path):
         session(tmp_path, self.open(tmp_path), 0, range(1, 6))
         [(name, rows)] = self.read(tmp_path)
         assert name == json.loads((tmp_path / "wandb.json").read_text())["id"]
@@ -140,7 +140,7 @@ class TestWeightsAndBiases:
         }
         assert json.loads(table) == {"columns": ["name", "text"], "data": [["samples/0", "def f():\n    return 5"]]}
 
-    def test_a_resumed_run_has_every_step_once(self, tmp_path):
+    def test_resumed_run_has_every_step_once(self, tmp_path):
         session(tmp_path, self.open(tmp_path), 0, range(1, 8))
         session(tmp_path, self.open(tmp_path), 4, range(5, 7))  # goes back, and ends before it is as far as it was
         session(tmp_path, self.open(tmp_path), 6, range(7, 10))
@@ -148,12 +148,12 @@ class TestWeightsAndBiases:
         assert len(parts) == 3 and len({name for name, _ in parts}) == 1
         assert [row["_step"] for _, rows in parts for row in rows if "train/loss" in row] == list(range(1, 10))
 
-    def test_not_installed_says_how_to_get_it(self, tmp_path, monkeypatch):
+    def test_missing_package_error_has_the_install_command(self, tmp_path, monkeypatch):
         hide(monkeypatch, "wandb")
         with pytest.raises(InputError, match=r"pip install -e '\.\[wandb\]'"):
             self.open(tmp_path)
 
-    def test_no_account_says_what_to_do(self, tmp_path, monkeypatch):
+    def test_missing_login_error_has_the_remedy(self, tmp_path, monkeypatch):
         import wandb
 
         wandb.teardown()  # it has read the environment
@@ -161,7 +161,5 @@ class TestWeightsAndBiases:
         monkeypatch.setenv("NETRC", str(tmp_path / "none"))
         monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
-        with pytest.raises(
-            InputError, match=r"cannot start \(.*\): log in with `wandb login`, or set WANDB_MODE=offline"
-        ):
+        with pytest.raises(InputError, match=r"cannot start \(.*\); .*`wandb login`.*WANDB_MODE=offline"):
             self.open(tmp_path)

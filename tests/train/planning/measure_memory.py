@@ -1,5 +1,5 @@
-"""`python measure_memory.py DATA LANE LAYERS REMAT`: prints what a real training step needs and what the dry run says
-of it, in bytes.
+"""`python measure_memory.py DATA LANE LAYERS REMAT`: prints the bytes that a real training step needs, and
+those that the dry run projects.
 """
 
 import ctypes

@@ -6,7 +6,7 @@ from laneformer.errors import ConfigError
 from train.planning.cluster import DEVICES, find_device, peak_flops
 
 
-def test_peaks_by_the_name_that_jax_gives():
+def test_peak_is_found_by_device_kind():
     assert peak_flops("NVIDIA H200") == pytest.approx(989.5e12)
     assert peak_flops("cpu") is None
     assert peak_flops("NVIDIA H100 PCIe") is None, "another card than the SXM module"
@@ -24,6 +24,6 @@ def test_speeds_are_dense_and_in_one_direction():
 
 
 def test_an_unknown_device_is_an_error_and_the_cpu_is_shared():
-    with pytest.raises(ConfigError, match="known are h100, h200"):
+    with pytest.raises(ConfigError, match="h100, h200"):
         find_device("abacus", 1)
     assert find_device("cpu", 4).memory == pytest.approx(find_device("cpu", 1).memory / 4, rel=1e-6)

@@ -1,6 +1,4 @@
-"""Dry runs: what is compiled for hardware that is not there, what follows from it, and whether a real step needs that
-much memory.
-"""
+"""Dry runs: programs compiled for hardware that is absent, figures derived from them, and the memory of a real step."""
 
 import dataclasses
 import importlib.util
@@ -31,7 +29,7 @@ def planned():
     return plan(dataclasses.replace(config, then={"longer": longer}), ONE_NODE)
 
 
-def test_a_cluster_is_filled(planned):
+def test_plan_fills_the_cluster(planned):
     assert (planned.devices, planned.mesh, planned.compute_dtype) == (8, {"data": 2, "lane": 4}, "bfloat16")
     assert [(phase.name, phase.steps) for phase in planned.phases] == [(tiny().phases[0].name, 60), ("longer", 40)]
 
@@ -60,7 +58,7 @@ def test_times_follow_from_the_cluster(planned):
     assert s["mfu"][0] == pytest.approx(flops * s["tokens_per_second"][0] / (8 * 16) / (8 * device.peak_flops))
 
 
-def test_what_crosses_nodes_takes_the_network(monkeypatch):
+def test_exchanges_across_nodes_use_the_network(monkeypatch):
     """With nodes of 4 devices the lane axis stays in a node and the data axis does not."""
     find = planning.find_device
     monkeypatch.setattr(planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), per_node=4))
@@ -76,7 +74,7 @@ def test_what_crosses_nodes_takes_the_network(monkeypatch):
 
 
 @pytest.mark.slow
-def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
+def test_too_little_memory_lists_options_that_reduce_it(monkeypatch):
     find = planning.find_device
     monkeypatch.setattr(
         planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000)
@@ -94,7 +92,7 @@ def test_too_little_memory_is_said_with_what_to_change(monkeypatch):
         assert smaller.program.memory.temporary < phase.program.memory.temporary, option
 
 
-def test_the_command_prints_and_writes(tmp_path):
+def test_dry_run_prints_and_writes_the_plan(tmp_path):
     file = tmp_path / "plan.json"
     text = dry_run(
         [
@@ -114,12 +112,7 @@ def test_the_command_prints_and_writes(tmp_path):
             "8",
         ]
     )
-    assert (
-        "8 x NVIDIA H200" in text
-        and "every figure is projected" in text
-        and "days" in text
-        and "50% of the peak" in text
-    )
+    assert "8 x NVIDIA H200" in text and "projected" in text and "days" in text and "50% of the peak" in text
     written = json.loads(file.read_text())
     assert (
         written["projected"] is True and written["phases"][0]["steps"] == 7 and written["cluster"]["efficiency"] == 0.5
@@ -128,15 +121,13 @@ def test_the_command_prints_and_writes(tmp_path):
     assert len(written["phases"][0]["days"]) == 2
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_compiled(tmp_path, monkeypatch):
+def test_unwritable_json_fails_before_compiling(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "plan", lambda *_: pytest.fail("planned"))
-    with pytest.raises(
-        LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; name another file with --json"
-    ):
+    with pytest.raises(LaneformerError, match=r"cannot write .*nodir/x\.json: No such file or directory; .*--json"):
         dry_run([RECIPE, "--dry-run", "--json", str(tmp_path / "nodir" / "x.json")])
 
 
-def test_a_cpu_has_no_times():
+def test_cpu_plan_has_no_times():
     found = plan(tiny(), ClusterConfig(device="cpu"))
     assert found.compute_dtype == "float32" and found.phases[0].times is None and found.devices == 8
     assert "days" not in describe(found) and json.dumps(found.as_json())
@@ -145,16 +136,16 @@ def test_a_cpu_has_no_times():
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ({"device": "abacus"}, "known are h100"),
-        ({"nodes": 0}, "cluster.nodes = 0"),
-        ({"efficiency": 1.5}, "share of the peak"),
-        ({"network": -1.0}, "cluster.network"),
-        ({"device": "mi300x", "nodes": 2, "compiler": "cpu"}, "give --cluster.network"),
-        ({"device": "mi300x", "nodes": 1, "compiler": "cuda"}, "knows h100, h200, b200, not mi300x"),
-        ({"nodes": 3}, "batch_size = 8 must be a multiple"),
+        ({"device": "abacus"}, "'abacus'.*h100"),
+        ({"nodes": 0}, r"cluster\.nodes .* 0"),
+        ({"efficiency": 1.5}, r"cluster\.efficiency .* 1\.5"),
+        ({"network": -1.0}, r"cluster\.network .* -1\.0"),
+        ({"device": "mi300x", "nodes": 2, "compiler": "cpu"}, "--cluster.network"),
+        ({"device": "mi300x", "nodes": 1, "compiler": "cuda"}, "h100, h200, b200, not mi300x"),
+        ({"nodes": 3}, "batch_size .* 8"),
     ],
 )
-def test_what_cannot_be_planned_is_an_error(cluster, message):
+def test_bad_clusters_raise(cluster, message):
     with pytest.raises(ConfigError, match=message):
         plan(changed(tiny(), mesh__lane=8), ClusterConfig(**cluster))
 
@@ -163,7 +154,7 @@ def test_what_cannot_be_planned_is_an_error(cluster, message):
     not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
 )
 def test_the_cuda_compiler_needs_no_gpu():
-    """In a process of its own: 32 devices, the recipe's 8 lanes on each of 4 nodes."""
+    """In a separate process: 32 devices, the recipe's 8 lanes on each of 4 nodes."""
     code = (
         f"from train.planning.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4',"
         " '--cluster.compiler', 'cuda']))"
@@ -176,7 +167,7 @@ def test_the_cuda_compiler_needs_no_gpu():
 
 @pytest.mark.exhaustive  # half a minute each, gigabytes
 @pytest.mark.parametrize("arguments", ["1 1 6 none", "1 8 6 none", "2 4 6 none", "1 1 6 block"])
-def test_a_real_step_needs_the_memory_that_is_planned(arguments):
+def test_real_step_needs_the_planned_memory(arguments):
     """Resident memory of a process during steps, above what it was before the state was made; within 10 %.
 
     One arena for the C library's allocator, because what several of them hold in fragments is not the program's.
@@ -187,7 +178,7 @@ def test_a_real_step_needs_the_memory_that_is_planned(arguments):
         command, capture_output=True, text=True, check=True, env={**_clean(), "MALLOC_ARENA_MAX": "1"}, timeout=600
     )
     used, planned = map(int, run.stdout.split())
-    assert used > 0.5e9, "large enough to tell"
+    assert used > 0.5e9, "large enough to compare"
     assert planned == pytest.approx(used, rel=0.1)
 
 

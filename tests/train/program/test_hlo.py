@@ -74,7 +74,7 @@ def test_exchanges_along_each_axis(mesh, name, axes, size):
     assert found == [Collective(kind, axis, size, 1, int(array * full(group)), int(array * sent(group)))]
 
 
-def test_loops_count_as_often_as_they_turn(mesh):
+def test_loops_count_once_per_iteration(mesh):
     """A scan of 5 turns, each a product [8, 16] [16, 16] and an all-reduce of its [8, 16], in a scan of 3."""
 
     def local(x, w):
@@ -143,7 +143,7 @@ def test_traffic_counts_slices_of_what_a_loop_reads_and_writes():
     assert 2 * rows * row < traffic(compiled(f, (rows, 4096))) < 12 * rows * row
 
 
-def test_every_way_of_naming_groups():
+def test_groups_in_every_form():
     """The same four groups of two: listed, counted up and transposed, by mesh axes, and by axes over renumbered
     devices.
     """
@@ -186,7 +186,7 @@ ENTRY %main (a: f32[8,16], b: f32[16,4], c: f32[64]) -> f32[8,4] {
 """  # noqa: E501
 
 
-def test_the_way_xla_gpu_writes_it(mesh):
+def test_text_of_xla_gpu(mesh):
     """Started and finished exchanges, ones wrapped in a computation, products in fusions and calls of cuBLAS."""
     module = Module(GPU)
     gathered = 32 * 16 * 4 + 8 * 2

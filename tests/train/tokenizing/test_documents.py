@@ -36,7 +36,7 @@ def test_files_from_any_position(tmp_path, separator):
     assert [document.unit for document in source.documents(1) if document] == ([1, 3] if separator else [3])
 
 
-def test_files_behind_are_not_read(tmp_path):
+def test_resuming_skips_earlier_files(tmp_path):
     for name in "abc":
         (tmp_path / name).write_text(name)
     source = Files([tmp_path])
@@ -81,18 +81,16 @@ def test_the_text_of_pretraining_sets(tmp_path, row, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_metadata_alone(tmp_path, streaming):
+def test_dataset_of_metadata_raises(tmp_path, streaming):
     """Nemotron-Pretraining-Code-v1, its subset Nemotron-Code-Metadata."""
     file = parquet(
         tmp_path / "rows", [{"repo": "a/b", "commit_id": "5d81d77", "rel_path": "app/x.java", "language": "Java"}]
     )
     with pytest.raises(
-        InputError,
-        match=r"no column 'text': it says by repo, commit_id where files lie, not what is in them; fetch the "
-        r"files .* or give --column, one of repo, commit_id, rel_path, language",
+        InputError, match=r"no column 'text'; .*\(repo, commit_id\).*--column from repo, commit_id, rel_path, language"
     ):
         dataset("parquet", file, streaming=streaming)
-    with pytest.raises(InputError, match=r"has no column 'text': give --column, one of repo_name, content"):
+    with pytest.raises(InputError, match=r"has no column 'text'; .*--column .*repo_name, content"):
         dataset("parquet", parquet(tmp_path / "code", [{"repo_name": "a", "content": "b"}]), streaming=streaming)
 
 
@@ -124,7 +122,7 @@ def test_conversations(tmp_path, kind, streaming):
     ]
 
 
-def test_rows_of_another_shape_are_named(tmp_path):
+def test_bad_rows_are_named(tmp_path):
     rows = [
         {"conversations": [{"from": "human", "value": "x"}, {"from": who, "value": "y"}]}
         for who in ("gpt", "gpt", "cat")
@@ -132,16 +130,14 @@ def test_rows_of_another_shape_are_named(tmp_path):
     source = dataset("json", jsonl(tmp_path / "rows", rows), columns=(), chat=True)
     with pytest.raises(InputError, match=r"dataset json \(split train\), row 2: messages\[1\] is from 'cat'"):
         contents(source, 1)
-    with pytest.raises(
-        InputError, match=r"dataset json has no conversations in a shape that is known: .*there are text"
-    ):
+    with pytest.raises(InputError, match=r"dataset json has no conversations .*text"):
         dataset("json", jsonl(tmp_path / "text", [{"text": "a"}]), columns=(), chat=True)
-    with pytest.raises(InputError, match=r"row 0: column 'id' holds int, not text: give another --column"):
+    with pytest.raises(InputError, match=r"row 0: column 'id' holds int, not text; .*--column"):
         contents(dataset("json", jsonl(tmp_path / "ids", [{"id": 1}]), columns=("id",)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_datasets_that_are_none(tmp_path, streaming):
+def test_unreadable_datasets_raise(tmp_path, streaming):
     with pytest.raises(InputError, match=r"cannot read dataset json \(split train\): Unable to find"):
         dataset("json", tmp_path / "nowhere", streaming=streaming)
     (tmp_path / "broken").write_text('{"text": "a"}\n{"text": ')
@@ -150,11 +146,11 @@ def test_datasets_that_are_none(tmp_path, streaming):
     (tmp_path / "empty.jsonl").touch()
     parquet(tmp_path / "empty.parquet", [], schema=pa.schema({"text": pa.string()}))
     for kind in ("json", "parquet"):
-        with pytest.raises(InputError, match=rf"cannot read dataset {kind} \(split train\): there are no rows in it"):
+        with pytest.raises(InputError, match=rf"cannot read dataset {kind} \(split train\): .*no rows"):
             contents(dataset(kind, tmp_path / f"empty.{kind}*", streaming=streaming))
 
 
-def test_a_stream_is_known_by_its_files(tmp_path):
+def test_stream_identity_follows_its_files(tmp_path):
     file = jsonl(tmp_path / "rows", [{"text": "a", "more": "b"}])
     known = dataset("json", file).identity()
     assert known == dataset("json", file).identity() != dataset("json", file, columns=("more",)).identity()
@@ -162,7 +158,7 @@ def test_a_stream_is_known_by_its_files(tmp_path):
     assert known != dataset("json", file).identity()
 
 
-def test_a_survey():
+def test_survey_counts_documents():
     made = [Document.of(0, "a"), None, Document.of(2, "é"), Document.of(3, "a")]
     found = Survey.of(made)
     assert (found.documents, found.units, found.bytes) == (3, 4, 4)
@@ -173,7 +169,7 @@ def test_a_survey():
     )
     assert found.held_out_share(0) == 0 and found.lowest[0] < found.held_out_share(1e-12) < found.lowest[1]
     assert Survey.of(made[:1] * 3).documents == 3
-    with pytest.raises(InputError, match="3 documents, all alike, cannot be divided"):
+    with pytest.raises(InputError, match=r"3 equal documents; .*--validation-fraction 0"):
         Survey.of(made[:1] * 3).held_out_share(0.1)
     same = Document.of(0, Conversation([{"role": "user", "content": "a"}]))
     assert same.key == Document.of(5, Conversation([{"content": "a", "role": "user"}])).key

@@ -28,7 +28,7 @@ def test_any_text_round_trips(trained, text):
     assert min(ids, default=6) >= 6
 
 
-def test_the_special_tokens_come_first_and_digits_stand_alone(trained):
+def test_special_tokens_have_the_first_ids_and_digits_are_single(trained):
     assert [trained.id_to_token(i) for i in range(6)] == [
         "<|endoftext|>",
         "<|fim_prefix|>",
@@ -75,24 +75,24 @@ def test_texts_of_a_group_keep_their_ids_apart(trained, monkeypatch):
     assert 1 < len(changed) < len(made)
 
 
-def test_work_ahead_keeps_its_order_and_runs_beside_the_reader():
-    threads, begun = set(), [threading.Event() for _ in range(6)]
+def test_ahead_keeps_order_and_runs_in_parallel():
+    threads, started = set(), [threading.Event() for _ in range(6)]
 
     def items():
         for i in range(5):
             threads.add(threading.current_thread())
-            begun[i].set()
+            started[i].set()
             yield i
-        begun[5].set()
+        started[5].set()
 
     for i, item in enumerate(encoder.ahead(items())):
         assert item == i
-        assert begun[i + 1].wait(timeout=10), "the next one is made while this one is in use"
-        assert i + 2 >= len(begun) or not begun[i + 2].is_set(), "and no more than one"
+        assert started[i + 1].wait(timeout=10), "the next one is made while this one is in use"
+        assert i + 2 >= len(started) or not started[i + 2].is_set(), "and no more than one"
     assert i == 4 and threading.current_thread() not in threads
 
 
-def test_an_error_of_work_ahead_arrives_behind_what_came_before():
+def test_ahead_raises_an_error_at_its_item():
     def items():
         yield 1
         raise ValueError("no more")

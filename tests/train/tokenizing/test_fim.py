@@ -22,7 +22,7 @@ def undo(parts):
 
 
 @given(st.text(), st.floats(0, 1), st.floats(0, 1))
-def test_undoing_gives_the_document_back(text, rate, spm_rate):
+def test_rearranged_documents_are_invertible(text, rate, spm_rate):
     made = FillInTheMiddle(rate, spm_rate, PREFIX, MIDDLE, SUFFIX)
     parts = made.parts(text, digest(text.encode()))
     assert undo(parts) == text
@@ -42,7 +42,7 @@ def test_shares_and_cuts():
     assert all(min(each) <= 3 for each in lengths) and all(max(each) > 950 for each in lengths)
 
 
-def test_never_and_always():
+def test_rates_zero_and_one():
     keys = [digest(str(i).encode()) for i in range(200)]
     assert all(len(FillInTheMiddle(0, 0.5, PREFIX, MIDDLE, SUFFIX).parts("ab", key)) == 1 for key in keys)
     assert all(FillInTheMiddle(1, 1, PREFIX, MIDDLE, SUFFIX).parts("ab", key)[:2] == [PREFIX, SUFFIX] for key in keys)
