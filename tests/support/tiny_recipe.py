@@ -142,7 +142,7 @@ def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a process that ends by itself."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
