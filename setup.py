@@ -1,4 +1,4 @@
-"""Compiles the native library with the package, where there is a compiler; everything else stands in pyproject.toml."""
+"""Compiles the native library with the package, where there is a compiler; everything else is in pyproject.toml."""
 
 import importlib.util
 import sys
