@@ -1,9 +1,11 @@
 # make run    set up, tokenize the standard library, pretrain on it, plot the loss, write code: minutes on two CPU cores
 # make test   set up and run the tests        make lint   check style   make format   apply it   make clean   undo all of it
+# On a GPU machine add EXTRAS=test,cuda13 (or cuda12, rocm) to any of them: JAX is installed with support for its GPUs.
 
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+EXTRAS ?= test
 
 DATA   ?= data/stdlib
 RUN    ?= runs/stdlib
@@ -35,15 +37,15 @@ format: setup
 	$(PY) -m ruff format .
 	git ls-files '*.cc' '*.h' '*.cu' | xargs $(VENV)/bin/clang-format -i
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed-$(EXTRAS)
 
-$(VENV)/.installed: pyproject.toml setup.py
+$(VENV)/.installed-$(EXTRAS): pyproject.toml setup.py
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	  { echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(PYTHON) -c "import ensurepip" 2>/dev/null || \
 	  { echo "error: $(PYTHON) has no venv module; on Debian: apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,22 @@ def test_every_data_file_is_package_data():
         matched |= {path.relative_to(ROOT).as_posix() for pattern in patterns for path in folder.glob(pattern)}
     assert data_files() <= matched
     assert {"custom_calls/cpu/decoder.cc", "infer/serve/playground/index.html"} <= data_files()
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "rocm"])
+def test_gpu_extras_are_those_of_jax(extra):
+    (requirement,) = PROJECT["project"]["optional-dependencies"][extra]
+    name = re.fullmatch(r"jax\[([\w-]+)\]>=0\.10", requirement)[1]
+    assert name in metadata("jax").get_all("Provides-Extra")
+
+
+def test_make_installs_the_extras_that_are_named(tmp_path):
+    def commands(*arguments) -> str:
+        command = ["make", "-n", "setup", f"VENV={tmp_path}", *arguments]
+        return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+
+    assert "install --quiet --disable-pip-version-check -e '.[test]'" in commands()
+    assert "-e '.[test,cuda13]'" in commands("EXTRAS=test,cuda13")
 
 
 GPU_IMAGE = """
