@@ -48,7 +48,7 @@ _FUNCTIONS = {
     "read_pass": (ctypes.c_double, _ID),
     "trace": (None, _ID, _LONG),
     "spans": (_LONG, _ID, _INT, _POINTER, _LONG),
-    "gpu_open": (_ID, *[ctypes.c_char_p] * 4, *_ERROR),
+    "gpu_open": (_ID, _POINTER, _LONG, _POINTER, _LONG, *[ctypes.c_char_p] * 4, *_ERROR),
     "gpu_close": (None, _ID),
     "gpu_export": (_ID, _ID, _POINTER, *_ERROR),
     "gpu_connect": (_ID, _ID, _POINTER, *_ERROR),

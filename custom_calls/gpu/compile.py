@@ -1,5 +1,5 @@
-"""Compiles a GPU kernel for one model: NVIDIA through nvcc or NVRTC, whichever is there, AMD through clang. Images are
-kept on disk.
+"""Compiles a GPU kernel for one model: for NVIDIA with nvcc, or else NVRTC, for AMD with clang. Images are cached on
+disk.
 """
 
 import ctypes
@@ -42,10 +42,10 @@ def image(
     compile_with: Callable[[Path, Path, str], None] | None = None,
     kernel: str = PERSISTENT,
 ) -> bytes:
-    """The kernel for the model that `header` (gpu_layout.Layout.header) describes.
+    """The kernel for the model that `header` (custom_calls.gpu.header.model_header) describes.
 
     architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default
-    the compiler that is here. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's words.
+    the installed compiler. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's message.
     """
     compiled_by = () if compile_with else identity(architecture)
     digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS, compiled_by)).encode())
@@ -76,20 +76,22 @@ def kernel_sources(kernel: str) -> list[Path]:
 
 
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
-    """What compiles for it here. Raises BuildError, naming the remedy, if nothing does."""
+    """The installed compiler for an architecture. Raises BuildError, with the remedy, if there is none."""
     if architecture.startswith("gfx"):
         if clang() is None:
-            raise BuildError("no clang for AMD GPUs was found: install clang-19 and lld-19, or name it in HIP_CLANG")
+            raise BuildError(
+                "clang for AMD GPUs is not installed: install clang-19 and lld-19, or set HIP_CLANG to its path"
+            )
         return _clang
     if nvcc() is not None:
         return _nvcc
     if nvrtc() is not None:
         return _nvrtc
-    raise BuildError("neither nvcc nor NVRTC was found: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
+    raise BuildError("neither nvcc nor NVRTC is installed: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
 
 
 def identity(architecture: str) -> tuple:
-    """Of what `compiler` takes: another one, or another version, compiles anew."""
+    """Identity of the installed compiler: another one, or another version, compiles again."""
     found = clang() if architecture.startswith("gfx") else nvcc() or nvrtc()
     if found is None:
         return ()
@@ -114,7 +116,7 @@ def clang() -> str | None:
 
 
 def nvrtc() -> Path | None:
-    """NVRTC's library: of the wheel that JAX installs, or of a toolkit."""
+    """Path of NVRTC's library, in the wheel that JAX installs or in a toolkit."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     folders.append(Path("/usr/local/cuda"))

@@ -19,11 +19,11 @@ from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
 from laneformer.ops import Attend, HeadKind, Layer, Op, Product, Rotary, Value, Weight
 
-# Of the stream's ring: a slot of 4 KiB. Each warp orders its own copies; a single thread for all would need larger ones
+# Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
-SPLIT_KEYS = 64  # keys for which another CTA is worth its while in attention
+SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
-MAX_VECTORS = 4  # that a thread keeps of a product's vector; registers bound it
+MAX_VECTORS = 4  # of a product's vector in a thread's registers
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -155,7 +155,7 @@ class Layout:
     machine: Machine
     lanes_here: int
     peer_ctas: int = 0
-    """CTAs that play the lanes of other devices, for one rank alone on a GPU; its weights are then the only ones. See
+    """CTAs that play the lanes of other devices, for one rank alone on a GPU; only its weights are then packed. See
     gpu/kernel/peers.h.
     """
 
@@ -259,7 +259,7 @@ class Layout:
 
     @property
     def kept_floats(self) -> int:
-        """What a CTA keeps of the residual stream between launches, where each op is one."""
+        """Floats of the residual stream that a CTA keeps between launches, where each op is one."""
         return (1 + self.table.history) * self.stream_rows
 
     def _padded(self, lines: int) -> int:
@@ -275,7 +275,7 @@ class Layout:
 
     @cached_property
     def layer_lines(self) -> int:
-        """Lines of all layers, with padding to a border of slots."""
+        """Lines of all layers, padded to whole slots."""
         return self._padded(self.layer_starts[-1])
 
     @cached_property
@@ -354,8 +354,8 @@ class Layout:
         slots = min(16, (self.machine.shared_bytes - 128 - 4 * self.shared_floats) // each)
         if slots < 4:
             raise ValueError(
-                f"{4 * self.shared_floats} bytes of shared memory beside the weights' ring are too many: use more"
-                " devices"
+                f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
+                " leaves no room for it: use more devices"
             )
         return slots
 
@@ -409,7 +409,7 @@ class Layout:
         yield "HeadBoard", self.head.columns
 
     def shared(self) -> Iterator[tuple[str, int]]:
-        """Memory between the lanes, on each device, in words. The first word ends everything."""
+        """Memory between the lanes, on each device, in words. The first word is the call's failure."""
         vocab, packets = self.plan.ops.vocab_size, self.lanes * self.ctas
         yield "Abort", 16
         yield "CheckIn", packets

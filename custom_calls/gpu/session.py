@@ -1,4 +1,4 @@
-"""A model on GPUs: its packed weights, the kernel compiled for it, and the call that is running."""
+"""A model on GPUs: its packed weights, the kernel compiled for it, and the running call."""
 
 import ctypes
 import hashlib
@@ -32,7 +32,7 @@ ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
 CAPABILITIES = {
     "cuda": ("9.0", "H100 and H200"),
     "hip": ("gfx942", "MI300X"),
-}  # as JAX tells it of a device, and who has it
+}  # of a device as JAX reports it, and the devices that have it
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",
@@ -70,11 +70,11 @@ class Group(Protocol):
 
 class GpuSession(DecodeSession):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
-    call at a time: the next one may be put on the devices' streams once this one has ended.
+    call at a time: enqueue the next one once this one has ended.
 
-    Where these belong to several processes (of one machine), all of them make the session, pack the weights and make
-    the same calls. Close it in all of them, once no call runs: `close` waits for the others, as they may still write to
-    this one's memory.
+    Where the devices belong to several processes (of one machine), all of them open the session, pack the weights and
+    make the same calls. Close it in all of them, once no call runs: `close` waits for the others, as they may still
+    write to this one's memory.
     """
 
     _prefix = "gpu_"
@@ -101,30 +101,28 @@ class GpuSession(DecodeSession):
         """mesh: (data, lane); None for the first local device. group: the processes of the mesh.
 
         platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it.
-        chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: for another lane
-        in the middle of a call; at its start all have six times as long to come, as processes may still compile.
-        peer_ctas: one lane alone, the others played by so many CTAs that answer after peer_delay_us (gpu/peers.h); its
-        weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
-        itself, from a graph, "overlapping graph" lets the next op's weights come while one ends (CUDA only): both are
-        there to show what the persistent kernel saves. Raises NativeError, BuildError if the kernel cannot be compiled,
+        chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: of a wait
+        for another lane during a call; six times as long at its start, as other processes may still compile.
+        peer_ctas: run one lane alone, the others played by N CTAs that answer after peer_delay_us (gpu/kernel/peers.h);
+        its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
+        itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
+        what the persistent kernel saves. Raises NativeError, BuildError if the kernel cannot be compiled,
         and what the group raises when a process is missing.
         """
         if launch not in LAUNCHES:
-            raise NativeError(f"launch = {launch!r}: known are {', '.join(LAUNCHES)}")
+            raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
         if launch != "persistent" and peer_ctas:
-            raise NativeError(f"launch = {launch!r}: lanes can be played beside the persistent kernel only")
+            raise NativeError(f"peer_ctas needs launch 'persistent', got {launch!r}")
         self._group = group
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.reshape(-1))
         self._places = [place for place, device in enumerate(devices) if device.process_index == self._group.index]
         lanes, layers = plan.ops.lanes, len(plan.ops.layers)
         if lanes % len(devices):
-            raise NativeError(
-                f"{lanes} lanes do not spread over {len(devices)} devices: use a number that divides them"
-            )
+            raise NativeError(f"the number of devices must divide {lanes} lanes, got {len(devices)}")
         if len(devices) > MOST_DEVICES:
-            raise NativeError(f"{len(devices)} devices are more than the kernel's {MOST_DEVICES}")
+            raise NativeError(f"the GPU kernel runs on at most {MOST_DEVICES} devices, got {len(devices)}")
         if layers > MOST_LAYERS:
-            raise NativeError(f"{layers} layers are more than the kernel's {MOST_LAYERS}")
+            raise NativeError(f"the GPU kernel has at most {MOST_LAYERS} layers, the model {layers}: use backend xla")
         try:
             self.layout = Layout(
                 plan, machine or machine_of(platform, devices[0]), 1 if peer_ctas else lanes // len(devices), peer_ctas
@@ -139,8 +137,9 @@ class GpuSession(DecodeSession):
                 header, ARCHITECTURES[platform], compile_with, PERSISTENT if launch == "persistent" else STEPS
             )
             self._open_here(devices, compiled, platform, driver, launch, timeout_ms, chaos_us, peer_delay_us)
-            self._connect(hashlib.sha256(repr((header, launch)).encode()).hexdigest())
-        self._group.share({})  # all have opened the others' memory
+            identity = repr((header, launch, plan.words.tolist(), plan.floats.tolist()))
+            self._connect(hashlib.sha256(identity.encode()).hexdigest())
+        self._group.share({})  # all processes have opened each other's memory
         self._make_operands()
 
     def _open_here(
@@ -160,12 +159,6 @@ class GpuSession(DecodeSession):
         self.launches_per_token = len(steps)  # 0: there is one for all of them
         numbers = {
             "lanes_here": layout.lanes_here,
-            "vocab": plan.ops.vocab_size,
-            "context": plan.ops.context,
-            "kv_heads": [attend.kv_heads for attend in plan.attends],
-            "head_dims": [attend.head_dim for attend in plan.attends],
-            "cache_dtype": int(plan.cache_dtype),
-            "weight_dtype": int(plan.weight_dtype),
             "packed_elements": math.prod(layout.packed_shape) // len(devices),
             "ctas": layout.ctas,
             "grid": layout.grid,
@@ -186,11 +179,22 @@ class GpuSession(DecodeSession):
             "peer_delay_us": peer_delay_us,
         }
         lines = (f"{name} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in numbers.items())
-        library = str(driver).encode() if driver else None
-        self._open(plan, timeout_ms, "\n".join(lines).encode(), platform.encode(), library, compiled)
+        words, floats = plan.words, plan.floats
+        self._open(
+            plan,
+            timeout_ms,
+            words.ctypes.data,
+            len(words),
+            floats.ctypes.data,
+            len(floats),
+            "\n".join(lines).encode(),
+            platform.encode(),
+            str(driver).encode() if driver else None,
+            compiled,
+        )
 
     def _connect(self, digest: str) -> None:
-        """Gives this process's memory to the others and opens theirs, where there are others."""
+        """Exports this process's memory to the others of the group, and opens theirs."""
         if not self._group.several:
             return
         self.close.detach()
@@ -201,19 +205,22 @@ class GpuSession(DecodeSession):
         handles = {
             str(place): own.raw[i * HANDLE_BYTES : (i + 1) * HANDLE_BYTES].hex() for i, place in enumerate(self._places)
         }
-        said = self._group.share({"machine": self._group.machine, "model": digest, "handles": handles})
-        for process, other in said.items():
-            if other["machine"] != said[self._group.index]["machine"]:
+        replies = self._group.share({"machine": self._group.machine, "model": digest, "handles": handles})
+        for process, other in replies.items():
+            if other["machine"] != replies[self._group.index]["machine"]:
                 raise NativeError(
                     f"processes {self._group.index} and {process} are on different machines: devices write to each"
                     " other's memory on one machine only; use backend xla"
                 )
             if other["model"] != digest:
                 raise NativeError(
-                    f"processes {self._group.index} and {process} have opened different models, or with other options"
+                    f"processes {self._group.index} and {process} have opened different models or options: start them"
+                    " with the same"
                 )
         by_place = {
-            int(place): bytes.fromhex(handle) for other in said.values() for place, handle in other["handles"].items()
+            int(place): bytes.fromhex(handle)
+            for other in replies.values()
+            for place, handle in other["handles"].items()
         }
         call("gpu_connect", self.id, b"".join(by_place[place] for place in range(len(by_place))))
 
@@ -319,7 +326,7 @@ class GpuSession(DecodeSession):
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the packed weights, which is what a token reads, of all devices."""
+        """Bytes of the packed weights on all devices, which is what a token reads."""
         return self.layout.stream_bytes
 
     # ---- the running call
@@ -329,22 +336,21 @@ class GpuSession(DecodeSession):
 
     @property
     def failure(self) -> str | None:
-        """What went wrong on the devices in the last call; None if nothing did."""
+        """Why the last call failed on the devices; None if it did not."""
         text = ctypes.create_string_buffer(1000)
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
     def read_pass(self) -> float:
-        """Seconds in which the devices read all that they stream for one token, without computing anything: the bound
-        of decoding.
+        """Seconds in which the devices read what they stream for one token, without computing: the bound of decoding.
 
-        0 for a model so small that it cannot be told. Raises NativeError with the driver's words.
+        0 for a model too small to time. Raises NativeError with the driver's message.
         """
         shards = sorted(self.operands[0].addressable_shards, key=lambda shard: shard.index[0].start or 0)
         addresses = (ctypes.c_void_p * len(shards))(*(shard.data.unsafe_buffer_pointer() for shard in shards))
         return 1e-9 * call("gpu_read_pass", self.id, ctypes.addressof(addresses))
 
     def trace(self, spans_per_cta: int) -> None:
-        """Writes down when each CTA did what, from now on; 0 ends it."""
+        """Records the spans of each CTA from now on, at most `spans_per_cta` per call; 0 ends it."""
         call("gpu_trace", self.id, spans_per_cta)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -358,7 +364,7 @@ class GpuSession(DecodeSession):
 
 
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
-    """Frees what nobody writes to any more; where another process does not say so, it stays until this one ends."""
+    """Frees the memory once no process writes to it any more; if one does not confirm it, when this one ends."""
     call("gpu_leave", session)
     if group.barrier():
         lib.laneformer_gpu_close(session)
@@ -366,20 +372,20 @@ def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
 
 @partial(jax.jit, donate_argnums=1)
 def _normal(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Of the deviation that initial weights have; a block of them repeated where there are many."""
+    """Normal numbers with the deviation of initial weights; beyond a million, they repeat."""
     block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
     return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)
 
 
 def _whole(weight) -> np.ndarray:
-    """On the host, in float32; from all processes where its lanes are theirs."""
+    """A weight on the host, in float32; gathered where its lanes belong to several processes."""
     if isinstance(weight, jax.Array) and not (weight.is_fully_addressable or weight.is_fully_replicated):
         weight = multihost_utils.process_allgather(weight, tiled=True)
     return np.asarray(weight, np.float32)
 
 
 def _kept(weight):
-    """An array that stays as it is: one of numpy may be valid only until the next one comes."""
+    """A copy where needed: an array of numpy may be valid only until the next one is read."""
     return weight if isinstance(weight, jax.Array) else np.array(weight)
 
 

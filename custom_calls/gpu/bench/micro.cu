@@ -1,9 +1,9 @@
-// What the decode kernel stands on, measured with its own headers: the weight stream, edges, the lane exchange,
-// launches. NVIDIA only.
+// Microbenchmarks of what the decode kernel is made of, with its own headers: the weight stream, edges, the lane
+// exchange, launches. NVIDIA only.
 //
 //   micro [--quick] [NAME ...]     names: ring plain copy burst sync edge lanes launch; by default all
 //
-// One JSON object per line. Times come from the devices' global timer inside a kernel (from the first CTA's begin to
+// One JSON object per line. Times are from the devices' global timer inside a kernel (from the first CTA's begin to
 // the last one's end) or, where "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a
 // failed measurement ends the program with status 1. The build chooses the ring: -DLF_WARPS, -DLF_SLOT_LINES (512 bytes
 // each), -DLF_SLOTS.

@@ -187,7 +187,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
       }
       if (thread() < job.group) {
         for (u32 spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
-          if (!watch.go_on(spins, kAtVector, thread())) break;
+          if (!watch.keep_waiting(spins, kAtVector, thread())) break;
         fence_device();
       }
       sync_cta();
@@ -236,8 +236,8 @@ LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
     for (int round = 0; round < job.rounds; round++) {
       const u32 sequence = job.first_tag + round;
       if (job.ping && lane == 1)
-        for (u32 spins = 0; !has_come(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
-          if (!watch.go_on(spins, kAtLanding, 0)) break;
+        for (u32 spins = 0; !arrived(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
+          if (!watch.keep_waiting(spins, kAtLanding, 0)) break;
       Mail::push(p, 16, sequence, lane, row, total);
       float values[2];
       Mail::pull(p.shared[0] + 16, sequence, row, values, watch, kAtLanding);

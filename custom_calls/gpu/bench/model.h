@@ -1,4 +1,4 @@
-// Stands in for the file that custom_calls/gpu/layout.py makes: what stream.h needs to know, chosen by the build of
+// In place of the file that custom_calls/gpu/header.py writes: what stream.h needs to know, chosen by the build of
 // micro.cu.
 #pragma once
 

@@ -38,13 +38,14 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.vocab || (int64_t)caches.size() != 2 * model.layers() ||
+  if ((int64_t)seen.element_count() != model.plan.vocab_size || (int64_t)caches.size() != 2 * model.plan.layers() ||
       caches_after.size() != caches.size())
     return wrong(
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
-  if ((int64_t)packed.element_count() != model.packed_elements || packed.element_type() != dtype_of(model.weight_dtype))
+  if ((int64_t)packed.element_count() != model.packed_elements ||
+      packed.element_type() != dtype_of(model.plan.weight_dtype))
     return wrong("the packed weights are not those of this session");
   Params p{};
   for (size_t i = 0; i < caches.size(); i++) {
@@ -52,16 +53,16 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    const size_t layer = i % (size_t)model.layers();
-    if (before->element_type() != dtype_of(model.cache_dtype) || shape.size() != 5 || shape[0] != model.lanes_here ||
-        shape[1] != 1 || shape[3] != model.kv_heads[layer] || shape[4] != model.head_dims[layer] ||
-        (i > 0 && shape[2] != p.capacity))
+    const size_t layer = i % (size_t)model.plan.layers();
+    if (before->element_type() != dtype_of(model.plan.cache_dtype) || shape.size() != 5 ||
+        shape[0] != model.lanes_here || shape[1] != 1 || shape[3] != model.attends[layer].kv_heads ||
+        shape[4] != model.attends[layer].head_dim || (i > 0 && shape[2] != p.capacity))
       return wrong("cache " + std::to_string(i) +
                    " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
     if (before->untyped_data() != (*after)->untyped_data())
       return wrong(
           "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
-    if (shape[2] > model.context) return wrong("the cache has more positions than the model's context");
+    if (shape[2] > model.plan.context) return wrong("the cache has more positions than the model's context");
     p.capacity = shape[2];
     (i == layer ? p.keys : p.values)[layer] = before->untyped_data();
   }
@@ -85,10 +86,10 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   p.num_stops = (int)stops.element_count();
   p.room = (int)tokens->element_count();
   p.top = (int)top_tokens->dimensions()[1];
-  if (p.top > kMaxTop || p.top > model.vocab)
+  if (p.top > kMaxTop || p.top > model.plan.vocab_size)
     return wrong("at most " + std::to_string(kMaxTop) +
-                 " most likely tokens can be told, and no more than the vocabulary has");
-  if (p.room > model.context) return wrong("the result has room for more tokens than the model's context");
+                 " most likely tokens can be reported, and no more than the vocabulary has");
+  if (p.room > model.plan.context) return wrong("the result has room for more tokens than the model's context");
   try {
     session->launch(position, p, (int64_t)p.room_of_prompt + p.room, stream);
   } catch (const std::exception& e) {
@@ -135,11 +136,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_emulated, decode_emulated, LANEF
 
 extern "C" {
 
-// numbers: see Model; the others as for Session.
-int64_t laneformer_gpu_open(const char* numbers, const char* driver, const char* library, const void* image,
+// words, floats: the plan; numbers: see Model; the others as for Session.
+int64_t laneformer_gpu_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
+                            const char* numbers, const char* driver, const char* library, const void* image,
                             char* error, int64_t size) {
   return guarded(error, size, [&] {
-    return sessions.add(std::make_shared<Session>(Model(Numbers(numbers)), driver, library, image));
+    Model model(plan::decode(words, num_words, floats, num_floats), Numbers(numbers));
+    return sessions.add(std::make_shared<Session>(std::move(model), driver, library, image));
   });
 }
 

@@ -115,7 +115,7 @@ void Driver::use(int device) const {
 
 int Driver::multiprocessors(int device) const {
   int value = 0;
-  check(attribute_(&value, kMultiprocessors[hip_], device), "tell its multiprocessors");
+  check(attribute_(&value, kMultiprocessors[hip_], device), "count its multiprocessors");
   return value;
 }
 
@@ -136,7 +136,7 @@ void* Driver::function(void* module, const char* name, int shared_bytes) const {
 
 int Driver::resident(void* function, int threads, int shared_bytes) const {
   int ctas = 0;
-  check(occupancy_(&ctas, function, threads, (size_t)shared_bytes), "tell how many CTAs fit");
+  check(occupancy_(&ctas, function, threads, (size_t)shared_bytes), "count the CTAs that fit");
   return ctas;
 }
 
@@ -167,19 +167,19 @@ void Driver::release_host(void* memory) const { release_host_(memory); }
 
 void Driver::share(int device, int peer) const {
   int can = 0;
-  check(can_share_(&can, device, peer), "ask whether devices see each other's memory");
+  check(can_share_(&can, device, peer), "find out whether devices access each other's memory");
   if (!can)
     throw std::runtime_error(
         "devices " + std::to_string(device) + " and " + std::to_string(peer) +
         " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
   constexpr int kAlready = 704;  // in both
   const int status = hip_ ? share_device_(peer, 0) : share_(context(peer), 0);
-  if (status != kAlready) check(status, "let devices write to each other's memory");
+  if (status != kAlready) check(status, "enable access to another device's memory");
 }
 
 Handle Driver::export_memory(Address address) const {
   Handle handle;
-  check(export_(&handle, address), "give memory to other processes");
+  check(export_(&handle, address), "export memory to other processes");
   return handle;
 }
 

@@ -50,7 +50,7 @@ class Driver {
 
   // What `launches` puts on the stream that it is given, as one thing to launch: each of them waits for the one before.
   void* record(const std::function<void(void* stream)>& launches) const;
-  // overlapping: begins while the launch before it ends, and waits for it itself (meet_launches of gpu/port.h; CUDA
+  // overlapping: begins while the launch before it ends, and waits for it itself (join_launches of gpu/port.h; CUDA
   // only).
   void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments,
            bool overlapping) const;

@@ -2,9 +2,25 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <utility>
+#include <variant>
 
 namespace laneformer {
 namespace gpu {
+
+namespace {
+
+// custom_calls/gpu/layout.py has seen to it that each layer has one.
+std::vector<plan::Attend> attends_of(const plan::Plan& plan) {
+  std::vector<plan::Attend> found;
+  for (const plan::Module& module : plan.modules)
+    for (const plan::Op& op : module)
+      if (const auto* attend = std::get_if<plan::Attend>(&op)) found.push_back(*attend);
+  if ((int)found.size() != plan.layers()) throw std::runtime_error("each layer of a plan must have one attention");
+  return found;
+}
+
+}  // namespace
 
 Numbers::Numbers(const char* text) {
   std::istringstream lines(text);
@@ -36,14 +52,10 @@ std::vector<int> Numbers::many(const char* name) const {
   return {numbers.begin(), numbers.end()};
 }
 
-Model::Model(const Numbers& numbers)
-    : lanes_here((int)numbers.one("lanes_here")),
-      vocab((int)numbers.one("vocab")),
-      context((int)numbers.one("context")),
-      kv_heads(numbers.many("kv_heads")),
-      head_dims(numbers.many("head_dims")),
-      cache_dtype((int)numbers.one("cache_dtype")),
-      weight_dtype((int)numbers.one("weight_dtype")),
+Model::Model(plan::Plan decoded, const Numbers& numbers)
+    : plan(std::move(decoded)),
+      attends(attends_of(plan)),
+      lanes_here((int)numbers.one("lanes_here")),
       packed_elements(numbers.one("packed_elements")),
       ctas((int)numbers.one("ctas")),
       grid((int)numbers.one("grid")),

@@ -1,10 +1,12 @@
-// What the host must know of a model on its devices.
+// What the host must know of a model on its devices: its plan, and how custom_calls/gpu/layout.py has laid it out.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
+
+#include "../../common/plan.h"
 
 namespace laneformer {
 namespace gpu {
@@ -26,13 +28,13 @@ class Numbers {
 
 // The names are those that custom_calls/gpu/session.py gives the numbers.
 struct Model {
-  explicit Model(const Numbers&);
+  Model(plan::Plan, const Numbers&);
 
-  int lanes_here, vocab, context;
-  std::vector<int> kv_heads, head_dims;  // of each layer's cache
-  int cache_dtype, weight_dtype;         // as Dtype in custom_calls/plan.py
+  plan::Plan plan;
+  std::vector<plan::Attend> attends;  // of each layer: whose keys and values are its cache
+
+  int lanes_here;  // of each device
   int64_t packed_elements;
-
   int ctas, grid, threads, shared_bytes;  // of a lane; of a launch; of a CTA
   int64_t lane_words, shared_words;       // of the boards of a lane; between lanes
   int pass_tags, exchanges;               // of a pass
@@ -42,8 +44,6 @@ struct Model {
   std::vector<int> devices, places;  // of this process: ordinals of the driver; places among those of all processes
   int all_devices;
   int64_t timeout_ms, chaos_us, peer_delay_us;
-
-  int layers() const { return (int)kv_heads.size(); }
 };
 
 }  // namespace gpu

@@ -54,9 +54,9 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
       for (const Device& peer : devices_) device.peers[(size_t)peer.place] = peer.shared;
     }
     host_ = (Host*)driver_.allocate_host(sizeof(Host));
-    told_ = (Told*)driver_.allocate_host(sizeof(Told) * (size_t)model.context);
-    told_tokens_ = (int*)driver_.allocate_host(sizeof(int) * (size_t)model.context * kMaxTop);
-    told_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * (size_t)model.context * kMaxTop);
+    emitted_ = (EmittedToken*)driver_.allocate_host(sizeof(EmittedToken) * (size_t)model.plan.context);
+    emitted_tokens_ = (int*)driver_.allocate_host(sizeof(int) * (size_t)model.plan.context * kMaxTop);
+    emitted_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * (size_t)model.plan.context * kMaxTop);
     host_->done = 1;
   } catch (...) {
     free_all();
@@ -115,13 +115,13 @@ void Session::free_all() {
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
-  for (void* memory : {(void*)host_, (void*)told_, (void*)told_tokens_, (void*)told_logprobs_})
+  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_})
     if (memory) driver_.release_host(memory);
 }
 
 void Session::begin() {
   const std::lock_guard<std::mutex> lock(launching_);
-  if (host_->failure) {  // nothing looks at it any more, until its tag comes again
+  if (host_->failure) {  // nothing reads it any more, until its tag recurs
     for (const Device& device : devices_) {
       driver_.use(device.ordinal);
       driver_.clear(device.shared, 8);
@@ -136,7 +136,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   std::unique_lock<std::mutex> lock(launching_);
   Device& device = devices_[(size_t)index];
   device.pass_tag += (uint32_t)model_.pass_tags;
-  if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // that of memory which nobody has written
+  if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // the tag of memory that was never written
   params.pass_tag = device.pass_tag;
   params.exchange_tag = device.exchange_tag;
   // All devices of all processes count the same, whatever the call then does, and also if it is refused.
@@ -144,7 +144,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   device.exchange_tag += (uint32_t)(passes * model_.exchanges);
   if (!connected()) throw std::runtime_error("the decode session was closed");
   if (host_->failure && (uint32_t)(host_->failure >> 32) - params.pass_tag >= (uint32_t)model_.pass_tags)
-    throw std::runtime_error("the call before has failed (" + failure() + "): call begin first");
+    throw std::runtime_error("the previous call has failed (" + failure() + "): call begin first");
   if (index == 0) {
     if (!armed_) host_->cancel = host_->count = host_->done = 0;
     armed_ = false;
@@ -154,15 +154,15 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   for (size_t d = 0; d < device.peers.size(); d++) params.shared[d] = (unsigned long long*)device.peers[d];
   params.device = device.place;
   params.first_lane = device.place * model_.lanes_here;
-  params.tells = index == 0;
+  params.reports = index == 0;
   const Waits waits[] = {kAtCheckIn, kAtLanding, kAtVector};
   for (int i = 0; i < 3; i++) params.timeouts_ns[i] = (unsigned long long)timeout_ms(waits[i]) * 1'000'000ull;
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
   params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
-  params.told = told_;
-  params.told_tokens = told_tokens_;
-  params.told_logprobs = told_logprobs_;
+  params.emitted = emitted_;
+  params.emitted_tokens = emitted_tokens_;
+  params.emitted_logprobs = emitted_logprobs_;
   params.spans = (Span*)device.spans;
   params.num_spans = (int*)device.num_spans;
   params.max_spans = (int)max_spans_;
@@ -176,8 +176,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (!model_.steps.empty()) launch_steps(device, params, passes, stream);
 }
 
-// All passes that there may be, behind each other on the stream: how many it will be stands on the device. What is
-// launched after the end returns at once.
+// All passes that there may be, one after the other on the stream: only the device knows how many it will need. A
+// launch after the end returns at once.
 void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
   void* arguments[] = {&params};
   void* pass = driver_.record([&](void* recording) {
@@ -205,9 +205,9 @@ int32_t Session::wait(int32_t have, int timeout_ms) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     seen = count();
   }
-  seen = count();  // what was told before the end, if that came meanwhile
-  if (seen > 0) {  // the token came before this moment: the smallest such distance is the closest to the truth
-    const int64_t offset = now_ns() - (int64_t)told_[seen - 1].time_ns;
+  seen = count();  // tokens emitted before the end, if the call has ended meanwhile
+  if (seen > 0) {  // the token was emitted before this moment: the smallest such distance is the most exact
+    const int64_t offset = now_ns() - (int64_t)emitted_[seen - 1].time_ns;
     if (offset < clock_offset_.load()) clock_offset_.store(offset);
   }
   return seen;
@@ -217,16 +217,16 @@ void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, 
                     int32_t* top_tokens, float* top_logprobs) const {
   const int64_t offset = clock_offset_.load();
   for (int32_t i = 0; i < count; i++) {
-    const Told& told = told_[first + i];
-    tokens[i] = told.token;
-    logprobs[i] = told.logprob;
-    times_ns[i] = (int64_t)told.time_ns + offset;
+    const EmittedToken& token = emitted_[first + i];
+    tokens[i] = token.token;
+    logprobs[i] = token.logprob;
+    times_ns[i] = (int64_t)token.time_ns + offset;
   }
-  std::copy_n(told_tokens_ + (int64_t)first * top, (int64_t)count * top, top_tokens);
-  std::copy_n(told_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
+  std::copy_n(emitted_tokens_ + (int64_t)first * top, (int64_t)count * top, top_tokens);
+  std::copy_n(emitted_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
 }
 
-// Another process may still compile what it calls. Whoever waits for a lane says first which one is missing.
+// Another process may still compile what it calls. Waits for lanes time out first, so that the error names the lane.
 int64_t Session::timeout_ms(int where) const {
   return where == kAtCheckIn   ? 6 * model_.timeout_ms
          : where == kAtLanding ? model_.timeout_ms
@@ -249,8 +249,8 @@ std::string Session::failure() const {
     const int cta = waited_for / kPacketWords;
     which = "the draw of CTA " + std::to_string(cta % model_.ctas) + " of lane " + std::to_string(cta / model_.ctas);
   }
-  return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) + ": " + which +
-         " did not come within " + std::to_string(timeout_ms(what)) + " ms";
+  return "lane " + std::to_string(lane) + (layer < 0 ? "" : ", layer " + std::to_string(layer)) +
+         ": timed out waiting for " + which + " after " + std::to_string(timeout_ms(what)) + " ms";
 }
 
 double Session::read_pass(const void* const* weights) {

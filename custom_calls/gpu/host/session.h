@@ -42,7 +42,7 @@ class Session {
   void cancel() { *(volatile int*)&host_->cancel = 1; }
   void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
              int32_t* top_tokens, float* top_logprobs) const;
-  std::string failure() const;  // what went wrong on the devices, empty if nothing
+  std::string failure() const;  // of the devices in the last call; empty for none
 
   // Seconds in which each device reads the weights of one token and does nothing else: the longest. weights: by device.
   double read_pass(const void* const* weights);
@@ -56,7 +56,7 @@ class Session {
     void *module = nullptr, *function = nullptr, *read = nullptr;
     std::vector<Address> peers;  // shared memory of all devices, as this one sees it
     Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0;
-    uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory has come
+    uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory is valid
   };
 
   bool connected() const;
@@ -69,9 +69,9 @@ class Session {
   Driver driver_;
   std::vector<Device> devices_;
   Host* host_ = nullptr;
-  Told* told_ = nullptr;
-  int* told_tokens_ = nullptr;
-  float* told_logprobs_ = nullptr;
+  EmittedToken* emitted_ = nullptr;
+  int* emitted_tokens_ = nullptr;
+  float* emitted_logprobs_ = nullptr;
   int64_t max_spans_ = 0;
   bool armed_ = false;
   std::mutex launching_;

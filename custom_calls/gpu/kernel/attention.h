@@ -138,7 +138,7 @@ struct Attention {
     float* new_value = heads + (kGroupHeads + 1) * kHeadDim;
     float* sums = new_value + kHeadDim;
 
-    // The first keys are on their way before the queries have come. Those that a thread has none of are read and not
+    // The first keys are on their way before the queries arrive. Those that a thread has none of are read and not
     // used.
     const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
@@ -315,9 +315,9 @@ struct Attention {
             if (s0 + i >= splits.count) continue;
             const u64 word = load_word(board + (s0 + i) * kPartWords);
             values[i] = value_of(word);
-            all = all && has_come(word, tag);
+            all = all && arrived(word, tag);
           }
-          if (all || !watch.go_on(spins, kAtAttention, s0)) break;
+          if (all || !watch.keep_waiting(spins, kAtAttention, s0)) break;
         }
         LF_UNROLL for (int i = 0; i < each; i++) {
           if (s0 + i >= splits.count) continue;
@@ -333,8 +333,8 @@ struct Attention {
  private:
   LF_DEVICE float wait_for(const u64* word, Watch& watch, Waits where, int waited_for) const {
     u64 v;
-    for (u32 spins = 0; !has_come(v = load_word(word), tag);)
-      if (!watch.go_on(spins, where, waited_for)) break;
+    for (u32 spins = 0; !arrived(v = load_word(word), tag);)
+      if (!watch.keep_waiting(spins, where, waited_for)) break;
     return value_of(v);
   }
 };

@@ -43,7 +43,7 @@ constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSa
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }
 
-static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has a tag of its own");
+static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag");
 
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
@@ -123,7 +123,7 @@ class Decoder {
   // What a head over all lanes needs of them.
   LF_DEVICE void final(u32 tag, u32 sequence) {
     const Clock clock(*this, kNameFinal, kLayers);
-    if (kHeadOfAll) meet_lanes(final_gains(), tag, sequence);
+    if (kHeadOfAll) combine_lanes(final_gains(), tag, sequence);
     clock.end();
   }
 
@@ -153,7 +153,7 @@ class Decoder {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
     if (now.pass + 1 < control.prompt) {
-      if (const int end = sampler.meet(tag, parity)) now.end = end;
+      if (const int end = sampler.end_of_pass(tag, parity)) now.end = end;
       now.token = p_.prompt[now.pass + 1];
     } else {
       const Sampled sampled = sampler.sample(tag, parity, control.start + now.pass + 1, now.drawn);
@@ -193,7 +193,7 @@ class Decoder {
   LF_DEVICE float* next_partial() {
     turn_ ^= 1;
     return shared_.partial[0] +
-           turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would lie in memory
+           turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would be kept in memory
   }
   LF_DEVICE float* squares(int turn) const {
     return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]);
@@ -313,7 +313,7 @@ class Decoder {
   }
 
   // What a head over all lanes reads: the mean of their norms, the sum of their streams, or their norms end to end.
-  LF_DEVICE void meet_lanes(const float* gains, u32 tag, u32 sequence) {
+  LF_DEVICE void combine_lanes(const float* gains, u32 tag, u32 sequence) {
     float factor = 1;
     if (!Head::kNormOfSum) {
       float sum = 0;
@@ -369,20 +369,20 @@ LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int 
   return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
 
-// All CTAs of all devices are there, and have ended the call before: what they read in it may be written again.
+// Waits until all CTAs of all devices have ended the call before: what they read in it may be written again.
 LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
   for (int from = opaque(thread()); from < kPackets; from += kThreads)
-    for (u32 spins = 0; !has_come(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
-      if (!watch.go_on(spins, kAtCheckIn, from / kCtas)) break;
+    for (u32 spins = 0; !arrived(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
+      if (!watch.keep_waiting(spins, kAtCheckIn, from / kCtas)) break;
   sync_cta();
 }
 
-// The results of a device, by one of its CTAs; one of a process tells its host, also of what has failed in another one.
+// The results of a device, by one of its CTAs. One device of a process reports to its host, also another one's failure.
 LF_DEVICE void write_results(const Params& p, int drawn, int end, int position) {
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
-  sync_cta();  // the last token was told by another thread
+  sync_cta();  // another thread emitted the last token
   if (thread() != 0) return;
   if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
   p.status[0] = drawn;
@@ -390,7 +390,7 @@ LF_DEVICE void write_results(const Params& p, int drawn, int end, int position) 
   const bool failed = has_failed(failure, p.pass_tag);
   p.status[1] = failed ? (int)kFailed : end;
   p.status[2] = position;
-  if (!p.tells) return;
+  if (!p.reports) return;
   if (failed) p.host->failure = failure;
   *(volatile unsigned*)&p.host->ended = p.pass_tag;
   fence_system();

@@ -1,11 +1,11 @@
 // How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed
-// accesses. A value has come when its word has the tag that the reader waits for. A tag comes again after 2^32 others,
-// so nothing is ever cleared.
+// accesses. A word is valid once it carries the tag that the reader waits for. A tag recurs after 2^32 others, so
+// nothing is ever cleared.
 //
 // Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows
-// from the order of the edges: who has passed an edge of the residual stream knows that all CTAs of its lane, each of
-// which owns rows of it, had come there. Two boards of that kind take turns, one is enough for every other. See
-// docs/gpu.md.
+// from the order of the edges: a CTA that has passed an edge of the residual stream has read words of all CTAs of its
+// lane, each of which owns rows of it, so all of them have reached that edge. Two boards of that kind take turns, one
+// is enough for every other. See docs/gpu.md.
 #pragma once
 
 #include "model.h"
@@ -17,17 +17,17 @@ namespace gpu {
 
 LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_bits(value); }
 LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
-LF_DEVICE bool has_come(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
+LF_DEVICE bool arrived(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
 // What ends a call, as one word: its first pass tag with the layer + 1 in the bits that are 0 there, then 21 bits of
 // what was waited for, 8 of the lane that waited, and 3 of Waits. The first word of every device's shared memory; also
-// told to the host.
+// reported to the host.
 LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited_for) {
   return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 11 | (u32)(lane << 3 | where));
 }
 LF_DEVICE bool has_failed(u64 word, u32 tag) { return (u32)(word >> 32) - tag < kPassTags; }
 
-// Tells the host and all devices; one of those who do says why.
+// Reports to the host and to all devices; the first report stays.
 LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_for) {
   if (has_failed(load_word(p.shared[p.device]), p.pass_tag)) return;
   const u64 failure = failure_word(p.pass_tag, where, lane, layer, waited_for);
@@ -37,8 +37,8 @@ LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_
   fence_system();  // before this CTA's packet, by which all others end
 }
 
-// The watchdog of every wait for another CTA: whoever waits too long says so to all, and from then on nobody waits; the
-// kernel ends with the pass, whose token is not told.
+// The watchdog of every wait for another CTA: a thread that times out reports it to all devices, from then on no thread
+// waits, and the kernel ends with the pass, whose token is not emitted.
 class Watch {
  public:
   LF_DEVICE Watch(const Params& p, u64* abort, int lane)
@@ -47,7 +47,7 @@ class Watch {
   int layer = -1;
 
   // After a look that found nothing: whether to look again.
-  LF_DEVICE bool go_on(u32& spins, Waits where, int waited_for) {
+  LF_DEVICE bool keep_waiting(u32& spins, Waits where, int waited_for) {
     if (ended_) return false;
     if (spins++ % 64 != 63) {  // the clock and the failure's word are looked at now and then
       pause();
@@ -88,17 +88,17 @@ class Watch {
 };
 
 // What each thread reads of a board: n times `per` words in pairs, the pair of word i being distance(v, i) behind the
-// thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it has
-// come, since many CTAs that look at everything all the time take bandwidth from the weights.
+// thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it is
+// valid, since many CTAs that poll all words all the time take bandwidth from the weights.
 template <bool whole, bool patient = true, int n, int per, class Distance>
 LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per],
                           Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   const u64* own = board + first;
   u32 spins = 0;
-  if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // an earlier launch's words have all come
-    while (!has_come(load_word(own), tag))
-      if (!watch.go_on(spins, where, first)) break;
+  if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // an earlier launch's words are all valid
+    while (!arrived(load_word(own), tag))
+      if (!watch.keep_waiting(spins, where, first)) break;
   for (;;) {
     bool all = true;
     int missing = 0;
@@ -110,13 +110,13 @@ LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distanc
           const bool both = whole || first + at + 1 < end;
           out[v][i] = value_of(words.a);
           out[v][i + 1] = both ? value_of(words.b) : 0.0f;
-          if (!has_come(words.a, tag) || (both && !has_come(words.b, tag))) all = false, missing = first + at;
+          if (!arrived(words.a, tag) || (both && !arrived(words.b, tag))) all = false, missing = first + at;
         } else {
           out[v][i] = out[v][i + 1] = 0;
         }
       }
     }
-    if (all || !watch.go_on(spins, where, missing)) return;
+    if (all || !watch.keep_waiting(spins, where, missing)) return;
   }
 }
 
@@ -139,9 +139,9 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
       LF_UNROLL for (int i = 0; i < each; i++) {
         if (first + i * threads + own >= n) continue;
         values[i] = value_of(words[i]);
-        all = all && has_come(words[i], tag);
+        all = all && arrived(words[i], tag);
       }
-    } while (!all && watch.go_on(spins, where, first));
+    } while (!all && watch.keep_waiting(spins, where, first));
     LF_UNROLL for (int i = 0; i < each; i++) {
       const int at = first + i * threads + own;
       if (at < n) out[at] = values[i];

@@ -2,10 +2,10 @@
 // that data is recognised by itself, in any order, and 8 bytes are written and read whole on every machine. CTA c of a
 // lane talks to CTA c of the others.
 //
-// A slot of the ring is written again without asking: who has received exchange q from a lane knows that it had issued
-// q, and so had read what was due before. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that
-// (ring_slots). Sequence numbers go on from call to call and come again after 2^32, so an ended call leaves nothing
-// behind that could be taken for data.
+// A slot of the ring is written again without acknowledgement: a lane that has received exchange q from another one
+// knows that this one had issued q, and so had read what was due before. custom_calls/cpu/exchange.h computes how many
+// slots a schedule needs for that (ring_slots). Sequence numbers continue from call to call and recur after 2^32, so an
+// ended call leaves nothing behind that could be taken for data.
 #pragma once
 
 #include "edges.h"
@@ -29,7 +29,7 @@ struct Exchange {
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + base + at(sequence, lane, row), word);
   }
 
-  // The values of all lanes, which may have come long ago.
+  // The values of all lanes, which may have arrived long ago.
   LF_DEVICE static void pull(const u64* memory, u32 sequence, int row, float (&values)[lanes], Watch& watch,
                              Waits where) {
     u32 spins = 0;
@@ -39,9 +39,9 @@ struct Exchange {
       int missing = -1;
       LF_UNROLL for (int lane = 0; lane < lanes; lane++) {
         values[lane] = value_of(words[lane]);
-        if (!has_come(words[lane], sequence)) missing = lane;
+        if (!arrived(words[lane], sequence)) missing = lane;
       }
-      if (missing < 0 || !watch.go_on(spins, where, missing)) return;
+      if (missing < 0 || !watch.keep_waiting(spins, where, missing)) return;
     }
   }
 };

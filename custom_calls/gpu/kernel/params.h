@@ -8,12 +8,12 @@ constexpr int kMaxLayers = 128, kMaxDevices = 8;
 
 enum Ends { kLength, kStop, kCancelled, kFailed };
 
-// Where a wait came to nothing: a device-side error.
+// What a thread waited for when it timed out: a device-side error.
 enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacket, kAtLogits, kBadCall };
 
-constexpr int kPacketWords = 6;  // what a CTA has to say at the end of a pass
+constexpr int kPacketWords = 6;  // of a CTA, at the end of a pass
 
-struct Told {  // about one token, in memory of the host
+struct EmittedToken {  // in memory of the host
   int token;
   float logprob;
   unsigned long long time_ns;
@@ -22,7 +22,7 @@ struct Told {  // about one token, in memory of the host
 // Memory of the host that the kernel sees; one for all devices of a process.
 struct Host {
   int cancel;                  // by the host
-  int count;                   // tokens told so far in this call
+  int count;                   // tokens emitted so far in this call
   int done;                    // the call has ended
   unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
@@ -32,7 +32,7 @@ struct Host {
 // What a launch of steps.cu does. kStepOp and those after it: the first, second, ... op of a layer.
 enum Steps { kStepBegin, kStepEmbed, kStepFinal, kStepHead, kStepOp };
 
-// How far an answer has come; every CTA knows.
+// How far an answer has got; the same in every CTA.
 struct Progress {
   int pass, token, drawn;
   int end;  // a value of Ends
@@ -73,16 +73,15 @@ struct Params {
   unsigned long long* boards;               // between CTAs of a lane, [lanes here][kLaneWords]
   unsigned long long* shared[kMaxDevices];  // between lanes, one on each device of all processes
   int devices, device, first_lane;
-  int tells;  // whether this device tells the host of the call, and looks for a cancellation: one of each process
+  int reports;  // whether this device reports the call to the host and polls for a cancellation: one of each process
   unsigned int pass_tag,
-      exchange_tag;  // the first of this call; that of its passes is a multiple of kPassTags and not 0
-  unsigned long long
-      timeouts_ns[3];  // for all to come to the call, for other lanes in it, and for all that may wait because of them
+      exchange_tag;                   // the first of this call; that of its passes is a multiple of kPassTags and not 0
+  unsigned long long timeouts_ns[3];  // of the check-in, of waits for other lanes, and of waits that these may cause
   unsigned long long chaos_ns, peer_delay_ns;
   Host* host;
-  Told* told;        // [context]
-  int* told_tokens;  // [context][top]
-  float* told_logprobs;
+  EmittedToken* emitted;  // [context]
+  int* emitted_tokens;    // [context][top]
+  float* emitted_logprobs;
   Span* spans;     // [CTAs][max_spans], null for no trace
   int* num_spans;  // [CTAs]
   int max_spans;

@@ -9,7 +9,7 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kTurns = larger_of(1, kPeerCtas);  // usually nobody plays
+constexpr int kTurns = larger_of(1, kPeerCtas);  // usually no CTA plays
 
 // Every exchange is one CTA's in turn, so that the next ones pass while it waits for its delay.
 struct Peers {
@@ -36,7 +36,7 @@ struct Peers {
 
   LF_DEVICE bool over() const {
     return load_word(p.shared[0] + 1) == p.pass_tag;
-  }  // write_results says so, also of what has failed
+  }  // write_results sets it, also after a failure
 
   LF_DEVICE void exchange(u32 sequence, int width, int turn) {
     if (turn % kTurns != index) return;
@@ -53,7 +53,7 @@ struct Peers {
     u64 own[kMostWords];
     LF_UNROLL for (int n = 0; n < kMostWords; n++) {
       const int i = n * kThreads + thread();
-      while (i < words && !has_come(own[n] = load_word(board + i), tag)) {
+      while (i < words && !arrived(own[n] = load_word(board + i), tag)) {
         if (over()) return;
         pause();
       }

@@ -109,7 +109,7 @@ LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
 }
 LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // 100 MHz
 LF_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
-LF_DEVICE void meet_launches() {}
+LF_DEVICE void join_launches() {}
 
 LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
 LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
@@ -129,7 +129,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 #else  // CUDA
 
 #define LF_DEVICE __device__ __forceinline__
-#define LF_COLD static __device__ __noinline__  // its values take no registers of what stands around it
+#define LF_COLD static __device__ __noinline__  // its values take no registers of the code around it
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]
@@ -192,9 +192,9 @@ LF_DEVICE u64 clock_ns() {
 }
 LF_DEVICE void pause() {}
 
-// Where launches overlap: the next one's CTAs may come when this one's go, and what earlier ones wrote is there from
+// Where launches overlap: the next one's CTAs may start as this one's end, and what earlier ones wrote is visible from
 // here on.
-LF_DEVICE void meet_launches() {
+LF_DEVICE void join_launches() {
   asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
 }
 
@@ -227,8 +227,8 @@ LF_DEVICE u64 stream_policy() {  // what is read once per token must not push th
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Copies write past what orders loads and stores: what this thread has read comes before a copy over it that another
-// one orders after a barrier.
+// Copies write past what orders loads and stores: what this thread has read is ordered before a copy over it that
+// another one issues after a barrier.
 LF_DEVICE void reads_done() {
 #if !defined(LF_UNFENCED)  // which shows what it costs
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -252,7 +252,7 @@ LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
       : "memory");
   return done != 0;
 }
-// Waits for a copy. For one that never comes nobody can go on: the launch ends with an error of the driver.
+// Waits for a copy. If one never completes, the launch ends with an error of the driver.
 LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
   for (u64 began = 0; !barrier_passed(barrier, parity);) {
     const u64 now = clock_ns();

@@ -5,8 +5,8 @@
 //   kRows      of a CTA                    kColumns   of the matrix
 //   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
 //   stretches of columns.
-//              A vector's columns come in pairs, those of the group's threads side by side: what they read of a board
-//              together lies together
+//              A vector's columns are dealt in pairs, those of the group's threads side by side: what they read of a
+//              board together is contiguous
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kLines     of the stream: kSegments * kSteps * kVectors
 #pragma once
@@ -39,7 +39,7 @@ constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 template <class Shape>
 constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
-// No thread's part of the vector lies beyond its end.
+// Whether no thread's part of the vector is beyond its end.
 template <class Shape>
 constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer == Shape::kColumns;
 
@@ -138,7 +138,7 @@ struct FromBoard {
 };
 
 // The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole
-// vector to the results, so that nobody waits for it before multiplying. squares: [kWarps], of each warp's columns.
+// vector to the results, so that no thread waits for it before multiplying. squares: [kWarps], of each warp's columns.
 template <class Shape>
 struct NormedFromBoard {
   FromBoard<Shape> board;
@@ -181,7 +181,7 @@ LF_DEVICE float norm_factor(const float* squares, float eps) {
   return rsqrt_of(sum / (float)kHidden + eps);
 }
 
-// A vector that lies in shared memory.
+// A vector in shared memory.
 template <class Shape>
 struct FromShared {
   const float* data;

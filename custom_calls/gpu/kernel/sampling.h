@@ -1,6 +1,6 @@
-// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head; what it has to say
-// about them goes into a packet, and every CTA reads all packets and comes to the same token. Filters need all logits:
-// they are published and read only when asked for.
+// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head and publishes what
+// it finds in them as a packet; every CTA reads all packets and draws the same token. Filters need all logits: these
+// are published and read only when a call has filters.
 #pragma once
 
 #include "product.h"
@@ -77,13 +77,13 @@ struct Sampler {
     if (thread() == 0) *end = 0;
   }
 
-  // Whether the host has asked for the end; of one thread. The host's memory is far away: what needs it soon waits.
-  LF_DEVICE bool asks() const { return leader && p.tells && thread() == kThreads - kWarpSize; }
-  LF_DEVICE int asked() const { return asks() ? *(volatile const int*)&p.host->cancel : 0; }
+  // The thread that reads the host's cancel flag. The host's memory is far away: a read that is needed soon stalls.
+  LF_DEVICE bool polls_host() const { return leader && p.reports && thread() == kThreads - kWarpSize; }
+  LF_DEVICE int cancel_requested() const { return polls_host() ? *(volatile const int*)&p.host->cancel : 0; }
 
   // A pass without a head: only how it ends the call, if it does.
-  LF_DEVICE int meet(u32 tag, int parity) {
-    say_if_ended();
+  LF_DEVICE int end_of_pass(u32 tag, int parity) {
+    record_timeout();
     sync_cta();  // the scratch is free
     publish(tag, parity, 0, 0, {0, -1}, 0);
     Best best;
@@ -95,7 +95,7 @@ struct Sampler {
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
     const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
                filtered = ranked || (temperature > 0 && min_p > 0);
-    const bool told = p.top > 0 || p.logits != nullptr;
+    const bool published = p.top > 0 || p.logits != nullptr;
     float largest = kLowest, largest_z = kLowest;
     bool broken = false;
     for (int r = opaque(thread()); r < count; r += kThreads) {
@@ -108,7 +108,7 @@ struct Sampler {
       broken = broken || raw != raw;
       for (int d = 0; d < p.devices; d++) {
         if (ranked) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
-        if (told) store_word(p.shared[d] + kLogitsAt + (i64)parity * kVocab + first + r, word_of(raw, tag));
+        if (published) store_word(p.shared[d] + kLogitsAt + (i64)parity * kVocab + first + r, word_of(raw, tag));
       }
     }
     sync_cta();
@@ -122,7 +122,7 @@ struct Sampler {
       const float value = temperature > 0 ? z[r] + gumbel(key, (u32)position, (u32)(first + r)) : z[r];
       best = better(best, {value, first + r});
     }
-    say_if_ended();
+    record_timeout();
     sync_cta();
     sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
@@ -131,24 +131,24 @@ struct Sampler {
     float logit;
     const int end = collect(tag, parity, largest, sum, best, logit);
     int token = best.token;
-    if (token < 0 || token >= kVocab) token = 0;  // nothing was a number; the log-probability says so
+    if (token < 0 || token >= kVocab) token = 0;  // no logit was a number: the log-probability is NaN
     if (end) return {token, end};
     const float lse = largest + log_of(sum);
     if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
     if (leader && p.logits != nullptr) copy_logits(tag, parity, p.logits + (i64)drawn * kVocab);
     if (leader && p.top > 0) rank(tag, parity, lse, drawn);
-    if (leader && teller()) tell(token, logit - lse, drawn);
+    if (leader && host_writer()) emit(token, logit - lse, drawn);
     return {token, 0};
   }
 
  private:
-  // A thread that has waited in vain has computed from what was there: nobody may take this CTA's part for a token.
-  LF_DEVICE void say_if_ended() const {
+  // A thread that has timed out has computed from stale words: this CTA's packet ends the call, without a token.
+  LF_DEVICE void record_timeout() const {
     if (watch.ended()) *end = kFailed;
   }
 
   // The thread that writes to the host, and waits for it: one that has little else to do.
-  LF_DEVICE static bool teller() { return thread() == kThreads - 1; }
+  LF_DEVICE static bool host_writer() { return thread() == kThreads - 1; }
 
   LF_DEVICE float* warps() const { return scratch + 2 * kBuckets + 2 * kBucketGroups; }
 
@@ -194,18 +194,17 @@ struct Sampler {
   LF_DEVICE void publish(u32 tag, int parity, float largest, float sum, const Best& best, float logit) const {
     watch.delay();
     if (thread() >= kPacketWords) return;
-    fence_device();  // what this CTA has written to the cache (ordered by sync_cta) is there for those who have this
-                     // packet
+    fence_device();  // readers of this packet see what this CTA has written to the cache (ordered by sync_cta)
     const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++) if (thread() == i) value = values[i];
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + packet(parity, place) + thread(), word_of(value, tag));
   }
 
-  // What all CTAs say; how they end the call, or 0.
+  // Reads all packets. Returns how they end the call, or 0.
   LF_DEVICE int collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int cancelled = kSteps ? 0 : asked();  // comes while the packets do
+    const int cancelled = kSteps ? 0 : cancel_requested();  // arrives while the packets do
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(parity, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -223,7 +222,7 @@ struct Sampler {
     if (watch.ended()) ending = kFailed;
     fence_device();
     sync_cta();
-    if (!kSteps && asks()) *end = cancelled ? kCancelled : 0;
+    if (!kSteps && polls_host()) *end = cancelled ? kCancelled : 0;
     largest = max_over_cta(top, warps());
     ending = max_over_cta(ending, warps());
     float total = 0;
@@ -243,21 +242,21 @@ struct Sampler {
     return (int)ending;
   }
 
-  LF_DEVICE void tell(int token, float logprob, int drawn) const {
+  LF_DEVICE void emit(int token, float logprob, int drawn) const {
     p.tokens[drawn] = token;
     p.logprobs[drawn] = logprob;
-    if (!p.tells) return;
-    p.told[drawn] = {token, logprob, clock_ns()};
+    if (!p.reports) return;
+    p.emitted[drawn] = {token, logprob, clock_ns()};
     for (int i = 0; i < p.top; i++) {
-      p.told_tokens[(i64)drawn * p.top + i] = p.top_tokens[(i64)drawn * p.top + i];
-      p.told_logprobs[(i64)drawn * p.top + i] = p.top_logprobs[(i64)drawn * p.top + i];
+      p.emitted_tokens[(i64)drawn * p.top + i] = p.top_tokens[(i64)drawn * p.top + i];
+      p.emitted_logprobs[(i64)drawn * p.top + i] = p.top_logprobs[(i64)drawn * p.top + i];
     }
     fence_system();
     *(volatile int*)&p.host->count = drawn + 1;
   }
 
-  // body(token, value) of all that was published, shared out over the threads; waits for what has not come. The memory
-  // is far away: some words are asked for together, where weights leave registers for them.
+  // body(token, value) of all published words, shared out over the threads, as they arrive. The memory is far away:
+  // some loads are issued together, where weights leave registers for them.
   template <class Body>
   LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
     constexpr int each = LF_BULK ? 4 : 1;
@@ -269,8 +268,8 @@ struct Sampler {
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int token = first + i * kThreads;
         if (token >= kVocab) continue;
-        for (u32 spins = 0; !has_come(words[i], tag); words[i] = load_word(board + token))
-          if (!watch.go_on(spins, kAtLogits, token)) break;
+        for (u32 spins = 0; !arrived(words[i], tag); words[i] = load_word(board + token))
+          if (!watch.keep_waiting(spins, kAtLogits, token)) break;
         body(token, value_of(words[i]));
       }
     }
@@ -291,7 +290,7 @@ struct Sampler {
         if (behind) best = better(best, {value, token});
       });
       last = best_over_cta(best);
-      if (teller()) {
+      if (host_writer()) {
         p.top_tokens[(i64)drawn * p.top + i] = last.token < 0 ? i : last.token;
         p.top_logprobs[(i64)drawn * p.top + i] = last.value - lse;
       }
@@ -306,8 +305,8 @@ struct Sampler {
     float best = kLowest;
     for (int from = opaque(thread()); from < kPackets; from += kThreads) {
       u64 word;
-      for (u32 spins = 0; !has_come(word = load_word(p.shared[p.device] + of_ctas + from), tag);)
-        if (!watch.go_on(spins, kAtPacket, from * kPacketWords)) break;
+      for (u32 spins = 0; !arrived(word = load_word(p.shared[p.device] + of_ctas + from), tag);)
+        if (!watch.keep_waiting(spins, kAtPacket, from * kPacketWords)) break;
       best = larger(best, value_of(word));
     }
     best = max_over_cta(best, warps());

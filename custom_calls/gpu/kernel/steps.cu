@@ -1,6 +1,6 @@
 // The same kernels with a launch for each op of each pass: what the persistent kernel is compared with. What CTAs need
 // of each other goes over the borders of launches; only the exchange between lanes and the sampling wait within one.
-// The weights' ring begins anew in every launch, and ends with it.
+// The weights' ring starts empty in every launch, and ends with it.
 #define LF_STEPS 1
 #include "decoder.h"
 
@@ -66,7 +66,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
   LF_SHARED(memory);
   const Step step = step_of(p.op, p.layer);
   Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), step.weights);
-  meet_launches();
+  join_launches();
   Shared shared((float*)(memory + kRingBytes + kBarrierBytes));
   const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
   const int op = p.op, layer = p.layer;
@@ -99,7 +99,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
       sampler.configure();
       sync_cta();
-      if (sampler.asks()) *sampler.end = sampler.asked() ? kCancelled : 0;
+      if (sampler.polls_host()) *sampler.end = sampler.cancel_requested() ? kCancelled : 0;
       sync_cta();
       if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag))
         *sampler.end = kFailed;  // in an earlier launch

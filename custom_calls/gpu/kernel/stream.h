@@ -21,7 +21,7 @@ struct Passes {
   u32 next = 0;
 
   LF_DEVICE static constexpr int most(int n) { return n; }
-  LF_DEVICE void go_on(int n) {
+  LF_DEVICE void advance(int n) {
     next += n;
     if (next != (u32)(pass < without_head ? kLayerLines : kPassLines)) return;
     next = 0;
@@ -35,7 +35,7 @@ struct Stretch {
   u32 left = all;
 
   LF_DEVICE int most(int n) const { return smaller(n, (int)left); }
-  LF_DEVICE void go_on(int n) { next += n, left -= n; }
+  LF_DEVICE void advance(int n) { next += n, left -= n; }
 };
 
 #if LF_BULK
@@ -117,7 +117,7 @@ class Ring {
     if (warp_lane() == 0)
       bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)course_.next * kLineBytes, lines * kLineBytes,
                 barriers_ + slot, policy_);
-    course_.go_on(lines);
+    course_.advance(lines);
   }
 
   const char* weights_;
@@ -145,10 +145,10 @@ class Ring {
   template <int n>
   LF_DEVICE void take(Vec (&out)[n]) {
     LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_stream(weights_ + (i64)(course_.next + i) * kLineBytes);
-    course_.go_on(n);
+    course_.advance(n);
   }
 
-  LF_DEVICE void skip_padding(int lines) { course_.go_on(lines); }
+  LF_DEVICE void skip_padding(int lines) { course_.advance(lines); }
 
   LF_DEVICE void drain() {}
 

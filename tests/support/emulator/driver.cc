@@ -49,7 +49,7 @@ struct Memory {
   int process, file;
   size_t bytes;
 };
-static_assert(sizeof(Memory) <= sizeof(Handle), "a handle tells it");
+static_assert(sizeof(Memory) <= sizeof(Handle), "a handle reports it");
 std::mutex memory_lock;
 auto& memories =
     *new std::map<uint64_t, Memory>;  // of this process, and those that it has opened; sessions may end after us
@@ -84,7 +84,7 @@ int launch(void* function, unsigned grid, unsigned shared, const void* params) {
   const int result =
       ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
   if (result)
-    std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "stands still" : "ended with copies on their way");
+    std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "is deadlocked" : "ended with copies on their way");
   return result;
 }
 

@@ -58,7 +58,7 @@ uint64_t random_bits() {
   return random_state;
 }
 
-// Tests let one CTA stand still from the moment when so many tokens have been told, until the others have given it up,
+// Tests pause one CTA from the moment when N tokens have been emitted, until the others have timed out,
 // or for good: EMULATOR_STILL=CTA,TOKENS or CTA,TOKENS,lost.
 struct Still {
   int cta = -1, tokens = 0;
@@ -66,12 +66,12 @@ struct Still {
 
   Still() {
     char word[8] = "";
-    if (const char* said = std::getenv("EMULATOR_STILL"))
-      if (std::sscanf(said, "%d,%d,%7s", &cta, &tokens, word) < 2)
-        std::fprintf(stderr, "EMULATOR_STILL=%s?\n", said), std::abort();
+    if (const char* value = std::getenv("EMULATOR_STILL"))
+      if (std::sscanf(value, "%d,%d,%7s", &cta, &tokens, word) < 2)
+        std::fprintf(stderr, "EMULATOR_STILL=%s?\n", value), std::abort();
     lost = word[0] != 0;
   }
-  bool stands(int c) const {
+  bool pauses(int c) const {
     const auto* host = parameters->host;
     return c == cta && !reading && host->count >= tokens && (lost || host->failure == 0);
   }
@@ -162,7 +162,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   for (int c = 0; c < grid; c++) {
     blocks[c] = {kThreads, 0, 0, {}};
     shared[c] = (char*)std::aligned_alloc(
-        128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer sees what lies beyond
+        128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer detects accesses beyond
     std::memset(shared[c], 0xff, shared_bytes);
     for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}};
   }
@@ -199,7 +199,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
       const auto ended = [](const Fiber& f) { return f.ended; };
       if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * kThreads, fibers.begin() + c * kThreads, ended))
         break;
-      if (!alone && idle < 100 && still.stands(c)) {  // later it is all that is left
+      if (!alone && idle < 100 && still.pauses(c)) {  // later it is all that is left
         if (!still.lost) continue;
         for (int i = c * kThreads; i < (c + 1) * kThreads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
       }

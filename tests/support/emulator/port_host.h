@@ -1,6 +1,6 @@
 // The port of custom_calls/gpu/kernel/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the
 // host runs them all, in an order that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled
-// at once, so that whoever does not wait reads NaN. x86-64 only.
+// at once, so that a reader that does not wait reads NaN. x86-64 only.
 #pragma once
 
 #include <cmath>
@@ -103,7 +103,7 @@ LF_DEVICE u64 clock_ns() {
   return (u64)t.tv_sec * 1000000000ull + (u64)t.tv_nsec;
 }
 LF_DEVICE void pause() { emulator::yield(); }
-LF_DEVICE void meet_launches() {}
+LF_DEVICE void join_launches() {}
 
 LF_DEVICE float bits_to_float(u32 v) {
   float f;
