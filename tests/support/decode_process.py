@@ -1,8 +1,7 @@
-"""One process of a job that decodes together, each with an emulated GPU: run by test_gpu_processes.py with its index
-and a folder.
+"""One process of a job that decodes together, each with an emulated GPU: tests/custom_calls/gpu/test_processes.py
+runs it with its index and a folder.
 
-Everything that is asked of the session and of the engine happens in all processes alike; what this one got goes into a
-file.
+All processes make the same calls of the session and of the engine; each writes its results into a file.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ def tiny():
 
 
 def with_lanes_own() -> laneformer.Laneformer:
-    """A model whose norms, biases and head lie with their lanes."""
+    """A model whose norms, biases and head belong to lanes."""
     config = small.make_config(
         lanes=4, layout="dtp(1)", num_hidden_layers=2, qkv_bias=True, replicated_rmsn_scale=False, lm_head_type="lane"
     )
@@ -62,7 +61,7 @@ def answers(session, config, mesh) -> list:
 
 
 def running(session, config, mesh, limit):
-    """A long call on a thread; its status is in the list once it has ended."""
+    """A long call on a thread; its status is appended to the list once it has ended."""
     call, status = jitted(session, mesh, room=512), []
     inputs, state = small.make_inputs([3], limit, room=512), small.make_state(config, 512, mesh=mesh)
     session.begin()
@@ -80,7 +79,7 @@ def wait_for(session, count: int) -> None:
 
 
 def cancelled_by(index: int, session, config, mesh) -> list:
-    """Status and tokens told here, of a call that one process cancels."""
+    """Status and emitted tokens of a call that one process cancels."""
     thread, status = running(session, config, mesh, 500)
     if jax.process_index() == index:
         wait_for(session, 3)
@@ -97,7 +96,7 @@ def use_emulated_devices() -> None:
     )
 
 
-def said(*arguments) -> tuple[int, str, str]:
+def output_of(*arguments) -> tuple[int, str, str]:
     """Status and output of a command that all processes run."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = command([*map(str, arguments), "--backend", "cuda", "--devices", str(PROCESSES), "--distributed"])
@@ -105,7 +104,7 @@ def said(*arguments) -> tuple[int, str, str]:
 
 
 def generations(engine) -> list:
-    """Of a prompt through XLA first, one that is cancelled here alone, and one more."""
+    """Answers: of a prompt through XLA first, of one that this process alone cancels, and one more."""
     prompt = small.prompt_of(engine.config, 100)
     tokens = [list(engine.generate(prompt, max_new_tokens=6))]
     generation = engine.generate([1], max_new_tokens=400)
@@ -118,7 +117,7 @@ def generations(engine) -> list:
 
 
 def led(engine) -> list | None:
-    """Of the first process, which the others follow: whole answers before and after one that is left."""
+    """Answers of the first process, which the others follow: whole ones before and after one that it leaves."""
     if jax.process_index() > 0:
         return engine.follow()
     with engine.leading():
@@ -139,8 +138,8 @@ def main(index: int, folder: Path) -> None:
         ("--context", 5, "--output-tokens", 6, "--runs", 1, "--warmup-runs", 0),
     )
     files = ("--json", folder / f"record{index}.json", "--trace", folder / f"trace{index}.json")
-    generate = said("generate", *model, "--prompt-ids", "3,1,4", "--max-new-tokens", 6, "--ignore-eos")
-    (folder / f"commands{index}.json").write_text(json.dumps([generate, said("bench", *model, *few, *files)]))
+    generate = output_of("generate", *model, "--prompt-ids", "3,1,4", "--max-new-tokens", 6, "--ignore-eos")
+    (folder / f"commands{index}.json").write_text(json.dumps([generate, output_of("bench", *model, *few, *files)]))
 
     config, weights = tiny()
     mesh = laneformer.make_mesh(4, lane=PROCESSES)
@@ -148,12 +147,12 @@ def main(index: int, folder: Path) -> None:
     np.savez(folder / f"persistent{index}.npz", *answers(session, config, mesh))
     graph = emulated.make_session(config, weights, mesh=mesh, machine=MACHINE, launch="graph")
     np.savez(folder / f"graph{index}.npz", *answers(graph, config, mesh))
-    told = {f"cancelled by {by}": cancelled_by(by, session, config, mesh) for by in range(PROCESSES)}
+    results = {f"cancelled by {by}": cancelled_by(by, session, config, mesh) for by in range(PROCESSES)}
     engine = infer.Engine.load(folder / "model", "cuda", devices=PROCESSES)
-    told["engine"], told["led"] = generations(engine), led(engine)
+    results["engine"], results["led"] = generations(engine), led(engine)
     before = emulated.allocations()
     session.close()
-    told["given back"] = before - emulated.allocations()
+    results["freed"] = before - emulated.allocations()
 
     session = emulated.make_session(config, weights, mesh=mesh, machine=MACHINE, timeout_ms=TIMEOUT_MS)
     thread, status = running(session, config, mesh, 500)
@@ -161,8 +160,8 @@ def main(index: int, folder: Path) -> None:
         wait_for(session, 3)
         os.kill(os.getpid(), signal.SIGKILL)
     thread.join()
-    told["left alone"] = [status[0], session.failure]
-    (folder / f"told{index}.json").write_text(json.dumps(told))
+    results["left alone"] = [status[0], session.failure]
+    (folder / f"results{index}.json").write_text(json.dumps(results))
     os._exit(0)  # the others of the job are not there to end it together
 
 

@@ -1,4 +1,4 @@
-"""The GPU kernel of the 2B through the real compilers, and what their machine code holds: no GPU is needed."""
+"""The GPU kernel of the 2B through the real compilers, and properties of their machine code: no GPU is needed."""
 
 import re
 import shutil
@@ -34,8 +34,8 @@ def header(machine, lanes_here: int, dtype: str) -> str:
 
 @cache
 def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> dict[str, dict[str, int]]:
-    """What ptxas says of each kernel."""
-    said = []
+    """Figures that ptxas reports of each kernel."""
+    reports = []
 
     def compile_with(folder, out, architecture):
         command = [
@@ -50,12 +50,12 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
             "-o",
             str(out),
         ]
-        said.append(gpu_build._run(command))
+        reports.append(gpu_build._run(command))
 
     assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with, source).startswith(b"\x7fELF")
-    assert "warning" not in said[0]
+    assert "warning" not in reports[0]
     found = {}
-    for part in said[0].split("Compiling entry function '")[1:]:
+    for part in reports[0].split("Compiling entry function '")[1:]:
         numbers = re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) reg", part, re.S
         )
@@ -67,18 +67,18 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
 
 @cache
 def amd(lanes_here: int, dtype: str, folder) -> tuple[dict[str, dict[str, int]], str]:
-    """What the object file says of each kernel, and the instructions of the one that decodes."""
+    """Figures in the object file of each kernel, and the instructions of the one that decodes."""
     image = folder / f"{lanes_here}-{dtype}.hsaco"
     image.write_bytes(gpu_build.image(header(MI300X, lanes_here, dtype), "gfx942", gpu_build.compiler("gfx942")))
 
-    def said(*command: str) -> str:
+    def output(*command: str) -> str:
         return subprocess.run([*command, str(image)], capture_output=True, text=True, check=True).stdout
 
     found = {}
-    for kernel in said("llvm-readelf-19", "--notes").split("  - .agpr_count")[1:]:
+    for kernel in output("llvm-readelf-19", "--notes").split("  - .agpr_count")[1:]:
         name = re.search(r"\.name:\s+(\w+)", kernel)[1]
         found[name] = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)$", ".agpr_count" + kernel, re.M)}
-    return found, said("llvm-objdump-19", "-d", "--no-show-raw-insn", "--disassemble-symbols=laneformer_decode")
+    return found, output("llvm-objdump-19", "-d", "--no-show-raw-insn", "--disassemble-symbols=laneformer_decode")
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,7 @@ def test_amd_compiles_steps():
 @needs_clang
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
 def test_amd_registers(lanes_here, dtype, folder):
-    """Two waves share a SIMD of 512 registers. What is spilled is kept over the loop of all passes: clang moves it out
-    of there.
-    """
+    """Two waves share a SIMD of 512 registers. Spilled values are kept over the loop of all passes."""
     kernels, code = amd(lanes_here, dtype, folder)
     decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
     assert (
@@ -131,9 +129,9 @@ def test_amd_instructions(lanes_here, dtype, folder):
     _, code = amd(lanes_here, dtype, folder)
     lines = code.splitlines()
     weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
-    assert len(weights) >= 30, "weights come 16 bytes at a time, and do not stay in the cache"
+    assert len(weights) >= 30, "weights are loaded 16 bytes at a time and bypass the cache"
     assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, (
-        "all pointers but the call's settings are known to lead into memory"
+        "all pointers but the call's settings are known to be global"
     )
     assert re.search(r"\bds_read", code) and re.search(r"\bds_write", code)
     words = [line for line in lines if re.search(r"\bglobal_(load|store)_dwordx2\b.*\bsc0 sc1\b", line)]
@@ -145,8 +143,8 @@ def test_amd_instructions(lanes_here, dtype, folder):
 
 @needs_clang
 def test_amd_no_cache_is_written_back_between_weights(folder):
-    """buffer_wbl2 goes through a whole cache: it may stand beside a packet or an error, not within a product. (With one
-    lane on a device the products are short enough to have no loops.)
+    """buffer_wbl2 writes back a whole cache: allowed beside a packet or an error, not within a product. (With one lane
+    on a device the products are too short for loops.)
     """
     _, code = amd(8, "float16", folder)
     assert "buffer_wbl2" in code

@@ -1,5 +1,5 @@
 """One process per GPU, on emulated ones: the bits of one process with both, cancellations and failures that reach
-everyone, and what keeps processes from coming together.
+all processes, and processes that cannot decode together.
 """
 
 import json
@@ -37,7 +37,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, expected):
-    """What the processes of decode_process.py have written, and how long the one that was left alone took to end."""
+    """The files of the processes of decode_process.py, and the seconds in which the last one ended by itself."""
     folder = tmp_path_factory.mktemp("job")
     save_hf(decode_process.with_lanes_own(), folder / "model")
     paths = str(ROOT)
@@ -46,19 +46,19 @@ def job(tmp_path_factory, expected):
         for index, environment in enumerate(several.environments(decode_process.PROCESSES))
     ]
     try:
-        said = [started[1].communicate(timeout=300)[0]]
+        outputs = [started[1].communicate(timeout=300)[0]]
         killed = time.monotonic()
-        said.append(started[0].communicate(timeout=60)[0])
+        outputs.append(started[0].communicate(timeout=60)[0])
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, -signal.SIGKILL], said
-    return folder, json.loads((folder / "told0.json").read_text()), time.monotonic() - killed
+    assert [process.returncode for process in started] == [0, -signal.SIGKILL], outputs
+    return folder, json.loads((folder / "results0.json").read_text()), time.monotonic() - killed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", decode_process.LAUNCHES)
-def test_three_calls_in_a_row_have_the_bits_of_one_process(launch, job, expected):
+def test_three_calls_give_the_bits_of_one_process(launch, job, expected):
     wanted = expected[launch]
     count = len(wanted) // 3
     assert [x.tolist() for x in wanted[5::count]] == [[6, ENDS.index("length"), 11]] * 3
@@ -96,7 +96,7 @@ def test_one_process_leads(job):
 
 
 @pytest.mark.slow
-def test_commands_join_the_job_and_the_first_process_speaks(job):
+def test_commands_join_the_job_and_the_first_process_prints(job):
     folder = job[0]
     (generate, bench), others = (
         json.loads((folder / f"commands{i}.json").read_text()) for i in range(decode_process.PROCESSES)
@@ -114,17 +114,17 @@ def test_commands_join_the_job_and_the_first_process_speaks(job):
 
 
 @pytest.mark.slow
-def test_closing_together_gives_the_memory_back(job):
-    assert job[1]["given back"] == 7  # boards, shared memory, that of the other device, and four of the host
+def test_closing_together_frees_the_memory(job):
+    assert job[1]["freed"] == 7  # boards, shared memory, that of the other device, and four of the host
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_an_error_in_the_others(job):
-    _, told, seconds = job
-    (drawn, end, _), failure = told["left alone"]
+def test_killed_process_is_an_error_in_the_others(job):
+    _, results, seconds = job
+    (drawn, end, _), failure = results["left alone"]
     assert end == len(ENDS) and 3 <= drawn < 500 and seconds < 30
     assert re.fullmatch(
-        rf"lane [01], layer \d: .* of lane [23] did not come within {decode_process.TIMEOUT_MS} ms", failure
+        rf"lane [01], layer \d: timed out waiting for .* of lane [23] after {decode_process.TIMEOUT_MS} ms", failure
     )
 
 
@@ -135,8 +135,8 @@ def test_a_process_that_is_killed_is_an_error_in_the_others(job):
         ({"model": "another"}, "have opened different models"),
     ],
 )
-def test_processes_that_cannot_decode_together(changed, message, monkeypatch):
-    """The second one of the job answers what the first has said, but for one thing."""
+def test_unequal_processes_are_refused(changed, message, monkeypatch):
+    """The second process passes what the first one does, but for one field."""
     monkeypatch.setattr(Group, "several", True)
     monkeypatch.setattr(Group, "_publish", lambda self, what: None)
     monkeypatch.setattr(Group, "barrier", lambda self: True)

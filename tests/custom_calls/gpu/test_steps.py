@@ -58,7 +58,7 @@ def test_two_bytes(dtype):
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_as_on_amd():
+def test_amd():
     config = small.make_config(layout="dtp(1)", hidden_size=40)
     both(config, small.make_weights(config), machine=AMD)
 
@@ -129,7 +129,7 @@ def test_nothing_is_launched_after_a_stop_token(model, session, call, persistent
     assert session.launches_per_token == 2 + 5 * config.num_hidden_layers + 1
 
 
-def test_it_can_be_cancelled_and_the_next_call_is_right(model, session, call):
+def test_cancelled_call_leaves_the_next_one_right(model, session, call):
     config, _ = model
     inputs = small.make_inputs([3], 150, room=ROOM)
     session.begin()
@@ -146,7 +146,7 @@ def test_it_can_be_cancelled_and_the_next_call_is_right(model, session, call):
     assert same(results[0]._replace(status=outputs.status), outputs)
 
 
-def test_a_refused_call(model, session, call):
+def test_device_refuses_an_impossible_call(model, session, call):
     config, _ = model
     outputs, _ = call(REFUSED["a token beyond the vocabulary"], small.make_state(config, 160))
     assert outputs.status.tolist()[:2] == [0, len(ENDS)] and "do not fit the cache" in session.failure
@@ -156,7 +156,7 @@ def test_a_refused_call(model, session, call):
 
 
 @emulated.only_emulated
-def test_a_wait_in_vain_ends_the_call_before_a_wrong_token_is_told(model, monkeypatch):
+def test_timeout_ends_the_call_before_a_wrong_token(model, monkeypatch):
     config, weights = model
     fail_often(emulated.make_session(config, weights, launch="graph", timeout_ms=50), config, monkeypatch, 12)
 
@@ -174,7 +174,7 @@ def test_spans(model, session, call):
 
 
 @emulated.only_emulated
-def test_closing_gives_the_memory_back(model):
+def test_closing_frees_the_memory(model):
     before = emulated.allocations()
     session = emulated.make_session(*model, launch="graph")
     jitted(session, room=8)(small.make_inputs([3], 4), small.make_state(model[0], 160))
@@ -185,17 +185,17 @@ def test_closing_gives_the_memory_back(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launch": "twice"}, "known are persistent, graph, overlapping graph"),
-        ({"launch": "graph", "peer_ctas": 2}, "persistent kernel only"),
+        ({"launch": "twice"}, "choose persistent, graph, overlapping graph"),
+        ({"launch": "graph", "peer_ctas": 2}, "needs launch 'persistent', got 'graph'"),
     ],
 )
-def test_mistakes(options, message, model):
+def test_wrong_options_are_refused(options, message, model):
     with pytest.raises(NativeError, match=message):
         emulated.make_session(*model, **options)
 
 
 def test_overlapping_launches_give_the_same(model, persistent):
-    """The emulator runs them in turn: this shows that the driver takes them."""
+    """The emulator runs them in turn: this shows that the driver accepts them."""
     config, weights = model
     session = emulated.make_session(config, weights, launch="overlapping graph")
     inputs = small.make_inputs(np.array([3, 4]), 5, room=ROOM)

@@ -1,0 +1,97 @@
+"""The layout of a model on a GPU: kinds of layers, the order of the weight stream, packing, refused ops."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from custom_calls.gpu.header import model_header
+from custom_calls.gpu.layout import H200, MI300X, STEPS, Layout, tile
+from custom_calls.plan import make_plan
+from laneformer.ops import Activation, Product, Value, decoder_ops
+from tests.support import small
+from tests.support.gpu_cases import mixed_plan
+
+pytestmark = small.needs_library
+
+
+def plan_of(**changes):
+    config = small.make_config(**changes)
+    return make_plan(decoder_ops(config), config.schedule)
+
+
+def test_layers_that_differ_in_windows_alone_are_of_one_kind():
+    layout = Layout(plan_of(sliding_window=5, sliding_window_n_layers=2), H200, 2)
+    assert [kind.layers for kind in layout.kinds] == [(0, 1, 2)]
+    header = model_header(layout)
+    assert "kAttend0Window[] = {5, 5, 0}" in header and "kind_of(int) { return 0; }" in header
+
+
+def test_mixed_layers_are_of_two_kinds_each_with_its_tilings():
+    layout = Layout(mixed_plan(), H200, 3)
+    assert layout.kind_of == (0, 1, 0, 1)
+    assert "kKindOf[] = {0, 1, 0, 1}" in model_header(layout)
+    places = [
+        (layout.offset(layer, number), kind.tilings[number].lines * layout.line_elements)
+        for layer, kind in ((layer, layout.kinds[layout.kind_of[layer]]) for layer in range(4))
+        for number, op in enumerate(kind.ops)
+        if isinstance(op, Product)
+    ]
+    for (offset, size), (following, _) in itertools.pairwise(places):
+        assert offset + size == following, "products follow each other without gaps"
+    assert layout.head_offset >= sum(places[-1]) and layout.head_offset % layout.line_elements == 0
+
+
+def test_steps_are_the_ops_in_order():
+    layout = Layout(plan_of(num_hidden_layers=2), H200, 2)
+    first = STEPS.index("op")
+    ops = [(first + number, layer) for layer in range(2) for number in range(5)]
+    assert layout.steps == [(STEPS.index("embed"), -1), *ops, (STEPS.index("final"), -1), (STEPS.index("head"), -1)]
+
+
+@pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
+@pytest.mark.parametrize(("rows", "columns", "unit"), [(768, 3072, 1), (33, 20, 1), (34, 129, 2), (1, 1, 1)])
+def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, columns, unit):
+    tiling = tile(rows, columns, 16, machine, 8, unit)
+    matrix = np.arange(1, rows * columns + 1, dtype=np.float32).reshape(rows, columns)
+    packed = np.asarray(tiling.pack(jnp.asarray(matrix)))
+    assert packed.shape == (16, machine.warps, tiling.lines * machine.warp_size * 8)
+    np.testing.assert_array_equal(np.sort(packed[packed != 0]), matrix.reshape(-1))
+    for cta in range(16):
+        own = matrix[cta * tiling.rows : (cta + 1) * tiling.rows]
+        assert set(packed[cta][packed[cta] != 0]) == set(own.reshape(-1)), "a CTA has its own rows"
+
+
+def changed(plan, number: int, **fields):
+    """The plan with one op of layer 1 changed; number: among the layer's ops."""
+    layer = plan.ops.layers[1]
+    ops = [*layer.attention, *layer.feed_forward]
+    ops[number] = dataclasses.replace(ops[number], **fields)
+    count = len(layer.attention)
+    layer = dataclasses.replace(layer, attention=tuple(ops[:count]), feed_forward=tuple(ops[count:]))
+    layers = (plan.ops.layers[0], layer, *plan.ops.layers[2:])
+    return dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "message"),
+    [
+        (0, {"norm": None}, "product QKV reads STREAM without a norm"),
+        (0, {"writes": Value.HIDDEN}, r"its ops are STREAM -> HIDDEN PROJECTED -> ATTENDED ATTENDED -> OUTPUT"),
+        (1, {"heads": 3}, "3 query and 1 key heads of 6 do not fit 24 channels"),
+        (3, {"activation": Activation.NONE}, "product GATE_UP writes HIDDEN through NONE"),
+        (4, {"activation": Activation.SILU_GATED}, "product DOWN writes OUTPUT through SILU_GATED"),
+    ],
+)
+def test_unknown_ops_are_refused(number, fields, message):
+    with pytest.raises(ValueError, match=f"the GPU kernel cannot run layer 1: {message}; use backend xla"):
+        Layout(changed(plan_of(), number, **fields), H200, 2)
+
+
+def test_biases_of_some_matrices_are_refused():
+    plan = plan_of(qkv_bias=True)
+    first, *rest = plan.ops.layers[1].ops[0].matrices
+    with pytest.raises(ValueError, match="product QKV has biases for some of its matrices"):
+        Layout(changed(plan, 0, matrices=(dataclasses.replace(first, bias=None), *rest)), H200, 2)
