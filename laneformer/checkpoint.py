@@ -20,8 +20,8 @@ from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
 
-STEPS = "checkpoints"  # of a run folder: one folder per saved step, each with these Orbax items
-PARAMS, META = "params", "meta"
+STEPS = "checkpoints"  # in a run folder: one folder per saved step
+PARAMS, META = "params", "meta"  # Orbax items of a step
 
 
 def load(
@@ -31,18 +31,18 @@ def load(
 
     path: an HF folder (config.json and safetensors; the Laneformer family, or a dense one of docs/conversion.md, which
     becomes `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
-    dtype: of the weights, by default the stored one. mesh: from `make_mesh`, by default everything on one device.
-    precision: dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError,
-    naming file and remedy.
+    dtype: dtype of the weights, by default the stored one. mesh: from `make_mesh`, by default one device. precision:
+    dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file
+    and remedy.
     """
     return open_checkpoint(path, dtype, num_lanes).model(mesh, precision)
 
 
 def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
-    """What is in `path`, checked as far as that goes without reading weights: `.config`, `.dtype`, `.weights()` one by
-    one, `.model()`.
+    """The checkpoint in `path`, validated without reading weights: `.config`, `.dtype`, `.weights()` one by one,
+    `.model()`.
 
-    Arguments and errors are those of `load`.
+    Arguments and errors as in `load`.
     """
     if dtype is not None:
         _check_dtype(dtype)
@@ -51,7 +51,7 @@ def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) 
 
 
 class SavedStep:
-    """A saved step of a training run; all as in `HfFolder`."""
+    """A saved step of a training run, with the attributes of `HfFolder`."""
 
     def __init__(self, step: Path, dtype=None, num_lanes: int | None = None):
         meta = read_meta(step)
@@ -61,8 +61,8 @@ class SavedStep:
         self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, in the order of `parameter_table`; all are restored at once, and each is let
-        go.
+        """Path and array of each weight, in the order of `parameter_table`. All are restored at once; each is freed
+        with the next.
         """
         weights = restore_params(self.step, self.config, self.dtype)
         for path in parameter_table(self.config):
@@ -74,16 +74,16 @@ class SavedStep:
 
 
 def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
-    """The config of what `load` would open, without its weights. Raises as `load` does."""
+    """The config of the checkpoint in `path`, without its weights. Raises as `load` does."""
     step = _step_folder(Path(path))
     return read_hf_config(path, num_lanes) if step is None else SavedStep(step, num_lanes=num_lanes).config
 
 
 def _step_folder(path: Path) -> Path | None:
-    """The saved step that `path` stands for; None for an HF folder. Raises CheckpointError for neither."""
+    """The saved step in `path`, None for an HF folder. Raises CheckpointError for neither."""
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder: give an HF folder (config.json + safetensors) or a training run"
+            f"{path} is not a folder; choose an HF folder (config.json + safetensors) or a training run"
         )
     if (path / "config.json").exists():
         return None
@@ -99,51 +99,45 @@ def _check_dtype(dtype) -> None:
     except TypeError:
         known = False
     if not known:
-        raise ConfigError(f"dtype = {dtype!r}: weights are float32, float16 or bfloat16")
+        raise ConfigError(f"unknown dtype {dtype!r} of weights; choose {', '.join(KERNEL_FORMATS)}")
 
 
 def checkpoint_files(path: str | Path) -> Path:
-    """The folder beside whose weights a tokenizer.json lies: the run for a step of a run, otherwise the folder
-    itself.
-    """
+    """The folder with the checkpoint's tokenizer.json: the run for a step of a run, otherwise the folder itself."""
     path = Path(path).absolute()
     return path.parent.parent if path.parent.name == STEPS else path
 
 
 def complete_steps(run: Path) -> list[int]:
-    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder when its last file is
-    written.
-    """
+    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder after its last file."""
     folder = Path(run) / STEPS
-    return (
-        sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / META).is_dir())
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / META).is_dir())
 
 
 def newest_step(run: Path) -> Path:
     """The folder of the newest complete step. Raises CheckpointError when there is none."""
     steps = complete_steps(run)
     if not steps:
-        raise CheckpointError(f"{run} holds no complete checkpoint yet: train until the first one is saved")
+        raise CheckpointError(f"{run} has no complete checkpoint yet; train until the first one is saved")
     return Path(run) / STEPS / str(steps[-1])
 
 
 def read_meta(step: Path) -> dict:
-    """What a step says of itself: config, step, versions, tokenizer. Raises CheckpointError if unreadable."""
+    """A step's record: config, step, versions, tokenizer. Raises CheckpointError if it is unreadable."""
     try:
         meta = json.loads((step / META / "metadata").read_text(encoding="utf-8"))
         wanted = {"config": dict, "param_dtype": str, "fingerprint": dict}
         if not isinstance(meta, dict) or not all(isinstance(meta.get(name), kind) for name, kind in wanted.items()):
-            raise ValueError(f"{META} does not say config, param_dtype and fingerprint")
+            raise ValueError(f"{META} lacks config, param_dtype or fingerprint")
         return meta
     except (OSError, ValueError) as error:
         raise _damaged(step, f"is damaged ({one_line(error)})") from None
 
 
 def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """Path -> weight in that dtype, each read straight onto the devices that hold it, whatever mesh saved it."""
+    """Path -> weight in that dtype, each read directly onto its devices, independent of the mesh that saved it."""
     single = SingleDeviceSharding(jax.devices()[0])
     meta = read_meta(step)
     table = parameter_table(config)
@@ -154,10 +148,10 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
     try:
         with ocp.StandardCheckpointer() as reader:
             weights = reader.restore((step / PARAMS).absolute(), wanted)
-    except Exception as error:  # Orbax passes on whatever its threads met, down to a bare Exception
+    except Exception as error:  # Orbax raises the errors of its threads, also a bare Exception
         raise _damaged(step, f"is damaged or does not fit its config ({one_line(error)})") from None
     if dtype == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
-        raise _damaged(step, "is damaged, its weights are not those that were saved")
+        raise _damaged(step, "is damaged: its weights differ from those saved")
     return weights
 
 
@@ -165,7 +159,7 @@ def _damaged(step: Path, what: str) -> CheckpointError:
     """The error of a step that cannot be read, with the newest other one of its run as the remedy."""
     others = [n for n in complete_steps(step.parent.parent) if str(n) != step.name] if step.parent.name == STEPS else []
     return CheckpointError(
-        f"{step} {what}: {f'use {step.with_name(str(others[-1]))} instead' if others else 'put back a copy'}"
+        f"{step} {what}; {f'use {step.with_name(str(others[-1]))} instead' if others else 'restore a copy'}"
     )
 
 
@@ -173,13 +167,12 @@ def fingerprint(tree) -> int:
     """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
 
     sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and
-    whole numbers add up to the same in any order. TensorStore does not keep checksums of all that it stores, and a
-    wrong weight looks like any other.
+    whole numbers add up to the same in any order. TensorStore keeps no checksums of some files, and nothing else
+    would show a wrong weight.
     """
     total, first = 0, 0
-    for x in jax.tree.leaves(
-        tree
-    ):  # one after the other: on a CPU, many queued programs with sums over devices block each other
+    # One after the other: on a CPU, many queued programs with sums over devices block each other.
+    for x in jax.tree.leaves(tree):
         total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
         first += x.size
     return total % 2**32

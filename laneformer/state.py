@@ -29,7 +29,7 @@ class Cache:
 
 
 def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", mesh=None) -> Cache:
-    """An empty cache for `capacity` positions of `batch` sequences, spread over the mesh as the lanes are."""
+    """An empty cache for `capacity` positions of `batch` sequences, sharded over the mesh like the lanes."""
     arrays: dict[str, list[jax.Array]] = {"keys": [], "values": []}
     for layer in config.layers:
         for kept in BLOCKS[type(layer.attention)].state(layer.attention):
