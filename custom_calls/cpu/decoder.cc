@@ -43,7 +43,7 @@ Decoder::Decoder(plan::Plan plan, const Options& options)
 
   const int threads = options.one_thread_per_lane ? plan_.lanes : std::max(1, options.threads);
   lanes_shared_ = plan_.lanes % threads != 0;
-  if (threads > default_threads()) spins_ = 20;  // others wait for this core
+  if (threads > default_threads()) spin_ns_ = 500;  // others wait for this core
 
   const int64_t lanes = plan_.lanes, d = plan_.hidden_size, modules = (int64_t)plan_.modules.size();
   const auto widen_to = [](int64_t& padded, int64_t n) { padded = std::max(padded, (n + kTile - 1) / kTile * kTile); };

@@ -210,7 +210,7 @@ class Decoder {
   std::atomic<int> cancel_{0};
   bool armed_ = false;
   End end_ = End::length;
-  int spins_ = 4000;  // before a waiting worker sleeps
+  int64_t spin_ns_ = kSpinNs;  // before a waiting worker sleeps
 };
 
 int default_threads();                              // the cores that this process may use

@@ -96,6 +96,7 @@ Worker::Worker(Decoder& decoder, int index, int count)
 
 void Worker::reset() {
   progress_.raise(0);
+  progress_.core = -1;  // the caller's thread has raised it
   point_ = 0;
   drawn_ = 0;
   blocks_ = 0;
@@ -115,9 +116,14 @@ uint32_t Worker::arrive() {
 }
 
 void Worker::wait_for(uint32_t point) {
+  const auto crowded = [&] {  // by any worker that is behind, not only by the one that is waited for first
+    const int here = this_core();
+    return std::any_of(d_.workers_.begin(), d_.workers_.end(),
+                       [&](const auto& worker) { return worker->progress_.needs(here, point); });
+  };
+  const int64_t timeout_ns = d_.options_.timeout_ms * 1'000'000LL;
   for (int w = 0; w < count_; w++)
-    if (w != index_ &&
-        !d_.workers_[w]->progress_.wait(point, d_.stopped_, d_.options_.timeout_ms * 1'000'000LL, d_.spins_)) {
+    if (w != index_ && !d_.workers_[w]->progress_.wait(point, d_.stopped_, timeout_ns, d_.spin_ns_, crowded)) {
       d_.fail("worker " + std::to_string(w) + " of " + std::to_string(count_) + " did not come within " +
               std::to_string(d_.options_.timeout_ms) + " ms");
       throw Stopped();

@@ -10,6 +10,11 @@
 #include "check.h"
 #include "sync.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/resource.h>
+#endif
+
 using namespace laneformer;
 
 namespace {
@@ -166,7 +171,7 @@ void meetings() {
       for (int half = 0; half < 2; half++) {
         counters[self].raise(first + 2 * round + half);
         for (Counter& counter : counters)
-          if (!counter.wait(first + 2 * round + half, stopped, 60'000'000'000, round % 3 ? 0 : 200)) wrong++;
+          if (!counter.wait(first + 2 * round + half, stopped, 60'000'000'000, round % 3 ? 0 : 5'000)) wrong++;
         if (half == 0)
           for (const int64_t value : written) wrong += value != round;
       }
@@ -183,7 +188,7 @@ void giving_up() {
   Counter counter;
   std::atomic<int> stopped{0};
   const int64_t began = now_ns();
-  CHECK(!counter.wait(1, stopped, 30'000'000, 10), "a counter that nobody raises was reached");
+  CHECK(!counter.wait(1, stopped, 30'000'000, 500), "a counter that nobody raises was reached");
   CHECK(now_ns() - began >= 30'000'000, "it gave up too early");
   counter.raise(5);
   CHECK(counter.wait(5, stopped, 0, 0) && counter.wait(1, stopped, 0, 0) && !counter.reached(6), "5 is not 5");
@@ -202,6 +207,45 @@ void giving_up() {
   late.join();
 }
 
+// A thread that waits beside another one on a core sleeps, however long it may spin: counted, not timed.
+void giving_the_core_away() {
+  std::atomic<int> stopped{0};
+  Counter counter;
+  CHECK(!counter.wait(1, stopped, 1'000'000, INT64_MAX, [] { return true; }),
+        "a counter that nobody raises was reached");
+  CHECK(!counter.needs(0, 1) && !counter.needs(-1, 1), "a thread that was never seen needs a core");
+#if defined(__linux__)
+  constexpr int rounds = 1000;
+  cpu_set_t before, one;
+  if (sched_getaffinity(0, sizeof before, &before) != 0) return;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  if (sched_setaffinity(0, sizeof one, &one) != 0) return;  // threads inherit it
+  counter.raise(1);
+  CHECK(counter.needs(sched_getcpu(), 2) && !counter.needs(sched_getcpu(), 1), "it does not know its core");
+  Counter ping, pong;
+  std::atomic<int64_t> slept{0};
+  const auto run = [&](Counter& mine, Counter& other) {
+    for (int round = 1; round <= rounds; round++) {
+      mine.raise(round);
+      if (!other.wait(round, stopped, 60'000'000'000, 10'000'000'000)) stopped = 1;
+    }
+    rusage used{};
+    getrusage(RUSAGE_THREAD, &used);
+    slept += used.ru_nvcsw;
+  };
+  rusage used{};
+  getrusage(RUSAGE_THREAD, &used);
+  slept -= used.ru_nvcsw;
+  std::thread second(run, std::ref(pong), std::ref(ping));
+  run(ping, pong);
+  second.join();
+  sched_setaffinity(0, sizeof before, &before);
+  CHECK(stopped == 0, "one of them was not woken");
+  CHECK(slept >= rounds / 4, "%d rounds on one core, and the two threads slept %ld times", rounds, (long)slept);
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -209,5 +253,6 @@ int main() {
   tags();
   meetings();
   giving_up();
+  giving_the_core_away();
   return 0;
 }
