@@ -1,4 +1,4 @@
-// What this folder's C interface and that of gpu_host share: sessions by number, and errors as text.
+// What the C interfaces of cpu/ and gpu/host/ share: sessions by number, and errors as text.
 #pragma once
 
 #include <cstdint>

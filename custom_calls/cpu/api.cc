@@ -31,13 +31,13 @@ struct Operands {
   int64_t room;  // tokens that fit
 };
 
-// The devices of one launch. The last one to come runs all lanes; the others sleep. Once it has failed nobody touches
+// The devices of one launch. The last one to arrive runs all lanes; the others sleep. After a failure no thread touches
 // their buffers.
 struct Group {
   std::mutex lock;
   std::condition_variable changed;
   std::vector<Operands> operands;
-  int came = 0;
+  int arrived = 0;
   bool running = false, ended = false, failed = false;
   ffi::Error error = ffi::Error::Success();
 };
@@ -122,7 +122,7 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
   group->operands.resize(devices);
   if (group->failed) return group->error;
   group->operands[position] = std::move(operands);
-  if (++group->came == devices) {
+  if (++group->arrived == devices) {
     group->running = true;
     lock.unlock();
     ffi::Error error = generate(decoder, group->operands);
@@ -139,8 +139,8 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
       !settled()) {
     group->failed = true;
     group->error = ffi::Error(ffi::ErrorCode::kDeadlineExceeded,
-                              "only " + std::to_string(group->came) + " of " + std::to_string(devices) +
-                                  " devices came to the decode call within " + std::to_string(timeout_ms) + " ms");
+                              "only " + std::to_string(group->arrived) + " of " + std::to_string(devices) +
+                                  " devices reached the decode call within " + std::to_string(timeout_ms) + " ms");
     leave();
     group->changed.notify_all();
     return group->error;

@@ -29,7 +29,7 @@ class Worker {
     int64_t first, last;
   };
 
-  // Meeting the others. All workers come to the same points in the same order.
+  // Meeting the others. All workers reach the same points in the same order.
   uint32_t arrive();
   void wait_for(uint32_t point);
   void meet() { wait_for(arrive()); }
@@ -96,7 +96,7 @@ class Worker {
 
   Counter progress_;
   uint32_t point_ = 0;
-  std::vector<uint32_t> module_points_;  // the point that a worker has come to when its output of that module is there
+  std::vector<uint32_t> module_points_;  // the point at which its output of that module is written
   uint32_t tags_ = 1, token_tags_ = 1;   // of exchanges by message
   uint64_t random_;
 

@@ -108,7 +108,7 @@ def test_devices_that_do_not_come_end_the_call_and_not_the_next(coming, model, e
     with monkeypatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", of_eight)
         began = time.monotonic()
-        with pytest.raises(JaxRuntimeError, match=r"only [1-7] of 8 devices came to the decode call within 400 ms"):
+        with pytest.raises(JaxRuntimeError, match=r"only [1-7] of 8 devices reached the decode call within 400 ms"):
             jax.block_until_ready(call(inputs(), small.make_state(fewer, CAPACITY, mesh=mesh)))
         assert 0.4 <= time.monotonic() - began < 20
     mesh = laneformer.make_mesh(8, lane=8)
@@ -123,6 +123,6 @@ def test_one_device_that_is_refused_does_not_hold_the_others(model, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(module, "_places", lambda mesh: np.array([0, 1, 2, 3, 4, 5, 6, -1], np.int32))
         call = call_of(session, mesh)
-        with pytest.raises(JaxRuntimeError, match=r"has no place among the 8 devices|only 7 of 8 devices came"):
+        with pytest.raises(JaxRuntimeError, match=r"has no place among the 8 devices|only 7 of 8 devices reached"):
             jax.block_until_ready(call(inputs(), small.make_state(model[0], CAPACITY, mesh=mesh)))
     assert small.same(call_of(session, mesh)(inputs(), small.make_state(model[0], CAPACITY, mesh=mesh)), expected)
