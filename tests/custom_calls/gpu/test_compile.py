@@ -14,6 +14,7 @@ from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout
 from infer.engine.native import plan_of
 from laneformer import Precision
+from tests.support.gpu_cases import mixed_plan
 
 needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")
 needs_clang = pytest.mark.skipif(
@@ -34,6 +35,10 @@ def header(machine, lanes_here: int, dtype: str) -> str:
 
 @cache
 def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> dict[str, dict[str, int]]:
+    return figures(header(H200, lanes_here, dtype), source)
+
+
+def figures(header: str, source: str) -> dict[str, dict[str, int]]:
     """Figures that ptxas reports of each kernel."""
     reports = []
 
@@ -52,7 +57,7 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
         ]
         reports.append(gpu_build._run(command))
 
-    assert gpu_build.image(header(H200, lanes_here, dtype), "sm_90a", compile_with, source).startswith(b"\x7fELF")
+    assert gpu_build.image(header, "sm_90a", compile_with, source).startswith(b"\x7fELF")
     assert "warning" not in reports[0]
     found = {}
     for part in reports[0].split("Compiling entry function '")[1:]:
@@ -100,6 +105,13 @@ def test_nvidia_registers(lanes_here, dtype):
 def test_nvidia_registers_of_steps(lanes_here):
     step = nvidia(lanes_here, "float16", gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", [gpu_build.PERSISTENT, gpu_build.STEPS])
+def test_nvidia_compiles_layers_of_several_kinds(source):
+    kernels = figures(model_header(Layout(mixed_plan(weight_dtype="float16", cache_dtype="float16"), H200, 3)), source)
+    assert all(kernel["registers"] <= 255 and kernel["stores"] == 0 for kernel in kernels.values())
 
 
 @needs_clang
