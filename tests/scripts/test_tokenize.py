@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scripts import tokenize as command
 from tests.support.paths import ROOT
-from tests.support.tokenizing import documents, run, texts
+from tests.support.training.tokenizing import documents, run, texts
 from train.data.store import TokenStore
 from train.tokenizing import encoder
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from infer.text.chat_template import CHATML, ChatTemplate
-from tests.support.tokenizing import cache, content, documents, jsonl, run  # noqa: F401
+from tests.support.training.tokenizing import cache, content, documents, jsonl, run  # noqa: F401
 from train.data.store import TokenStore
 from train.tokenizing import encoder
 

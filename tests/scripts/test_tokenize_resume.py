@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
+from tests.support.training.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
 from train.tokenizing import encoder, writer
 
 pytestmark = pytest.mark.usefixtures("cache")

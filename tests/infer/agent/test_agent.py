@@ -20,8 +20,8 @@ from infer.agent.task import load_task
 from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Sandbox
 from laneformer.errors import ConfigError
-from tests.support.agent_cases import Scripted
 from tests.support.serve_cases import BACKEND, ROOT, save_checkpoint
+from tests.support.serving.agent_cases import Scripted
 
 EXAMPLE = ROOT / "docs/examples/agent/intervals"
 WRONG = "I sort them first.\n\n```python intervals.py\ndef merge(intervals):\n    return sorted(intervals)\n```\n"

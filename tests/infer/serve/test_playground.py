@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from infer.bench import schema
-from tests.support.playground_engine import RATE, answer
 from tests.support.serve_cases import ROOT, Server
+from tests.support.serving.playground_engine import RATE, answer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
 expect = sync_api.expect
@@ -73,7 +73,7 @@ FIELDS = {
 
 @contextmanager
 def started(checkpoint, *args, key=None):
-    server = Server(checkpoint, *args, key=key, program=(str(ROOT / "tests/support/playground_engine.py"),))
+    server = Server(checkpoint, *args, key=key, program=(str(ROOT / "tests/support/serving/playground_engine.py"),))
     try:
         yield server
     finally:

@@ -18,8 +18,8 @@ from laneformer import LAYOUTS, ConfigError
 from laneformer.errors import InputError
 from laneformer.layout import make_schedule
 from tests.support.paths import ROOT, TESTS
-from tests.support.tiny_grid import at, final_loss, grid, pretend, twice
 from tests.support.tiny_recipe import changed, environment, finish, wait_until
+from tests.support.training.tiny_grid import at, final_loss, grid, pretend, twice
 from train.ablate import plots as ablate_plots
 from train.ablate.__main__ import main, read
 from train.ablate.grid import Grid, cross, every_layout, variant
@@ -30,7 +30,7 @@ from train.ablate.results import collect, delay_of, summarize
 from train.ablate.run import Runner, duration, finished, progress
 from train.recipes import find_recipe
 
-GRID = f"{TESTS / 'support/tiny_grid.py'}:grid"
+GRID = f"{TESTS / 'support/training/tiny_grid.py'}:grid"
 
 
 @pytest.fixture(autouse=True)

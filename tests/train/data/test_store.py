@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from laneformer.errors import ConfigError, InputError
 from tests.support.paths import ROOT
-from tests.support.stores import TOKENIZER, content, take
+from tests.support.training.stores import TOKENIZER, content, take
 from train.data.store import BLOCK_BYTES, Manifest, StoreWriter, TokenStore
 
 
@@ -393,7 +393,7 @@ def test_second_writer_of_a_folder_raises(tmp_path):
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from tests.support.stores import content, take
+from tests.support.training.stores import content, take
 from train.data.store import StoreWriter
 
 def in_child(work):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from laneformer.errors import InputError
-from tests.support.tokenizing import cache, jsonl, parquet  # noqa: F401
+from tests.support.training.tokenizing import cache, jsonl, parquet  # noqa: F401
 from train.tokenizing.conversations import Conversation
 from train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
 
