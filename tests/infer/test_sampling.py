@@ -95,7 +95,7 @@ def test_tokens_match_the_float64_reference(logits, seen, position, s):
         Sampling(temperature=1.0),
         Sampling(temperature=0.5, seed=2**63 + 11),
         Sampling(temperature=2.0, top_k=5),
-        Sampling(temperature=1.0, top_p=0.8),
+        Sampling(temperature=1.0, top_p=0.95),
         Sampling(temperature=1.0, min_p=0.1),
         Sampling(temperature=1.5, top_k=8, top_p=0.7, min_p=0.05, repetition_penalty=1.5),
     ],
