@@ -170,7 +170,7 @@ def test_unusable_rows_are_skipped(tmp_path, args, capsys):
         (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date; leave out --chat-date"),
         (CHATML, ("--column", "talk"), "dataset json has no column 'talk'"),
         (CHATML, ("--prompt-column", "a", "--answer-column", "b"), "dataset json has no column 'a' and 'b'"),
-        ("{{ eos_token }}", (), "{t} writes the eos_token, and no tokenizer_config.json says which"),
+        ("{{ eos_token }}", (), "{t} uses eos_token, which needs a tokenizer_config.json"),
     ],
 )
 def test_bad_options_are_named(tmp_path, args, capsys, template, more, message):

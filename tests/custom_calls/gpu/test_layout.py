@@ -10,7 +10,8 @@ import pytest
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, STEPS, Layout, tile
 from custom_calls.plan import make_plan
-from laneformer.ops import Activation, Product, Value, decoder_ops
+from laneformer.decoder import decoder_ops
+from laneformer.ops import Activation, Product, Value
 from tests.support import small
 from tests.support.gpu_cases import mixed_plan
 

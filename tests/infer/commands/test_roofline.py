@@ -249,7 +249,7 @@ def test_bytes_references_and_agent_need_no_model(tmp_path, capsys):
         (["--gigabytes", "4", "--sweep", "context"], "--sweep context needs --checkpoint"),
         (["--references", "--png", "r.png"], "--png needs"),
         (["--agent", "--png", "r.svg"], ".png, got r.svg"),
-        (["--checkpoint", "{folder}", "--layout", "dtp"], "write it as dtp"),
+        (["--checkpoint", "{folder}", "--layout", "dtp"], "write dtp(delta)"),
         (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),

@@ -52,7 +52,7 @@ def test_slow_answer_times_out(server):
     assert (status, body["error"]["type"], body["error"]["code"]) == (504, "timeout", "timeout")
     with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
         *chunks, error = stream
-    assert f"not complete after {TIMEOUT:g} s" in error["error"]["message"]
+    assert f"{TIMEOUT:g} s" in error["error"]["message"]
     assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, (
         "at least 100 ms lie between two events"
     )
