@@ -5,9 +5,6 @@ The text of an error names the input and the remedy; command lines print it in o
 
 import errno
 import functools
-import importlib
-import importlib.util
-import inspect
 import logging
 import os
 import re
@@ -15,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -115,31 +111,3 @@ def run_command(
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
-
-
-def call_recipe(name: str) -> Any:
-    """What a recipe named MODULE:FUNCTION or FILE.py:FUNCTION returns. Raises ConfigError if it cannot be called."""
-    place, _, function = name.rpartition(":")
-    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"recipe {name!r}: {place!r} is not a module; write MODULE:FUNCTION or FILE.py:FUNCTION")
-    try:
-        module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        recipe = getattr(module, function)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ConfigError(f"recipe {name!r}: {error}; write MODULE:FUNCTION or FILE.py:FUNCTION") from None
-    if not callable(recipe):
-        return recipe
-    try:
-        inspect.signature(recipe).bind()
-    except (TypeError, ValueError) as error:  # ValueError: the signature of a built-in function is unknown
-        raise ConfigError(f"recipe {name!r}: {error}; a recipe is a function without arguments") from None
-    return recipe()
-
-
-def _module_from_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or not file.exists():
-        raise ConfigError(f"recipe file {file} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

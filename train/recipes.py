@@ -16,7 +16,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from laneformer.config import RopeScaling
-from laneformer.errors import ConfigError, call_recipe
+from laneformer.errors import ConfigError
+from laneformer.recipe import call_recipe
 from train.config import TrainConfig
 
 HOUSE = "configs"  # package whose RECIPES maps the names of the project's recipes

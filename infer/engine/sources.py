@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from configs.models import MODELS
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError, call_recipe
+from laneformer.errors import ConfigError
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
+from laneformer.recipe import call_recipe
 from laneformer.weights import parameter_table
 
 BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ

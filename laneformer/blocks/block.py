@@ -1,6 +1,7 @@
 """What every kind of block states about itself: its weights, what it keeps between tokens, and its ops."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,13 +74,13 @@ class KeptArray:
 class Block(nnx.Module):
     """A kind of block: made of its weights by name, its options, and a Precision.
 
-    The static methods state its facts for given options, without an instance.
+    The static methods state its facts for given options, without an instance; a kind must define the abstract ones.
     """
 
     @staticmethod
+    @abstractmethod
     def table(options: Any, path: str) -> dict[str, Weight]:
         """Path -> Weight of every weight of a block at `path` in the module tree, in the order of the forward pass."""
-        raise NotImplementedError
 
     @staticmethod
     def state(options: Any) -> tuple[KeptArray, ...]:
@@ -87,12 +88,12 @@ class Block(nnx.Module):
         return ()
 
     @staticmethod
+    @abstractmethod
     def ops(options: Any, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
         """The ops of a decode step of a block at `path`, with the weights of `table`; see laneformer/ops.py.
 
         norm: of the stream that the block reads. rotary: the model's positions.
         """
-        raise NotImplementedError
 
     @staticmethod
     def context_flops(options: Any, length: int) -> float:

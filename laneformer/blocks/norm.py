@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight
+from laneformer.blocks.block import Weight
 from laneformer.config import NormOptions
 
 
@@ -15,7 +15,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
-class RMSNorm(Block):
+class RMSNorm(nnx.Module):
     """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
 
     def __init__(self, scale: jax.Array, options: NormOptions):
@@ -27,6 +27,7 @@ class RMSNorm(Block):
 
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:
+        """Path -> Weight of a norm at `path` in the module tree, as `Block.table`."""
         name, shape, spec = "weight", (options.hidden_size,), P(None)
         if options.per_lane:
             name, shape, spec = "scale", (options.num_lanes, *shape), P("lane", None)
