@@ -50,7 +50,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Table:
-    """A laneformer.layout.Schedule for streams of so many channels. What happens at a time happens in the order of
+    """A laneformer.layout.Schedule for streams of a given width. Events of one time are in the order of
     laneformer/executor.py: own outputs are added, then sums land; a sum that has the lane's own part adds it as part of
     the whole.
     """

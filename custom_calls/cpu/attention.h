@@ -39,7 +39,7 @@ constexpr int kKeys =
 constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, that share what is loaded of it
 constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
 
-// Lines of keys and of values that will be wanted soon, fetched in so many steps while others are used: memory is never
+// Lines of keys and of values that will be wanted soon, fetched in steps while others are used: memory is never
 // idle, nor is one burst more than it takes.
 struct Ahead {
   const char *keys, *values;

@@ -4,8 +4,8 @@
 // Every 8 bytes carry one float32 and a tag, and are written and read whole: data that has arrived is recognised by its
 // tag alone, in any order, with relaxed accesses. Tags are sequence numbers that never repeat within 2^32 exchanges, so
 // that a slot needs no clearing, and what an ended call left behind is never taken for data. A slot may be written
-// again when every lane has read it, which the schedule itself guarantees for a ring of `ring_slots` slots: whoever has
-// received exchange q knows that its sender has issued q.
+// again when every lane has read it, which the schedule itself guarantees for a ring of `ring_slots` slots: a
+// lane that has received exchange q knows that the sender has issued q.
 #pragma once
 
 #include <atomic>

@@ -124,7 +124,7 @@ void Worker::wait_for(uint32_t point) {
   const int64_t timeout_ns = d_.options_.timeout_ms * 1'000'000LL;
   for (int w = 0; w < count_; w++)
     if (w != index_ && !d_.workers_[w]->progress_.wait(point, d_.stopped_, timeout_ns, d_.spin_ns_, crowded)) {
-      d_.fail("worker " + std::to_string(w) + " of " + std::to_string(count_) + " did not come within " +
+      d_.fail("worker " + std::to_string(w) + " of " + std::to_string(count_) + " timed out at the barrier after " +
               std::to_string(d_.options_.timeout_ms) + " ms");
       throw Stopped();
     }

@@ -96,7 +96,7 @@ class NativeBackend:
 
 
 class _Answer(Iterator[Chunk]):
-    """The tokens of a call, which runs on a thread of its own: the caller's stays free for Ctrl-C and for what is drawn
+    """The tokens of a call, which runs on its own thread: the caller's stays free for Ctrl-C and for tokens drawn
     meanwhile.
     """
 
@@ -119,7 +119,7 @@ class _Answer(Iterator[Chunk]):
         if drawn == have:
             self.close()
             raise StopIteration
-        if have == 0:  # by itself: when it came is a figure of its own
+        if have == 0:  # alone: its time is a figure of the benchmark
             drawn = 1
         elif request.tokens_per_dispatch is not None:
             drawn = min(drawn, wanted)

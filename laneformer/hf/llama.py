@@ -47,7 +47,7 @@ READ = (*REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "bo
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What one of these families has of its own."""
+    """What is particular to one of these families."""
 
     longest: int
     """Default of max_position_embeddings."""

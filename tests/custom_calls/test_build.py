@@ -18,7 +18,7 @@ from custom_calls.library import NativeError
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """Sources that compile in no time, in place of the library's, and a cache of their own."""
+    """Sources that compile in no time, in place of the library's, and their own cache."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "small.cc").write_text('extern "C" int laneformer_answer() { return 42; }\n')

@@ -169,7 +169,7 @@ def test_refused_threads(model):
 
 
 class running:
-    """A call on a thread of its own; -> a list that holds its result, or what it raised, at the end."""
+    """A call on its own thread; -> a list that holds its result, or what it raised, at the end."""
 
     def __init__(self, call, session: Session, *arguments):
         session.begin()

@@ -138,9 +138,9 @@ def test_a_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_r
         shutil.rmtree(step / "params" / "d")
     else:
         (step / damage).write_text("{")
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as raised:
         load(run)
-    text = str(told.value)
+    text = str(raised.value)
     assert text.startswith(f"{step} is damaged") and text.endswith(f"; use {run / 'checkpoints' / '5'} instead")
     assert "\n" not in text and "tensorstore_spec" not in text and len(text) < 800
     with pytest.raises(CheckpointError, match="; restore a copy"):  # a step that was copied out of its run

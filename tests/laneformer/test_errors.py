@@ -40,9 +40,9 @@ def test_a_long_error_keeps_its_beginning_and_its_cause():
     ],
 )
 def test_what_cannot_be_written_is_named_with_what_to_do(number, remedy):
-    with pytest.raises(LaneformerError) as told, writing(Path("some/file"), "give another --out"):
+    with pytest.raises(LaneformerError) as raised, writing(Path("some/file"), "give another --out"):
         raise OSError(number, os.strerror(number))
-    assert str(told.value) == f"cannot write some/file: {os.strerror(number)}; {remedy}"
+    assert str(raised.value) == f"cannot write some/file: {os.strerror(number)}; {remedy}"
 
 
 @dataclass

@@ -491,7 +491,7 @@ def dense_logits(config, weights, ids, wiring="sequential"):
 
 
 def greedy(config, weights, prompt_ids, n, logits=reference_logits):
-    """The n most likely next tokens one after the other: prompt_ids [p] -> ids [n] (the whole sequence computed anew
+    """The n most likely next tokens one after the other: prompt_ids [p] -> ids [n] (computing the whole sequence
     each time).
     """
     ids = [int(i) for i in prompt_ids]

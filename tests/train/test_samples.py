@@ -66,7 +66,7 @@ def spread(weights, mesh):
 
 
 def by_fresh_engine(weights, prompts, sampling, precision=None):
-    """Ids that an engine made for these weights alone draws, on one device and in the dispatches of its own choice."""
+    """Ids that an engine made for these weights alone draws, on one device and in dispatches of its choice."""
     engine = Engine(laneformer.Laneformer(CONFIG, jax.device_put(weights), precision), "xla")
     return [list(engine.generate(prompt, max_new_tokens=12, sampling=sampling)) for prompt in prompts]
 

@@ -142,7 +142,7 @@ def test_tokens_of_weight_zero_are_ignored():
 
 
 def test_segments_separate_documents_of_a_row():
-    """A row of two documents costs what they cost as rows of their own."""
+    """A row of two documents costs what they cost in separate rows."""
     batch = batch_of(5)
     segments = (np.arange(17) >= 8).astype(np.int32) * np.ones((8, 1), np.int32)
     weights = np.where(np.arange(16) == 7, 0, 1).astype(np.float32) * np.ones(

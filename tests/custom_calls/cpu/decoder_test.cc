@@ -147,7 +147,7 @@ void pack(Decoder& decoder) {
   give(head, -0.5f, 0.5f);
 }
 
-// A call with buffers of its own.
+// A call with its own buffers.
 struct Buffers {
   std::vector<std::vector<uint16_t>> caches;
   std::vector<uint8_t> seen;

@@ -188,7 +188,7 @@ void giving_up() {
   Counter counter;
   std::atomic<int> stopped{0};
   const int64_t began = now_ns();
-  CHECK(!counter.wait(1, stopped, 30'000'000, 500), "a counter that nobody raises was reached");
+  CHECK(!counter.wait(1, stopped, 30'000'000, 500), "a counter that no thread raises was reached");
   CHECK(now_ns() - began >= 30'000'000, "it gave up too early");
   counter.raise(5);
   CHECK(counter.wait(5, stopped, 0, 0) && counter.wait(1, stopped, 0, 0) && !counter.reached(6), "5 is not 5");
@@ -212,7 +212,7 @@ void giving_the_core_away() {
   std::atomic<int> stopped{0};
   Counter counter;
   CHECK(!counter.wait(1, stopped, 1'000'000, INT64_MAX, [] { return true; }),
-        "a counter that nobody raises was reached");
+        "a counter that no thread raises was reached");
   CHECK(!counter.needs(0, 1) && !counter.needs(-1, 1), "a thread that was never seen needs a core");
 #if defined(__linux__)
   constexpr int rounds = 1000;

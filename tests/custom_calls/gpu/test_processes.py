@@ -108,7 +108,7 @@ def test_commands_join_the_job_and_the_first_process_prints(job):
     assert sorted(path.name for path in folder.glob("record*") if path.suffix == ".json") == ["record0.json"]
     spans = json.loads((folder / "trace0.json").read_text())["traceEvents"]
     assert {span["tid"] for span in spans if span["ph"] == "X"} == set(range(decode_process.MACHINE.ctas)), (
-        "those of its own device"
+        "CTAs of its device only"
     )
     assert not (folder / "trace1.json").exists()
 

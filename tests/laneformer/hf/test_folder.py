@@ -299,6 +299,6 @@ def test_folders_that_cannot_be_written(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
             save_hf(model, path)
-    (tmp_path / "model" / "model.safetensors.part").mkdir(parents=True)  # safetensors has an error of its own
+    (tmp_path / "model" / "model.safetensors.part").mkdir(parents=True)  # safetensors raises its own error
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "model"))):
         save_hf(model, tmp_path / "model")
