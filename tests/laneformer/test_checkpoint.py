@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -160,3 +162,17 @@ def test_weights_other_than_those_saved(tmp_path, model):
     write_meta(step, meta_of(model.config, model.weights()))
     with pytest.raises(CheckpointError, match="is damaged: its weights differ"):
         load(step)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_fingerprint_changes_with_every_bit(dtype):
+    tree = {"a": jnp.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3), "b": jnp.ones((3,), dtype)}
+    word = f"uint{8 * tree['a'].dtype.itemsize}"
+    before = fingerprint(tree)
+    for name, x in tree.items():
+        bits = jax.lax.bitcast_convert_type(x, word)
+        for place in np.ndindex(x.shape):
+            for bit in (0, 1, 8 * x.dtype.itemsize - 1):
+                flipped = bits.at[place].set(bits[place] ^ np.array(1 << bit, word))
+                changed = jax.lax.bitcast_convert_type(flipped, x.dtype)
+                assert fingerprint(tree | {name: changed}) != before, f"{name}{place}, bit {bit}"

@@ -59,6 +59,7 @@ def test_schedule_at_its_corners():
         (2, 0.01, 4, [0.5, 1, 1, 1]),
         (100, 1.0, 1, [1]),
         (3, 0.0, 3, [1 / 3, 2 / 3, 1]),
+        (0, 0.5, 5, [1, 1, 1, 2 / 3, 1 / 3]),  # half of five steps is three
     ],
 )
 def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
