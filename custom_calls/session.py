@@ -41,10 +41,15 @@ class DecodeSession:
     _prefix: str
 
     def _open(self, plan: Plan, timeout_ms: int, *arguments) -> None:
-        """Raises NativeError."""
+        """arguments: of the library's function, after the plan's words and numbers. Raises NativeError."""
         self.plan, self.timeout_ms, self._lib = plan, timeout_ms, library()
         self._missing = dict.fromkeys(plan.weights)  # paths, in order
-        self._id = call(f"{self._prefix}open", *arguments)
+        try:
+            words, floats = plan.words, plan.floats
+        except ValueError as error:
+            raise NativeError(str(error)) from None
+        encoded = words.ctypes.data, len(words), floats.ctypes.data, len(floats)
+        self._id = call(f"{self._prefix}open", *encoded, *arguments)
         self.close = weakref.finalize(self, self._function("close"), self._id)
 
     def _function(self, name: str):

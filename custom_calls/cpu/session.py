@@ -38,17 +38,9 @@ class Session(DecodeSession):
         """
         if threads is not None and threads < 1:
             raise NativeError(f"threads must be at least 1, got {threads}")
-        try:
-            words, floats = plan.words, plan.floats
-        except ValueError as error:
-            raise NativeError(str(error)) from None
         self._open(
             plan,
             timeout_ms,
-            words.ctypes.data,
-            len(words),
-            floats.ctypes.data,
-            len(floats),
             threads or default_threads(),
             one_thread_per_lane,
             chaos_us,

@@ -179,14 +179,9 @@ class GpuSession(DecodeSession):
             "peer_delay_us": peer_delay_us,
         }
         lines = (f"{name} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in numbers.items())
-        words, floats = plan.words, plan.floats
         self._open(
             plan,
             timeout_ms,
-            words.ctypes.data,
-            len(words),
-            floats.ctypes.data,
-            len(floats),
             "\n".join(lines).encode(),
             platform.encode(),
             str(driver).encode() if driver else None,

@@ -2,7 +2,6 @@
 ends, errors.
 """
 
-import functools
 import signal
 import subprocess
 import sys
@@ -23,34 +22,10 @@ from infer.engine.cpu import CpuBackend
 from infer.sampling import sample
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.precision import Precision
+from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
 from tests.support.paths import ORACLE
 
-CASES = sorted(path.name for path in ORACLE.glob("case_*"))
-CONFIG = laneformer.ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    num_lanes=8,
-    max_position_embeddings=1100,
-    sliding_window=40,
-    sliding_window_n_layers=1,
-    eos_token_id=(),
-)
-RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
-
-
-@functools.cache
-def model(mesh=None, precision=None, dtype="float32", **changes):
-    """Random weights, large enough for logits that differ."""
-    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
-    weights = {path: (8 * w if w.ndim > 1 else w).astype(dtype) for path, w in made.weights().items()}
-    return laneformer.Laneformer(made.config, weights, precision, mesh)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,32 @@
+"""A small model of eight lanes with random weights, and what the engine's tests ask of it."""
+
+import functools
+
+import laneformer
+from infer import Sampling
+from tests.support.paths import ORACLE
+
+CASES = sorted(path.name for path in ORACLE.glob("case_*"))
+CONFIG = laneformer.ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_lanes=8,
+    max_position_embeddings=1100,
+    sliding_window=40,
+    sliding_window_n_layers=1,
+    eos_token_id=(),
+)
+RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@functools.cache
+def model(mesh=None, precision=None, dtype="float32", **changes):
+    """Random weights, large enough for logits that differ."""
+    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
+    weights = {path: (8 * w if w.ndim > 1 else w).astype(dtype) for path, w in made.weights().items()}
+    return laneformer.Laneformer(made.config, weights, precision, mesh)
