@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infer.engine.job import follow, is_first_process, lead, open_engine, show_log, take_devices
+from infer.engine.job import is_first_process, open_engine, show_log, take_devices
 from infer.engine.options import Integer, JobEngineOptions
 from infer.evaluate.humaneval import Report, data_report, generate, generation_settings, score
 from infer.evaluate.problems import ProblemSet, load_problems
@@ -64,7 +64,8 @@ def run(options: Options) -> int:
     if options.engine.checkpoint:
         take_devices(options.engine)
         if not is_first_process():
-            return follow(open_engine(options.engine))
+            open_engine(options.engine).follow()
+            return 0
     problems = load_problems(options.data)
     chosen = problems if options.limit is None else problems.first(options.limit)
     samples_path, report_path = paths(options, problems)
@@ -127,7 +128,7 @@ def written(
     chat = ChatTemplate.load(checkpoint_files(checkpoint), options.chat_template) if is_chat else None
     how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
-    with lead(engine), SampleFile(path, settings, problems) as file:
+    with engine.leading(), SampleFile(path, settings, problems) as file:
         for sample in generate(
             engine, chosen, samples=options.samples_per_problem, done=file.counts, progress=True, **how
         ):

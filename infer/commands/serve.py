@@ -62,7 +62,8 @@ def run(options: Options) -> int:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)
     if options.engine.distributed and not _is_first():
-        return follow(options.engine)
+        follow(options.engine)
+        return 0
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
         raise ConfigError(

@@ -1,10 +1,8 @@
-"""What the commands do around an engine: open it, and start, lead or follow the processes of a job."""
+"""What the commands do around an engine: join a job, share out devices, open the model."""
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
 
 import jax
 
@@ -14,7 +12,7 @@ from infer.engine.sources import RandomSource, is_recipe, model_config
 from laneformer.errors import ConfigError
 from laneformer.mesh import make_mesh, use_host_devices
 from laneformer.precision import Precision
-from laneformer.processes import GroupError, join_job
+from laneformer.processes import join_job
 
 
 def show_log() -> None:
@@ -76,22 +74,3 @@ def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
     mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
     source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision)
     return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **threads)
-
-
-@contextlib.contextmanager
-def lead(engine: Engine) -> Iterator[None]:
-    """The block in which the first process generates. Raises ConfigError if it loses another process."""
-    try:
-        with engine.leading():
-            yield
-    except GroupError as error:
-        raise ConfigError(str(error)) from None
-
-
-def follow(engine: Engine) -> int:
-    """Generates in step with the first process until it is done; the exit code. Raises ConfigError if it is lost."""
-    try:
-        engine.follow()
-    except GroupError as error:
-        raise ConfigError(str(error)) from None
-    return 0

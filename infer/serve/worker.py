@@ -104,22 +104,20 @@ class End(NamedTuple):
 
 def main(connection: Connection, model: ServedModel) -> None:
     """Runs the process, which ends when the other end of the pipe is closed."""
-    from infer.engine import job
-
     began = time.perf_counter()
     try:
         engine = _open(model.engine)
-        with job.lead(engine):
+        with engine.leading():
             _serve(connection, engine, model, began)
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
 
 
-def follow(options: JobEngineOptions) -> int:
-    """Runs another process of a job, whose engine generates in step with the first one's."""
-    from infer.engine import job
-
-    return job.follow(_open(options))
+def follow(options: JobEngineOptions) -> None:
+    """Runs another process of a job, whose engine generates in step with the first one's. Raises GroupError if it is
+    lost.
+    """
+    _open(options).follow()
 
 
 def _open(options: JobEngineOptions) -> "Engine":
