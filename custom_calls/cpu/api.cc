@@ -18,7 +18,7 @@ namespace {
 
 Sessions<Decoder> sessions;
 
-// One device's part of a call: the buffers that XLA gave it.
+// One device's part of a call: the buffers that XLA passed.
 struct Operands {
   const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k
   const float* settings;                    // temperature, top_p, min_p, repetition_penalty
@@ -104,7 +104,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   return ffi::Error::Success();
 }
 
-// Waits for the other devices of the launch and lets the last one run them all.
+// Joins the devices of a launch: the last one to arrive runs all lanes while the others wait.
 ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, int devices, int64_t timeout_ms,
                 Operands operands) {
   std::shared_ptr<Group> group;
@@ -276,7 +276,7 @@ int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) {
 int32_t laneformer_finished(int64_t id) { return sessions.find(id)->finished(); }
 void laneformer_cancel(int64_t id) { sessions.find(id)->cancel(); }
 
-// Tokens first .. first + count - 1 of the running or last call, which have been drawn; null pointers are left out.
+// Copies tokens first .. first + count - 1 of the running or last call, which must be drawn; null pointers are skipped.
 void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
                       int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
   const auto decoder = sessions.find(id);
@@ -304,7 +304,7 @@ int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
   return (int64_t)spans.size();
 }
 
-// The smallest ring for exchanges in order of issue: the times at which they are issued and last read.
+// times: when each exchange is issued and last read, in order of issue.
 int32_t laneformer_ring_slots(const int32_t* times, int32_t count) {
   std::vector<Exchange> exchanges;
   for (int i = 0; i < count; i++) exchanges.push_back({times[2 * i], times[2 * i + 1]});

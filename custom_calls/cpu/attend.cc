@@ -1,4 +1,4 @@
-// A worker's share of attention: units of a lane and a chunk of its keys, each over all queries of the block. The
+// A worker's share of attention. The unit of work is a lane and a chunk of its keys, for all queries of the block; the
 // chunks' parts are merged where the next product reads them.
 #include <algorithm>
 #include <cmath>
@@ -34,7 +34,7 @@ void Worker::attention(const Attention& attention) {
   mark(Decoder::kAttend, attention.layer, began);
 }
 
-// Norm and rotation of one head at block position p, in place.
+// Applies norm and rotation to one head at block position p, in place.
 void Worker::rotate(float* head, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p) {
   const int e = op.head_dim;
   if (norm) k_.rms_norm(head, d_.small(norm->gain, lane), norm->eps, e, head);
@@ -50,7 +50,7 @@ void Worker::rotate(float* head, const plan::Attend& op, const std::optional<pla
 
 void Worker::queries(const plan::Attend& op, int lane) {
   const int64_t e = op.head_dim, heads = op.heads, stride = d_.projected_padded_;
-  const float scale = op.scale;  // a copy, which no write to q can change
+  const float scale = op.scale;  // a copy: a write to q cannot change it
   for (int p = 0; p < positions_; p++)
     for (int64_t h = 0; h < heads; h++) {
       float* q = q_.data() + (p * heads + h) * e;
@@ -66,7 +66,7 @@ void Worker::round_trip(float* x, int64_t n) {
   k_.widen(d_.weights_, prepared_.data(), n, x);
 }
 
-// The new keys and values among first..last - 1 into the cache, then all queries over these keys.
+// Writes the new keys and values among first..last - 1 to the cache, then attends to these keys with all queries.
 void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window) {
   const plan::Attend& op = attention.op;
   const int64_t e = op.head_dim, n = op.kv_heads, width = bytes_of(d_.cache_);
@@ -91,7 +91,7 @@ void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk,
              cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
 }
 
-// a[p][heads][head_dim] from the chunks' parts, in their order.
+// Merges the chunks' parts, in their order, into a[p][heads][head_dim].
 void Worker::merge(int lane) {
   const int64_t e = attend_->head_dim, heads = attend_->heads, stride = (int64_t)kBlock * heads * (e + 2);
   const float* parts = d_.parts_.floats() + (int64_t)lane * kChunks * stride;

@@ -35,12 +35,12 @@ LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
 }
 
 constexpr int kKeys =
-    32;  // positions whose scores are made together: their keys and values stay in the first-level cache
-constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, that share what is loaded of it
+    32;  // positions whose scores are computed together: their keys and values stay in the first-level cache
+constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, which share its loads
 constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
 
-// Lines of keys and of values that will be wanted soon, fetched in steps while others are used: memory is never
-// idle, nor is one burst more than it takes.
+// Lines of keys and values that are needed next, prefetched in even steps while others are in use, so that memory is
+// neither idle nor flooded by a burst.
 struct Ahead {
   const char *keys, *values;
   int64_t lines;  // of each
@@ -65,7 +65,7 @@ LF_INLINE vf exchange(vf v, Numbers<I...>) {
   return __builtin_shufflevector(v, v, (I ^ S)...);
 }
 
-// Element i becomes the largest, or the sum, of all whose numbers leave the same rest divided by G.
+// Element i becomes the largest, or the sum, of all elements whose index is i modulo G.
 template <int G, int S = kWidth / 2>
 LF_INLINE vf largest_by_rest(vf v) {
   if constexpr (S < G) {
@@ -83,7 +83,7 @@ LF_INLINE vf sum_by_rest(vf v) {
   }
 }
 
-// scores[j G + g] = q[g] . key[j] for G queries of e channels, -inf up to a whole vector behind them.
+// scores[j G + g] = q[g] . key[j] for G queries of e channels; then -inf up to the end of a vector.
 template <Dtype dtype, int G>
 void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
   constexpr int kAtOnce = kWidth / G;  // keys, whose sums make a vector
@@ -113,8 +113,8 @@ void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahe
   for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
 }
 
-// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels, the last one with
-// `rest` of them if that is not 0.
+// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels; the last one has
+// `rest` channels unless that is 0.
 template <Dtype dtype, int G, int N>
 void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo,
                   Ahead& ahead, int steps) {
@@ -150,7 +150,7 @@ void mix_channels(const float* weights, Rows values, int count, int rest, const 
 template <Dtype dtype, int G, int N = kMixed / G>
 void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo,
          Ahead& ahead, int steps) {
-  // As many channels at a time as registers hold, then what is left.
+  // As many channels at a time as registers hold, then the rest.
   for (; e >= N * kWidth; e -= N * kWidth, values.offset += N * kWidth, out += N * kWidth)
     mix_channels<dtype, G, N>(weights, values, count, 0, shrink, out, ldo, ahead, steps);
   if (e > (N - 1) * kWidth)
@@ -205,7 +205,7 @@ void attend_in(const Attend& a) {
   for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
     const bool more = a.last - t0 > kKeys;
     const int64_t end = more ? t0 + kKeys : a.last;
-    // What comes next, in the order of memory: a share with each head's scores, and with its mixture.
+    // The next rows in the order of memory: a share is fetched with each head's scores, and with its mixture.
     const int64_t rows = more ? a.last - end : a.next;
     const Ahead next = {(const char*)(more ? a.keys : a.next_keys) + (more ? end * row : 0),
                         (const char*)(more ? a.values : a.next_values) + (more ? end * row : 0),
@@ -219,7 +219,7 @@ void attend_in(const Attend& a) {
         if (count <= 0) continue;
         const int64_t offset = low * stride + (int64_t)n * a.e;
         for (int g = 0; g < a.group;) {
-          const auto share = [&](int part) {  // for the first to read this block
+          const auto share = [&](int part) {  // for the first queries that read this block
             const int64_t begin = next.lines * part / (2 * a.kv_heads),
                           stop = next.lines * (part + 1) / (2 * a.kv_heads);
             return Ahead{next.keys + 64 * begin, next.values + 64 * begin, p == 0 && g == 0 ? stop - begin : 0};
@@ -245,7 +245,7 @@ void attend_in(const Attend& a) {
   }
 }
 
-// A prompt's queries are enough for vectors that run over them: a panel of two vectors shares every key and value, and
+// A prompt has enough queries for vectors that run over queries: a panel of two vectors shares every key and value, and
 // nothing is summed across a vector.
 constexpr int kPanel = 2 * kWidth;
 constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums stay in registers
@@ -254,10 +254,10 @@ constexpr int kLongestHead = 256;
 struct Panel {
   float q[kLongestHead][kPanel], mixed[kLongestHead][kPanel], scores[kKeys][kPanel], rows[kKeys * kLongestHead];
   vf largest[2], total[2];
-  vi first[2], last[2];  // the keys of a block that each query sees
+  vi first[2], last[2];  // the keys of a block that each query attends to
 };
 
-// Rows as float32, where they are or widened into `space`.
+// Rows as float32: in place, or widened into `space`.
 template <Dtype dtype>
 const float* widened(Rows rows, int count, int e, float* space, int64_t* stride) {
   if (dtype == Dtype::f32) {
@@ -277,7 +277,7 @@ const float* widened(Rows rows, int count, int e, float* space, int64_t* stride)
   return space;
 }
 
-// The scores of a block of keys, -inf where a query does not see one.
+// The scores of a block of keys, -inf where a query does not attend to one.
 template <Dtype dtype>
 void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
   int64_t stride;
@@ -306,8 +306,8 @@ void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
   }
 }
 
-// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not see does not reach it, were it not
-// even a number.
+// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not attend to cannot change its
+// sum, not even as NaN.
 template <Dtype dtype, bool all>
 void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2]) {
   int64_t stride;
@@ -341,7 +341,7 @@ void attend_panels(const Attend& a) {
     for (int begin = 0; begin < queries; begin += kPanel) {
       const int used = queries - begin < kPanel ? queries - begin : kPanel;
       int position[kPanel];
-      int64_t row[kPanel];  // of q and out; the last one again where there is none
+      int64_t row[kPanel];  // of q and out; unused columns repeat the last one
       for (int c = 0; c < kPanel; c++) {
         const int query = begin + (c < used ? c : used - 1);
         position[c] = query / a.group;
@@ -370,7 +370,7 @@ void attend_panels(const Attend& a) {
         for (int v = 0; v < 2; v++) {
           vf most = panel.largest[v];
           for (int j = 0; j < count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
-          const vf from = max(most, splat(-3e38f));  // a number even before anything was seen
+          const vf from = max(most, splat(-3e38f));  // finite even before the first visible key
           shrink[v] = exp(panel.largest[v] - from);
           panel.total[v] *= shrink[v];
           for (int j = 0; j < count; j++) {

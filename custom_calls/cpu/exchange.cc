@@ -1,5 +1,5 @@
-// What the schedule asks for after a module: own outputs and sums over the lanes are added to the streams. Lanes share
-// memory, or send each other messages as GPUs do (exchange.h).
+// The schedule after a module: adds own outputs and sums over the lanes to the streams. Lanes share memory, or send
+// each other messages as GPUs do (exchange.h).
 #include <algorithm>
 #include <cstring>
 
@@ -18,7 +18,7 @@ void Worker::keep_streams(int payload) {
         std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
 }
 
-// What a lane gives to a sum: its outputs, weighted, and perhaps its share of the streams' mean.
+// A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean.
 const float* Worker::share_of(int payload, int lane, int position) {
   const plan::Sum& sum = m_.sums[payload];
   if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
@@ -33,7 +33,7 @@ const float* Worker::share_of(int payload, int lane, int position) {
   return share_.data();
 }
 
-// Exchange by message: the sums that the output of this module completes.
+// Exchange by message: sends the lane's shares of the sums that this module's output completes.
 void Worker::send(int module) {
   for (size_t i = 0; i < m_.sums.size(); i++) {
     if (m_.sums[i].complete_at != module) continue;
@@ -95,7 +95,7 @@ void Worker::fetch(int from, uint32_t tag, int64_t floats) {
   delay();
 }
 
-// What the schedule says of this time.
+// Applies the schedule's events of this time.
 void Worker::apply(int time) {
   const int64_t began = clock(), d = m_.hidden_size;
   for (const plan::Event& event : m_.events[time]) {

@@ -1,11 +1,11 @@
 // The lane exchange as GPUs do it, between threads: one-shot pushes into the receivers' memory, no acknowledgements, no
 // locks.
 //
-// Every 8 bytes carry one float32 and a tag, and are written and read whole: data that has arrived is recognised by its
+// Every 8 bytes carry one float32 and a tag, and are written and read whole: a reader recognises arrived data by its
 // tag alone, in any order, with relaxed accesses. Tags are sequence numbers that never repeat within 2^32 exchanges, so
-// that a slot needs no clearing, and what an ended call left behind is never taken for data. A slot may be written
-// again when every lane has read it, which the schedule itself guarantees for a ring of `ring_slots` slots: a
-// lane that has received exchange q knows that the sender has issued q.
+// a slot needs no clearing and words of an ended call are never taken for data. A slot may be written again once every
+// lane has read it, which the schedule guarantees for a ring of `ring_slots` slots: a lane that has received exchange q
+// knows that its sender has issued q.
 #pragma once
 
 #include <atomic>
@@ -39,8 +39,8 @@ class Mailboxes {
     }
   }
 
-  // What lane `from` sent to lane `to` under `tag`. `idle(spins)` is called while it has not come yet and says whether
-  // to go on waiting.
+  // Reads what lane `from` sent to lane `to` under `tag`. Calls `idle(spins)` until it arrives; false ends the wait and
+  // is the result.
   template <class Idle>
   bool pull(int to, int from, uint32_t tag, float* data, int64_t n, Idle idle) {
     const std::atomic<uint64_t>* slot = at(to, from, tag);
@@ -64,18 +64,18 @@ class Mailboxes {
   std::unique_ptr<std::atomic<uint64_t>[]> words_;
 };
 
-// When an exchange is issued and when it is last read, in modules; in order of issue.
+// The times at which an exchange is issued and last read, in modules.
 struct Exchange {
   int issued, last_read;
 };
 
-// The smallest ring that is safe without acknowledgements. A lane that issues exchange s has read all that were due
-// before; the youngest of those, q, proves that every other lane had come to the time when it issued q, and so had read
-// whatever was last due before that.
+// Slots of the smallest ring that is safe without acknowledgements, for exchanges in order of issue. A lane that issues
+// exchange s has read all that were due before; the latest of those, q, proves that every other lane has reached the
+// time at which it issued q, and so has read all exchanges that were last due before that time.
 inline int ring_slots(const std::vector<Exchange>& exchanges) {
   int slots = 1;
   for (size_t s = 0; s < exchanges.size(); s++) {
-    int proven = -1;  // all lanes have come to this time
+    int proven = -1;  // all lanes have reached this time
     for (size_t q = 0; q < s; q++)
       if (exchanges[q].last_read < exchanges[s].issued && exchanges[q].issued > proven) proven = exchanges[q].issued;
     for (size_t r = 0; r < s; r++)

@@ -1,4 +1,4 @@
-// From the streams after the last module to logits: each worker makes its share of the vocabulary.
+// Logits from the streams after the last module: each worker computes its share of the vocabulary.
 #include <algorithm>
 #include <cstring>
 

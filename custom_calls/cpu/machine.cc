@@ -1,4 +1,4 @@
-// What this machine has: instruction sets, cores, memory bandwidth.
+// The machine: its instruction sets, cores and memory bandwidth.
 #include <sched.h>
 
 #include <algorithm>

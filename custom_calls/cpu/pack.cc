@@ -1,5 +1,5 @@
-// Weights into their places: matrices as tiles in the order in which their worker reads them, vectors widened to
-// float32, the embedding table as it is stored.
+// Packs the weights: matrices as tiles in the order in which their worker reads them, vectors widened to float32, the
+// embedding table as it is stored.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -11,7 +11,7 @@ namespace laneformer {
 
 namespace {
 
-// Element k of row r of a tile.
+// The index of element k of row r in a tile.
 inline int64_t place(Dtype dtype, int64_t r, int64_t k) {
   return dtype == Dtype::bf16 ? k / 2 * 2 * kTile + 2 * r + k % 2 : k * kTile + r;
 }
@@ -26,7 +26,7 @@ void place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T
 
 }  // namespace
 
-// All rows of a weight, of each lane.
+// Packs all rows of a weight, for each lane.
 void Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
   const Product& product = *rows.product;
   const int64_t count = weight.shape[0], stretch = weight.shape[1];
@@ -92,7 +92,7 @@ int64_t Decoder::packed_bytes() const {
   return bytes;
 }
 
-// The row of the embedding table, float32.
+// Widens a row of the embedding table to float32.
 void Decoder::embed(int32_t token, float* row) const {
   const int64_t d = plan_.hidden_size;
   if (embedding_.data) {

@@ -1,5 +1,5 @@
 // The next token from the logits, as infer/sampling.py defines it. Each worker takes the part of the vocabulary whose
-// logits it made.
+// logits it computed.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,7 +10,7 @@ namespace laneformer {
 
 namespace {
 
-// uint32 that compare as the floats do.
+// Maps a float to a uint32 of the same order.
 uint32_t order_of(float z) {
   uint32_t bits;
   z += 0.0f;  // -0 and 0 are equal
@@ -25,9 +25,9 @@ float float_of(uint32_t order) {
   return z;
 }
 
-// The largest z among `values` such that the amounts of those at least as large reach `wanted`; -inf if all do not. In
-// three passes, by histograms of the upper, middle and lower bits: no sorting, and whole amounts add up to the same in
-// any order.
+// The largest z among `values` for which the amounts of all values >= z sum to at least `wanted`; -inf if there is
+// none. Three histograms, of the upper, middle and lower bits, need no sorting, and integer amounts have the same sum
+// in any order.
 template <class Amount>
 float largest_reaching(const float* values, int64_t n, double wanted, Amount amount) {
   constexpr int bits[3] = {11, 11, 10};
@@ -92,9 +92,9 @@ bool Worker::sample(int64_t position) {
   for (const Decoder::Packet& packet : d_.packets_) {
     sum += packet.sum;
     if (packet.best.token >= 0 && (best.token < 0 || packet.best.value > best.value))
-      best = packet.best;  // workers lie in order of ids
+      best = packet.best;  // workers are in order of ids
   }
-  const int32_t token = std::max(best.token, 0);  // none where nothing is a number; the log-probability says so
+  const int32_t token = std::max(best.token, 0);  // no token where no logit is a number; the log-probability is NaN
   if (d_.cancelled_[2]) {
     if (index_ == 0) d_.end_ = End::cancelled;
     return false;
@@ -111,12 +111,12 @@ bool Worker::sample(int64_t position) {
     d_.tokens[drawn_ - 1] = token;
     d_.count_.raise((uint32_t)drawn_);
   }
-  meet();  // the token is where the others read it
+  meet();  // the others may now read the token
   mark(Decoder::kSample, m_.layers(), began);
   return !stop && drawn_ < call.limit;
 }
 
-// Of the filters, on z; -inf keeps every token.
+// The filters' threshold on z; -inf keeps every token.
 float Worker::threshold(float best) {
   const Sampling& s = d_.call_->sampling;
   const float* z = d_.z_.floats();
@@ -133,7 +133,7 @@ float Worker::threshold(float best) {
   return std::min(least, best);
 }
 
-// The most likely tokens, lowest id first among equals.
+// Writes the most likely tokens, lowest id first among equals.
 void Worker::best_tokens(float lse) {
   const int n = d_.call_->top;
   const float* logits = d_.logits_.floats();

@@ -1,7 +1,7 @@
 // How worker threads wait for each other: one counter per worker on its own cache lines. A waiting thread spins, which
-// is the fastest way to notice, and sleeps after a while. It sleeps at once where the thread it waits for was last seen
-// on the same core: when other processes compete for the cores, the system puts two workers on one, and then a worker
-// that spins keeps the other from running until its time is up.
+// notices a change fastest, and sleeps after kSpinNs. It sleeps at once if the thread it waits for last ran on the same
+// core: when other processes compete for the cores, the system puts two workers on one, and a worker that spins then
+// keeps the other from running until its time slice ends.
 #pragma once
 
 #include <atomic>
@@ -53,7 +53,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// The core that runs the calling thread, or -1 where the system does not say.
+// The core that runs the calling thread, or -1 where the system does not report it.
 inline int this_core() {
 #if defined(__linux__)
   return sched_getcpu();  // a few nanoseconds
@@ -62,17 +62,17 @@ inline int this_core() {
 #endif
 }
 
-constexpr int64_t kSpinNs = 100'000;  // several times what waking a sleeper takes, 15 to 25 us on a virtual machine
+constexpr int64_t kSpinNs = 100'000;  // several times as long as waking a sleeper: 15 to 25 us on a virtual machine
 
 // A counter that one thread raises and others wait for. It wraps around: only distances below 2^31 are compared.
 struct alignas(128) Counter {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
-  std::atomic<int> core{-1};  // on which it was last raised
+  std::atomic<int> core{-1};  // on which it was raised last
 
   void raise(uint32_t to) {
     core.store(this_core(), std::memory_order_relaxed);
-    value.store(to, std::memory_order_seq_cst);  // before looking for sleepers, who look the other way round
+    value.store(to, std::memory_order_seq_cst);  // before `sleepers` is read; a sleeper raises that, then reads `value`
     if (sleepers.load(std::memory_order_seq_cst)) wake_all(value);
   }
 

@@ -101,7 +101,7 @@ int Driver::devices() const {
   return count;
 }
 
-// That of JAX too. A context on a device that is not used would take its memory, and may be forbidden.
+// The primary context, as in JAX; only of devices in use, because a context takes memory and may be forbidden.
 void* Driver::context(int device) const {
   const std::lock_guard<std::mutex> lock(retaining_);
   void*& context = contexts_[device];

@@ -1,4 +1,4 @@
-// The driver of NVIDIA or AMD, loaded when it is there: neither toolkit is needed to build this library or to run it.
+// The driver of NVIDIA or AMD, loaded at run time: this library needs no toolkit to build or to run.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class Driver {
   void use(int device) const;  // on this thread, from now on
   int multiprocessors(int device) const;
 
-  void* load(const void* image) const;  // a module, all of it now: nothing is loaded behind a running kernel
+  void* load(const void* image) const;  // a module, as a whole: nothing is loaded while a kernel runs
   void unload(void* module) const;
   void* function(void* module, const char* name, int shared_bytes) const;
   int resident(void* function, int threads, int shared_bytes) const;  // CTAs on a multiprocessor
@@ -36,7 +36,7 @@ class Driver {
   void release(Address) const;
   void clear(Address, size_t bytes) const;
   void copy_from(void* to, Address from, size_t bytes) const;
-  void* allocate_host(size_t bytes) const;  // zeros, seen by every device under the same address
+  void* allocate_host(size_t bytes) const;  // zeros, at the same address for every device
   void release_host(void*) const;
   void share(int device, int peer) const;  // lets `device`, which is in use, write to memory of `peer`
   Handle export_memory(Address) const;     // all of an allocation
@@ -48,14 +48,14 @@ class Driver {
   // All CTAs run at the same time, or none does.
   void launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const;
 
-  // What `launches` puts on the stream that it is given, as one thing to launch: each of them waits for the one before.
+  // A graph of what `launches` puts on the stream that it is given. Each launch waits for the one before.
   void* record(const std::function<void(void* stream)>& launches) const;
-  // overlapping: begins while the launch before it ends, and waits for it itself (join_launches of gpu/port.h; CUDA
-  // only).
+  // overlapping: the launch starts while the one before ends, and the kernel waits (join_launches of gpu/kernel/port.h;
+  // CUDA only).
   void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments,
            bool overlapping) const;
   void launch_recorded(void* graph, void* stream) const;
-  void release_recorded(void* graph) const;  // once all of its launches have ended, which it does not wait for
+  void release_recorded(void* graph) const;  // takes effect once all of its launches have ended; returns at once
 
  private:
   void check(int status, const char* what) const;

@@ -10,7 +10,7 @@ namespace gpu {
 
 namespace {
 
-// custom_calls/gpu/layout.py has seen to it that each layer has one.
+// The attention of each layer. custom_calls/gpu/layout.py ensures that each layer has one.
 std::vector<plan::Attend> attends_of(const plan::Plan& plan) {
   std::vector<plan::Attend> found;
   for (const plan::Module& module : plan.modules)

@@ -1,4 +1,4 @@
-// What the host must know of a model on its devices: its plan, and how custom_calls/gpu/layout.py has laid it out.
+// A model as the host needs it: its plan, and the numbers of its layout (custom_calls/gpu/layout.py).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class Numbers {
  public:
   explicit Numbers(const char* text);
 
-  // Throw std::runtime_error if there is none of that name; `one`: also if there are several numbers.
+  // Throw std::runtime_error for an unknown name; `one` also for a name with several numbers.
   int64_t one(const char* name) const;
   std::vector<int> many(const char* name) const;
 
@@ -26,22 +26,22 @@ class Numbers {
   std::map<std::string, std::vector<int64_t>> lines_;
 };
 
-// The names are those that custom_calls/gpu/session.py gives the numbers.
+// The fields have the names under which custom_calls/gpu/session.py passes the numbers.
 struct Model {
   Model(plan::Plan, const Numbers&);
 
   plan::Plan plan;
-  std::vector<plan::Attend> attends;  // of each layer: whose keys and values are its cache
+  std::vector<plan::Attend> attends;  // of each layer; its keys and values are the layer's cache
 
   int lanes_here;  // of each device
   int64_t packed_elements;
-  int ctas, grid, threads, shared_bytes;  // of a lane; of a launch; of a CTA
-  int64_t lane_words, shared_words;       // of the boards of a lane; between lanes
-  int pass_tags, exchanges;               // of a pass
-  std::vector<int> steps;                 // ops (kernel/params.h) and layers of a pass; empty: the persistent kernel
-  int overlapping, kept_floats;           // whether a launch begins while another one ends; floats of a CTA
+  int ctas, grid, threads, shared_bytes;  // CTAs of a lane and of a launch; threads and bytes of a CTA
+  int64_t lane_words, shared_words;       // words of a lane's boards, and of the memory between lanes
+  int pass_tags, exchanges;               // of each pass
+  std::vector<int> steps;                 // op (kernel/params.h), layer, ... of a pass; empty: the persistent kernel
+  int overlapping, kept_floats;           // whether launches overlap; floats that a CTA keeps between launches
 
-  std::vector<int> devices, places;  // of this process: ordinals of the driver; places among those of all processes
+  std::vector<int> devices, places;  // of this process: the driver's ordinals, and places among all processes' devices
   int all_devices;
   int64_t timeout_ms, chaos_us, peer_delay_us;
 };

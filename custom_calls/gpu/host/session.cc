@@ -107,7 +107,7 @@ void Session::free_all() {
     try {
       driver_.use(device.ordinal);
     } catch (const std::exception&) {
-      continue;  // the process ends, and the driver has gone before us
+      continue;  // the process is ending, and the driver is unloaded already
     }
     close_peers(device);
     for (const Address address :
@@ -121,7 +121,7 @@ void Session::free_all() {
 
 void Session::begin() {
   const std::lock_guard<std::mutex> lock(launching_);
-  if (host_->failure) {  // nothing reads it any more, until its tag recurs
+  if (host_->failure) {  // clear its word: no call reads it now, but its tag will recur
     for (const Device& device : devices_) {
       driver_.use(device.ordinal);
       driver_.clear(device.shared, 8);
@@ -139,7 +139,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // the tag of memory that was never written
   params.pass_tag = device.pass_tag;
   params.exchange_tag = device.exchange_tag;
-  // All devices of all processes count the same, whatever the call then does, and also if it is refused.
+  // All devices of all processes count alike, also for a call that fails or is refused.
   device.pass_tag += (uint32_t)(passes * model_.pass_tags);
   device.exchange_tag += (uint32_t)(passes * model_.exchanges);
   if (!connected()) throw std::runtime_error("the decode session was closed");
@@ -176,8 +176,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (!model_.steps.empty()) launch_steps(device, params, passes, stream);
 }
 
-// All passes that there may be, one after the other on the stream: only the device knows how many it will need. A
-// launch after the end returns at once.
+// Enqueues as many passes as the call may take, because only the device knows how many it needs. A launch after the end
+// returns at once.
 void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
   void* arguments[] = {&params};
   void* pass = driver_.record([&](void* recording) {
@@ -206,7 +206,7 @@ int32_t Session::wait(int32_t have, int timeout_ms) {
     seen = count();
   }
   seen = count();  // tokens emitted before the end, if the call has ended meanwhile
-  if (seen > 0) {  // the token was emitted before this moment: the smallest such distance is the most exact
+  if (seen > 0) {  // the token was emitted before this moment: the smallest offset is the most exact
     const int64_t offset = now_ns() - (int64_t)emitted_[seen - 1].time_ns;
     if (offset < clock_offset_.load()) clock_offset_.store(offset);
   }
@@ -226,7 +226,7 @@ void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, 
   std::copy_n(emitted_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
 }
 
-// Another process may still compile what it calls. Waits for lanes time out first, so that the error names the lane.
+// At the check-in another process may still compile. Waits for lanes time out first, so that the error names the lane.
 int64_t Session::timeout_ms(int where) const {
   return where == kAtCheckIn   ? 6 * model_.timeout_ms
          : where == kAtLanding ? model_.timeout_ms
@@ -272,7 +272,7 @@ double Session::read_pass(const void* const* weights) {
       driver_.synchronize();
       return 1e-9 * (double)(now_ns() - began);
     };
-    constexpr int kFew = 1, kMore = 5;  // the difference has no launch in it
+    constexpr int kFew = 1, kMore = 5;  // the difference excludes the launch
     const double few = seconds(kFew), more = seconds(kMore);
     longest = std::max(longest, (more - few) / (kMore - kFew));
   }

@@ -1,5 +1,5 @@
-// A model on one or more GPUs of this process, of all that have its lanes: the loaded kernel, the memory of its edges,
-// and the call that is running.
+// A model on this process's GPUs, which are some or all of those that have its lanes: the loaded kernel, the memory of
+// its edges, and the running call.
 #pragma once
 
 #include <atomic>
@@ -26,13 +26,13 @@ class Session {
 
   const Model& model() const { return model_; }
 
-  // Between processes that share the lanes. Each exports the memory of its devices in which others write, and opens
-  // that of all, by their places. They may write there until they have left; none may be destroyed before.
+  // For processes that share the lanes. Each exports the memory of its devices that others write to, and opens that of
+  // all devices, by place. They may write there until they have left; destroy a session only after that.
   void export_memory(Handle* handles) const;  // one for each device here
   void connect(const Handle* handles);
-  void leave();  // once no call runs, and no other one will
+  void leave();  // once no call runs and none will follow
 
-  // Puts a call of one device on its stream. `params` has the operands, the rest is filled in here; passes: at most.
+  // Enqueues a call of one device on its stream. params: the operands; the rest is filled in here. passes: the most.
   void launch(int device, Params params, int64_t passes, void* stream);
 
   // Streaming, as for the CPU (cpu/decoder.h).
@@ -42,9 +42,9 @@ class Session {
   void cancel() { *(volatile int*)&host_->cancel = 1; }
   void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
              int32_t* top_tokens, float* top_logprobs) const;
-  std::string failure() const;  // of the devices in the last call; empty for none
+  std::string failure() const;  // why the last call failed on the devices; empty if it did not
 
-  // Seconds in which each device reads the weights of one token and does nothing else: the longest. weights: by device.
+  // Seconds that the slowest device takes to only read the weights of one token. weights: by device.
   double read_pass(const void* const* weights);
 
   void trace(int64_t spans);
@@ -54,7 +54,7 @@ class Session {
   struct Device {
     int ordinal, place;
     void *module = nullptr, *function = nullptr, *read = nullptr;
-    std::vector<Address> peers;  // shared memory of all devices, as this one sees it
+    std::vector<Address> peers;  // addresses of all devices' shared memory on this one
     Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0;
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory is valid
   };

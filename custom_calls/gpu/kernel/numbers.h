@@ -1,4 +1,4 @@
-// The three dtypes of weights and caches, as the bits that memory holds.
+// The three dtypes of weights and caches, as stored in memory.
 #pragma once
 
 #include "port.h"
@@ -12,7 +12,7 @@ constexpr int bytes_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 LF_DEVICE u16 float_to_bfloat(float v) {
   const u32 bits = float_to_bits(v);
-  if (v != v) return (u16)(bits >> 16 | 0x40);  // a NaN stays one
+  if (v != v) return (u16)(bits >> 16 | 0x40);  // a NaN stays NaN
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
@@ -40,7 +40,7 @@ LF_DEVICE void put_element(void* data, i64 i, float v) {
 template <Dtype dtype>
 constexpr int kPerVec = 16 / bytes_of(dtype);
 
-// The elements of 16 bytes.
+// Unpacks the elements of 16 bytes.
 template <Dtype dtype>
 LF_DEVICE void unpack(const Vec& vec, float (&out)[kPerVec<dtype>]) {
   if constexpr (dtype == kFloat32) {

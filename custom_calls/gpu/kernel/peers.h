@@ -1,6 +1,6 @@
-// One rank of several, alone on a GPU: spare CTAs play the other lanes. They send what this lane sends, after a delay,
-// so that it meets every wait of a real exchange. What it computes means nothing; how long it takes, and from which
-// delay on it waits, is measured. Always to be called emulated.
+// One rank of several, alone on a GPU: spare CTAs emulate the other lanes. They send what this lane sends, after a
+// delay, so that the lane has every wait of a real exchange. Its results are meaningless; its time, and the delay from
+// which on it waits, can be measured. Always call such figures emulated.
 #pragma once
 
 #include "residual.h"
@@ -9,12 +9,12 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kTurns = larger_of(1, kPeerCtas);  // usually no CTA plays
+constexpr int kTurns = larger_of(1, kPeerCtas);  // usually no CTA emulates
 
-// Every exchange is one CTA's in turn, so that the next ones pass while it waits for its delay.
+// The CTAs take turns with the exchanges, so that the next ones proceed while a CTA waits for its delay.
 struct Peers {
   const Params& p;
-  int index;  // of the CTA among those that play
+  int index;  // of the CTA among those that emulate
 
   LF_DEVICE void run(int passes) {
     copy(kCheckInAt, 1, kCtas, p.pass_tag, index == 0);
@@ -44,7 +44,7 @@ struct Peers {
     copy(from, 1, width, sequence, true, kHidden);
   }
 
-  // Words of lane 0 as those of the other lanes, `stride` words further each.
+  // Copies words of lane 0 to the other lanes, `stride` words apart.
   LF_DEVICE void copy(i64 at, int each, int count, u32 tag, bool mine, int stride = 0) {
     if (!mine) return;
     const int words = each * count;

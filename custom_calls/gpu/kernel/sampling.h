@@ -36,7 +36,7 @@ LF_DEVICE float gumbel(const u32 key[2], u32 position, u32 token) {
   return -log_of(-log_of(uniform));
 }
 
-// uint32 that compare as the floats do.
+// Maps a float to a uint32 of the same order.
 LF_DEVICE u32 order_of(float z) {
   const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal
   return bits >> 31 ? ~bits : bits | 1u << 31;
@@ -54,7 +54,7 @@ constexpr int kSampleFloats = 2 * kBuckets + 2 * kBucketGroups + 4 * kWarps + 16
 
 struct Sampled {
   int token;
-  int end;  // kCancelled, kFailed, or 0 to go on
+  int end;  // kCancelled, kFailed, or 0 to continue
 };
 
 struct Sampler {
@@ -62,9 +62,9 @@ struct Sampler {
   float* logits;  // shared memory, [rows of the head here]
   float* z;
   float* scratch;
-  int* end;  // shared memory, where it stays: how the next packet ends the call, kCancelled or kFailed, or 0
+  int* end;  // shared memory, kept between passes: how the next packet ends the call, kCancelled, kFailed, or 0
   Watch& watch;
-  int place, first, count;  // of the CTA among all; its tokens
+  int place, first, count;  // of the CTA among all; its range of tokens
   bool leader;              // writes the results of this device
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
@@ -77,11 +77,12 @@ struct Sampler {
     if (thread() == 0) *end = 0;
   }
 
-  // The thread that reads the host's cancel flag. The host's memory is far away: a read that is needed soon stalls.
+  // Whether this thread reads the host's cancel flag. Reading host memory takes long: a read that is needed soon
+  // stalls.
   LF_DEVICE bool polls_host() const { return leader && p.reports && thread() == kThreads - kWarpSize; }
   LF_DEVICE int cancel_requested() const { return polls_host() ? *(volatile const int*)&p.host->cancel : 0; }
 
-  // A pass without a head: only how it ends the call, if it does.
+  // A pass without a head: how it ends the call, or 0.
   LF_DEVICE int end_of_pass(u32 tag, int parity) {
     record_timeout();
     sync_cta();  // the scratch is free
@@ -91,7 +92,7 @@ struct Sampler {
     return collect(tag, parity, largest, sum, best, logit);
   }
 
-  // The token at `position`, from the logits in shared memory; drawn: how many there were before.
+  // Draws the token at `position` from the logits in shared memory. drawn: tokens before it.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
     const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
                filtered = ranked || (temperature > 0 && min_p > 0);
@@ -147,7 +148,7 @@ struct Sampler {
     if (watch.ended()) *end = kFailed;
   }
 
-  // The thread that writes to the host, and waits for it: one that has little else to do.
+  // Whether this thread writes to the host and waits for it: one with little else to do.
   LF_DEVICE static bool host_writer() { return thread() == kThreads - 1; }
 
   LF_DEVICE float* warps() const { return scratch + 2 * kBuckets + 2 * kBucketGroups; }
@@ -255,8 +256,8 @@ struct Sampler {
     *(volatile int*)&p.host->count = drawn + 1;
   }
 
-  // body(token, value) of all published words, shared out over the threads, as they arrive. The memory is far away:
-  // some loads are issued together, where weights leave registers for them.
+  // Calls body(token, value) for all published words as they arrive, divided among the threads. Loads take long:
+  // several are issued together where the weights leave registers for them.
   template <class Body>
   LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
     constexpr int each = LF_BULK ? 4 : 1;
@@ -279,7 +280,7 @@ struct Sampler {
     each_published(kLogitsAt + (i64)parity * kVocab, tag, [&](int token, float value) { out[token] = value; });
   }
 
-  // The p.top most likely tokens, lowest id first among equals.
+  // Writes the p.top most likely tokens, lowest id first among equals.
   LF_DEVICE void rank(u32 tag, int parity, float lse, int drawn) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
@@ -297,8 +298,8 @@ struct Sampler {
     }
   }
 
-  // Of the filters: the least z that is kept. Every CTA computes it, from the same words. own_best: the largest z of
-  // this one.
+  // The filters' threshold, the least z that is kept; every CTA computes it from the same words. own_best: the largest
+  // z of this CTA.
   LF_DEVICE float threshold(u32 tag, int parity, float own_best) const {
     const i64 base = kZAt + (i64)parity * kVocab, of_ctas = kLargestZAt + (i64)parity * kPackets;
     if (thread() < p.devices) store_word(p.shared[thread()] + of_ctas + place, word_of(own_best, tag));
@@ -321,8 +322,8 @@ struct Sampler {
     return least < best ? least : best;
   }
 
-  // The largest z among all such that the amounts of those at least as large reach `wanted` (negative: that share of
-  // the total), by histograms of the upper, middle and lower bits. Whole amounts add up to the same in any order.
+  // The largest z for which the amounts of all values >= z sum to at least `wanted` (negative: that share of the
+  // total), by histograms of the upper, middle and lower bits. Integer amounts have the same sum in any order.
   template <class Amount>
   LF_DEVICE float largest_reaching(i64 base, u32 tag, double wanted, Amount amount) const {
     u64* sums = (u64*)scratch;

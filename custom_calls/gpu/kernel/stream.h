@@ -1,9 +1,9 @@
-// The weight stream: each warp reads its weights of a pass in one fixed order, without end. What it will need next is
-// on its way while it waits for other CTAs, over the borders of ops, layers and tokens.
+// The weight stream: each warp reads its weights in one fixed order, pass after pass. The next ones are in flight while
+// the warp waits for other CTAs, across ops, layers and tokens.
 //
 // The unit is a line: 16 bytes for each thread of the warp. With bulk copies a warp has a ring of slots in shared
-// memory, which it refills itself as soon as it has read them; without, a product keeps its first lines in registers
-// (see product.h).
+// memory and refills a slot as soon as it has read it; without them a product keeps its first lines in registers (see
+// product.h).
 #pragma once
 
 #include "model.h"
@@ -14,7 +14,7 @@ namespace gpu {
 
 constexpr int kLineBytes = kWarpSize * 16, kPassLines = kLayerLines + kHeadLines;
 
-// Which lines come: those of a pass, again and again; the first passes end before the head.
+// The lines of the stream: those of a pass, repeated; the first passes end before the head.
 struct Passes {
   static constexpr u32 all = ~0u;
   int without_head, pass = 0;
@@ -29,7 +29,7 @@ struct Passes {
   }
 };
 
-// Or one stretch of them.
+// Or one range of them.
 struct Stretch {
   u32 next, all;
   u32 left = all;
@@ -67,7 +67,7 @@ class Ring {
     static_assert(n + kSlotLines - 1 <= kRingLines, "the ring is smaller than what a step takes");
     await(line_ + n);
     const char* own = ring_ + warp_lane() * 16;
-    if (place_ + n <= kRingLines) {  // known distances: a load takes no other instruction
+    if (place_ + n <= kRingLines) {  // constant offsets: a load needs no other instruction
       own += place_ * kLineBytes;
       LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_vec(own + i * kLineBytes);
     } else {
@@ -76,13 +76,13 @@ class Ring {
     pass_by(n);
   }
 
-  // To the next border of a slot, where layers and head begin.
+  // Advances to the next slot, where layers and head begin.
   LF_DEVICE void skip_padding(int lines) {
     await(line_ + lines);
     pass_by(lines);
   }
 
-  // Nothing may be on its way when the kernel ends.
+  // Waits for all copies: none may be in flight when the kernel ends.
   LF_DEVICE void drain() {
     const u32 issued = freed_ + kRingLines;
     await(issued < course_.all ? issued : course_.all);
@@ -125,8 +125,8 @@ class Ring {
   u64* barriers_;
   Course course_;  // of what is issued next
   u64 policy_ = 0;
-  u32 line_ = 0;   // read next, counted from the start
-  int place_ = 0;  // and in the ring
+  u32 line_ = 0;   // to read next, counted from the start
+  int place_ = 0;  // its place in the ring
   u32 ready_ = 0, freed_ = 0;
   int ready_slot_ = 0, free_slot_ = 0;
   u32 parity_ = 0;
