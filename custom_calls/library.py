@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL:
     try:
         path = build.find()
         if path is None:
-            log.info("compiling the native library, once: some 20 seconds")
+            log.info("compiling the native library once for this version of its sources")
             began = time.perf_counter()
             path = build.build()
             log.info("compiled %s in %.0f s", path, time.perf_counter() - began)
