@@ -10,6 +10,8 @@ from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
 
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
+LATER = {"recorded": "unless it has its default"}
+"""Metadata of dataclass fields that older runs and records do not have; see `recorded_fields`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,3 +357,14 @@ def _require_number(name: str, value, *, above: float = -math.inf, at_least: flo
     if isinstance(value, bool) or not finite or value <= above or value < at_least:
         bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
         raise ConfigError(f"{name} = {value!r} must be a finite number {bound}")
+
+
+def recorded_fields(config) -> dict[str, object]:
+    """Name -> value of a dataclass's fields, for records and digests: those marked LATER only where they differ from
+    their default, so that records made before these fields existed stay equal.
+    """
+    return {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default or field.metadata != LATER
+    }

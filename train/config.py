@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from laneformer.config import ModelConfig, RopeScaling
+from laneformer.config import ModelConfig, RopeScaling, recorded_fields
 from laneformer.errors import ConfigError
 from laneformer.layout import parse_layout
 
@@ -410,7 +410,7 @@ def recorded(config: TrainConfig) -> dict[str, object]:
 
     def flatten(value: Any, prefix: str):
         if dataclasses.is_dataclass(value):
-            value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            value = recorded_fields(value)
         if isinstance(value, dict):
             for name, inner in value.items():
                 yield from flatten(inner, f"{prefix}.{name}" if prefix else name)

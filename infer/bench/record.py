@@ -13,6 +13,7 @@ from infer.bench.latency import Measured
 from infer.bench.machine import hardware, software, utc_now
 from infer.bench.schema import RANDOM, SCHEMA, check
 from infer.engine.backend import on_host
+from laneformer.config import recorded_fields
 from laneformer.errors import InputError
 from laneformer.weights import parameter_count, parameters_per_token
 
@@ -51,10 +52,11 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
     config, facts = engine.config, engine.conditions
     bandwidths = [run.bandwidth for run in measured.runs if run.bandwidth is not None]
     groups = np.concatenate([run.counts[1:] for run in measured.runs])
+    settings = {name: value for name, value in asdict(config).items() if name in recorded_fields(config)}
     return {
         "model": {
             "name": engine.name,
-            "config_sha256": hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest(),
+            "config_sha256": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
             "weights": RANDOM if random_weights else f"checkpoint:{engine.name}",
             "params_total": parameter_count(config),
             "params_streamed": parameters_per_token(config),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
-from laneformer.config import AttentionOptions, MlpOptions, NormOptions
+from laneformer.config import LATER, AttentionOptions, MlpOptions, NormOptions, recorded_fields
 from tests.support import reference, tiny
 
 FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
@@ -193,3 +193,14 @@ def test_values_that_contradict_each_other_are_named():
 def test_odd_vocabularies_are_fine_where_no_lane_owns_a_part():
     assert make(vocab_size=41).vocab_size == 41
     assert make(vocab_size=41, lm_head_type="lane").vocab_size == 41
+
+
+def test_later_fields_are_recorded_where_they_differ_from_their_default():
+    @dataclasses.dataclass
+    class Settings:
+        size: int
+        eps: float = 1e-5
+        gate: bool = dataclasses.field(default=False, metadata=LATER)
+
+    assert recorded_fields(Settings(3)) == {"size": 3, "eps": 1e-5}
+    assert recorded_fields(Settings(3, gate=True)) == {"size": 3, "eps": 1e-5, "gate": True}
