@@ -26,7 +26,7 @@ import numpy as np
 
 from laneformer.ops import Rotary, Weight
 
-FORMAT = 1  # raise it whenever older words could be misread
+FORMAT = 2  # raise it whenever older words could be misread
 
 
 @cache

@@ -49,16 +49,11 @@ class Value(IntEnum):
 
 
 class Activation(IntEnum):
-    """What a product does to its rows before it writes them."""
+    """What a product does to its rows before it writes them; custom_calls/common/activation.h computes it."""
 
     NONE = 0
-    SILU_GATED = 1
-    """Two matrices, gate and up, row by row: silu(gate) * up. Half as many channels are written as rows computed."""
-
-    @property
-    def gated(self) -> bool:
-        """Whether rows of two matrices become one channel."""
-        return self is Activation.SILU_GATED
+    SILU = 1
+    """x / (1 + exp(-x))"""
 
 
 class ProductName(IntEnum):
@@ -102,6 +97,8 @@ class Matrix:
 class Product:
     """Matrices times one vector: `reads`, after `norm` where there is one; its rows go to `writes` one matrix after the
     other, biases added, through `activation`.
+
+    A gated product has two matrices, gate and up, and writes activation(gate) * up, row by row.
     """
 
     name: ProductName
@@ -110,6 +107,7 @@ class Product:
     writes: Value
     norm: Norm | None = None
     activation: Activation = Activation.NONE
+    gated: bool = False
 
     @property
     def rows(self) -> int:
@@ -122,7 +120,7 @@ class Product:
     @property
     def channels(self) -> int:
         """Channels that it writes."""
-        return self.rows // 2 if self.activation.gated else self.rows
+        return self.rows // 2 if self.gated else self.rows
 
 
 @dataclass(frozen=True)

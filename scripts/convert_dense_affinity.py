@@ -89,7 +89,7 @@ def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) ->
     first = statistics(x, h, a, [attention.wq[...], attention.wk[...], attention.wv[...]], heads)
     x = x + einsum("lbsi,ldi->lbsd", a, attention.wo[...])
     h, mlp = layer.ffn_norm(x), layer.feed_forward
-    a = jax.nn.silu(einsum("lbsd,lfd->lbsf", h, mlp.w1[...])) * einsum("lbsd,lfd->lbsf", h, mlp.w3[...])
+    a = mlp.hidden(h)
     second = statistics(x, h, a, [mlp.w1[...], mlp.w3[...]], a.shape[-1])
     return x + einsum("lbsf,ldf->lbsd", a, mlp.w2[...]), first, second
 

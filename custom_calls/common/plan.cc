@@ -15,7 +15,7 @@ int64_t Weight::elements() const {
 
 namespace {
 
-constexpr int kFormat = 1;  // custom_calls/words.py
+constexpr int kFormat = 2;  // custom_calls/words.py
 constexpr int kMostDimensions = 4;
 constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20;
 constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
@@ -153,8 +153,9 @@ class Reader {
     product.reads = (Value)index(5, "value");
     product.writes = (Value)index(5, "value");
     product.norm = maybe_norm(product.columns);
-    product.activation = (Activation)index(2, "activation");
-    require(!product.gated() || (product.matrices.size() == 2 && product.matrices[0].rows == product.matrices[1].rows),
+    product.activation = (Activation)index(kActivations, "activation");
+    product.gated = flag();
+    require(!product.gated || (product.matrices.size() == 2 && product.matrices[0].rows == product.matrices[1].rows),
             "a gated product needs two equal matrices");
     require(channels(product.reads) == product.columns, "a product has other columns than the value that it reads");
     require(product.writes != Value::stream && product.writes != Value::attended, "a product writes what it must not");

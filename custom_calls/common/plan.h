@@ -7,6 +7,8 @@
 #include <variant>
 #include <vector>
 
+#include "activation.h"
+
 namespace laneformer {
 namespace plan {
 
@@ -35,7 +37,6 @@ struct Rotary {
 };
 
 enum class Value : int32_t { stream, projected, attended, hidden, output };
-enum class Activation : int32_t { none, silu_gated };
 enum class HeadKind : int32_t { replicate, lane, vocab_parallel };
 
 struct Matrix {
@@ -50,10 +51,10 @@ struct Product {
   Value reads, writes;
   std::optional<Norm> norm;
   Activation activation;
+  bool gated;             // of two matrices, the first is a factor on the other, row by row
   int64_t rows, columns;  // of all matrices
 
-  bool gated() const { return activation == Activation::silu_gated; }
-  int64_t channels() const { return gated() ? rows / 2 : rows; }  // that it writes
+  int64_t channels() const { return gated ? rows / 2 : rows; }  // that it writes
 };
 
 struct Attend {

@@ -111,7 +111,8 @@ void Decoder::make_ops() {
     Product product{};
     product.name = op.name;
     product.lanes = plan_.lanes;
-    product.gated = op.gated();
+    product.gated = op.gated;
+    product.activation = op.activation;
     product.rows = op.channels();
     product.columns = op.columns;
     product.reads = op.reads;
@@ -121,7 +122,7 @@ void Decoder::make_ops() {
     for (const plan::Matrix& matrix : op.matrices)
       if (matrix.bias) product.biases.push_back({*matrix.bias, matrix.first});
     if (product.gated && !product.biases.empty())
-      throw std::runtime_error("the CPU kernel has no biases before a gated activation: use backend xla");
+      throw std::runtime_error("the CPU kernel has no biases in a gated product: use backend xla");
     if ((op.reads == plan::Value::stream) != product.normed)
       throw std::runtime_error("the CPU kernel norms the stream, and nothing else, before a product: use backend xla");
     return product;

@@ -58,6 +58,7 @@ struct Product {
   int lanes;              // that have a matrix
   int64_t rows, columns;  // of each, rows of a gate and its partner counted once
   bool gated;
+  Activation activation;
   plan::Value reads, writes;
   plan::Norm norm;
   bool normed;

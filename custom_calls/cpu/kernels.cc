@@ -13,6 +13,7 @@
 namespace LF_ISA {
 namespace {
 
+using laneformer::Activation;
 using laneformer::Activations;
 using laneformer::Best;
 using laneformer::Dtype;
@@ -225,13 +226,29 @@ void add_scaled(float* total, const float* part, float weight, int64_t n) {
   for (; i < n; i++) total[i] += weight * part[i];
 }
 
-void swiglu(const float* gate_up, int64_t pairs, float* out) {
-  for (int64_t t = 0; t < pairs; t++)
+struct Vectors {  // for activation.h
+  LF_INLINE vf exp(vf x) { return LF_ISA::exp(x); }
+  LF_INLINE vf at_least(vf x, float low) { return select(x < splat(low), splat(low), x); }
+};
+
+template <Activation kind>
+void activate_with(bool gated, const float* x, int64_t tiles, float* out) {
+  const int step = gated ? 2 * kTile : kTile;
+  for (int64_t t = 0; t < tiles; t++)
     for (int v = 0; v < kTile; v += kWidth) {
-      const vf gate = loadf(gate_up + 2 * kTile * t + v), up = loadf(gate_up + 2 * kTile * t + kTile + v);
-      const vf bounded = select(gate < splat(-87.0f), splat(-87.0f), gate);  // exp(87) is finite
-      storef(out + kTile * t + v, gate / (splat(1.0f) + exp(-bounded)) * up);
+      const float* from = x + step * t + v;
+      const vf y = laneformer::activated<kind, Vectors>(loadf(from));
+      storef(out + kTile * t + v, gated ? y * loadf(from + kTile) : y);
     }
+}
+
+template <int... kind>
+void activate_with_any(Numbers<kind...>, Activation wanted, bool gated, const float* x, int64_t tiles, float* out) {
+  (((int)wanted == kind ? activate_with<(Activation)kind>(gated, x, tiles, out) : void()), ...);
+}
+
+void activate(Activation wanted, bool gated, const float* x, int64_t tiles, float* out) {
+  activate_with_any(CountUp<laneformer::kActivations>{}, wanted, gated, x, tiles, out);
 }
 
 void widen(Dtype dtype, const void* from, int64_t n, float* to) {
@@ -377,6 +394,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA), LF_ISA::kBatch,  LF_ISA::product,  LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled,
-    LF_ISA::swiglu,  LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,  LF_ISA::read,     LF_ISA::largest_of,
-    LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};
+    LF_TEXT(LF_ISA),  LF_ISA::kBatch,  LF_ISA::product,  LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled,
+    LF_ISA::activate, LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,  LF_ISA::read,     LF_ISA::largest_of,
+    LF_ISA::temper,   LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../common/activation.h"
+
 namespace laneformer {
 
 constexpr int kTile =
@@ -58,8 +60,9 @@ struct Kernels {
 
   void (*rms_norm)(const float* x, const float* scale, float eps, int64_t n, float* y);
   void (*add_scaled)(float* total, const float* part, float weight, int64_t n);  // total += weight * part
-  void (*swiglu)(const float* gate_up, int64_t pairs,
-                 float* out);  // [pairs][gate 16 | up 16] -> silu(gate) * up [16 pairs]
+  // [tiles][16] -> activation(x) [tiles][16], which may be the same memory; gated: [tiles][gate 16 | up 16] ->
+  // activation(gate) * up.
+  void (*activate)(Activation, bool gated, const float* x, int64_t tiles, float* out);
   void (*attend)(const Attend&);
   void (*widen)(Dtype, const void* from, int64_t n, float* to);
   void (*narrow)(Dtype, const float* from, int64_t n, void* to);

@@ -270,7 +270,8 @@ void Worker::multiply(const Product& product, int module) {
     float* y = target(product.writes, module, share.lane, &stride);
     if (product.gated) {
       weights = times(product, share, weights, x, y_.data(), 2 * kTile * units);
-      for (int p = 0; p < positions_; p++) k_.swiglu(y_.data() + p * 2 * kTile * units, units, y + p * stride + first);
+      for (int p = 0; p < positions_; p++)
+        k_.activate(product.activation, true, y_.data() + p * 2 * kTile * units, units, y + p * stride + first);
       continue;
     }
     weights = times(product, share, weights, x, y + first, stride);
@@ -280,6 +281,8 @@ void Worker::multiply(const Product& product, int module) {
       for (int p = 0; p < positions_ && begin < end; p++)
         k_.add_scaled(y + p * stride + begin, values + begin, 1.0f, end - begin);
     }
+    for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
+      k_.activate(product.activation, false, y + p * stride + first, units, y + p * stride + first);
   }
   mark(Decoder::kProducts + product.name, module / 2, began);
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from custom_calls.build import HERE, BuildError, cache
 
 SOURCES = HERE / "gpu" / "kernel"
+SHARED = (HERE / "common" / "activation.h",)  # with the CPU kernel
 PERSISTENT, STEPS = "decode.cu", "steps.cu"
 KERNEL = "kernel.cu"  # either of them, for the compilers
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
@@ -72,7 +73,7 @@ def image(
 
 def kernel_sources(kernel: str) -> list[Path]:
     """All files of a kernel but model.h."""
-    return sorted((*SOURCES.glob("*.h"), SOURCES / kernel))
+    return sorted((*SOURCES.glob("*.h"), *SHARED, SOURCES / kernel))
 
 
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:

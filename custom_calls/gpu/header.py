@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
-from laneformer.ops import Activation, Attend, HeadKind, Norm, Product, Value, Weight
+from laneformer.ops import Attend, HeadKind, Norm, Product, Value, Weight
 
 
 def model_header(layout: Layout) -> str:
@@ -60,7 +60,7 @@ def model_header(layout: Layout) -> str:
         '#include "ops.h"',
         "namespace laneformer {",
         "namespace gpu {",
-        *(_enumeration(names) for names in (Value, Activation, HeadKind)),
+        *(_enumeration(names) for names in (Value, HeadKind)),
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
         f"constexpr bool kAnyMean = {_literal(any_mean)};",
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
@@ -110,6 +110,7 @@ def _product_struct(layout: Layout, name: str, fields: dict, of_layers: dict, at
         "Reads": op.reads,
         "Writes": op.writes,
         "Activation": op.activation,
+        "Gated": op.gated,
         "Normed": op.norm is not None,
         "Biased": op.matrices[0].bias is not None,
     }

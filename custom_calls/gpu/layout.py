@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Attend, HeadKind, Layer, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Layer, Op, Product, Rotary, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -217,7 +217,7 @@ class Layout:
         return tuple(found[layer] for layer in range(self.num_layers))
 
     def _tile(self, op: Product) -> Tiling:
-        unit = 2 if op.activation.gated else 1
+        unit = 2 if op.gated else 1
         return tile(op.rows, op.columns, self.ctas, self.machine, 16 // self._width, unit)
 
     @cached_property
@@ -454,8 +454,8 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
             continue
         if (op.norm is None) is (op.reads is Value.STREAM):
             yield f"product {op.name.name} reads {op.reads.name} {'with' if op.norm else 'without'} a norm"
-        if op.activation.gated is not (op.writes is Value.HIDDEN):
-            yield f"product {op.name.name} writes {op.writes.name} through {op.activation.name}"
+        if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
+            yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
         if op.writes is Value.OUTPUT and op.rows != hidden:
             yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
         if len({matrix.bias is None for matrix in op.matrices}) > 1:

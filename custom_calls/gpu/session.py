@@ -278,7 +278,7 @@ class GpuSession(DecodeSession):
             [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights],
             self.layout.offset(layer, number),
             kind.tilings[number],
-            "pairs" if op.activation.gated else "rows",
+            "pairs" if op.gated else "rows",
         )
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:

@@ -16,12 +16,16 @@ class Mlp(Block):
 
     def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
         self.w1, self.w3, self.w2 = (nnx.Param(weights[name]) for name in ("w1", "w3", "w2"))
-        self.precision = precision
+        self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
+        return self.precision.einsum("lbsf,ldf->lbsd", self.hidden(h_lbsd), self.w2[...])
+
+    def hidden(self, h_lbsd: jax.Array) -> jax.Array:
+        """What w2 multiplies, [l, b, s, f]."""
         gate = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
         up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
-        return self.precision.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, self.w2[...])
+        return jax.nn.silu(gate) * up
 
     @staticmethod
     def table(options: MlpOptions, path: str) -> dict[str, Weight]:
@@ -47,6 +51,7 @@ class Mlp(Block):
             reads=Value.STREAM,
             writes=Value.HIDDEN,
             norm=norm,
-            activation=Activation.SILU_GATED,
+            activation=Activation.SILU,
+            gated=True,
         )
         return gate_up, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Activation, Attend, Product, Value, Weight
+from laneformer.ops import Attend, Product, Value, Weight
 from laneformer.weights import parameter_table
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
@@ -45,7 +45,7 @@ def test_values_are_written_before_they_are_read(name):
                 if isinstance(op, Product):
                     assert all(matrix.weight.shape[1] == op.columns for matrix in op.matrices)
                     assert sizes[op.reads] == op.columns
-                    assert op.activation == Activation.NONE or len({matrix.rows for matrix in op.matrices}) == 1
+                    assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
                     sizes[op.writes] = op.channels
                 else:
                     assert isinstance(op, Attend)

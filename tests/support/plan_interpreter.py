@@ -10,6 +10,8 @@ import numpy as np
 from custom_calls.plan import Plan, Table, decode_plan
 from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
 
+ACTIVATIONS = {Activation.NONE: lambda x: x, Activation.SILU: lambda x: x / (1 + np.exp(-x))}
+
 
 class Interpreter:
     """words, floats: of a Plan. arrays: each weight by its number, as in the table of laneformer/weights.py; only those
@@ -49,10 +51,11 @@ class Interpreter:
         for matrix in op.matrices:
             y = x @ self.matrix(matrix.weight, lane).T
             rows.append(y if matrix.bias is None else y + self.vector(matrix.bias, lane))
-        if op.activation == Activation.SILU_GATED:
+        activate = ACTIVATIONS[op.activation]
+        if op.gated:
             gate, up = rows
-            return gate / (1 + np.exp(-gate)) * up
-        return np.concatenate(rows, -1)
+            return activate(gate) * up
+        return activate(np.concatenate(rows, -1))
 
     def attend(self, op: Attend, lane: int, projected: np.ndarray) -> np.ndarray:
         s, e = len(projected), op.head_dim

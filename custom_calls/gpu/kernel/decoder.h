@@ -293,20 +293,18 @@ class Decoder {
   // The CTA's rows of a product under a norm, for all CTAs of the lane.
   template <class Op>
   LF_DEVICE void write(const float* partial, int layer, u32 tag) {
-    constexpr bool gated = Op::kActivation == Activation::kSiluGated;
-    constexpr int own = gated ? Op::kRows / 2 : Op::kRows;
+    constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
     u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
     const float factor = norm_factor(squares(turn_), Op::kEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
     for (int r = opaque(thread()); r < count; r += kThreads) {
       float value;
-      if constexpr (gated) {  // the rows of gate and up take turns
+      if constexpr (Op::kGated) {  // the rows of gate and up take turns
         const float gate = biased<Op>(row_sum<Op>(partial, 2 * r) * factor, layer, first + r),
                     up = biased<Op>(row_sum<Op>(partial, 2 * r + 1) * factor, layer, Op::kChannels + first + r);
-        const float bounded = larger(gate, -87.0f);  // exp(87) is finite
-        value = gate / (1.0f + exp_of(-bounded)) * up;
+        value = activated<Op::kActivation, Numbers>(gate) * up;
       } else {
-        value = biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r);
+        value = activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r));
       }
       store_word(board + first + r, word_of(value, tag));
     }

@@ -1,11 +1,20 @@
-// Lists of ops. model.h, which custom_calls/gpu/layout.py writes, has a struct of constants for each op of each kind of
-// layer, the ops of a kind as Ops<...>, and all kinds as Layers = Kinds<...>.
+// Lists of ops, and what their arithmetic needs of numbers. model.h, which custom_calls/gpu/layout.py writes, has a
+// struct of constants for each op of each kind of layer, the ops of a kind as Ops<...>, and all kinds as Layers =
+// Kinds<...>.
 #pragma once
 
 #include "numbers.h"
 
+#define LF_MATH LF_DEVICE
+#include "activation.h"
+
 namespace laneformer {
 namespace gpu {
+
+struct Numbers {  // for activation.h
+  LF_DEVICE static float exp(float x) { return exp_of(x); }
+  LF_DEVICE static float at_least(float x, float low) { return larger(x, low); }
+};
 
 template <class... Op>
 struct Ops {};

@@ -261,7 +261,7 @@ void norms(const Kernels& k) {
   }
   std::vector<float> gate_up = Random(3).floats(3 * 2 * kTile, -6, 6), out(3 * kTile);
   gate_up[0] = -200, gate_up[1] = 200, gate_up[2] = -88, gate_up[3] = 0;
-  k.swiglu(gate_up.data(), 3, out.data());
+  k.activate(Activation::kSilu, true, gate_up.data(), 3, out.data());
   for (int i = 0; i < 3 * kTile; i++) {
     const double gate = gate_up[i / kTile * 2 * kTile + i % kTile],
                  up = gate_up[i / kTile * 2 * kTile + kTile + i % kTile];
