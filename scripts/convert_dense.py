@@ -21,6 +21,7 @@ import laneformer as lf
 from laneformer.checkpoint import checkpoint_files, open_checkpoint
 from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.precision import Precision
+from laneformer.weights import parameter_table
 from scripts.convert import TOKENIZER_FILES
 from scripts.convert_dense_affinity import (
     Assignment,
@@ -164,14 +165,15 @@ def chosen_lanes(options: Options, modules: list[Units], late: Late, sizes: list
 def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Laneformer:
     """The dense model's weights with every unit in its lane; units keep their order inside a lane."""
 
+    table = parameter_table(dense.config)
+
     def lane_first(path: str, w: np.ndarray) -> np.ndarray:
-        names = path.split(".")
-        name = names[-1].removesuffix("_bias")
-        if name not in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"):
-            shared = w.ndim == (2 if name in ("lm_head", "tok_embeddings") else 1)
+        names, weight = path.split("."), table[path]
+        if len(names) < 4 or weight.spec[0] != "lane":
+            shared = w.ndim == (2 if path in ("lm_head", "tok_embeddings") else 1)
             return w if shared else w[0]  # a norm or head of the only lane
         order = np.argsort(lanes[2 * int(names[1]) + (names[2] == "feed_forward")], kind="stable")
-        if name in ("wo", "w2"):
+        if weight.initial == "output":
             columns = w[0].reshape(w.shape[1], len(order), -1)[:, order]
             return columns.reshape(w.shape[1], config.num_lanes, -1).swapaxes(0, 1)
         return w[0].reshape(len(order), -1, *w.shape[2:])[order].reshape(config.num_lanes, -1, *w.shape[2:])

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from laneformer.blocks import BLOCKS
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.rotary import rotary_tables
+from laneformer.config import AttentionOptions, MlpOptions
 from laneformer.layout import Schedule
 from laneformer.model import Laneformer, Layer
 
@@ -63,13 +65,20 @@ def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
         bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision)
         x, *observed = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
         layer = f"layers.{n}."
-        for names, norm, write, what in (
-            (("attention.wq", "attention.wk", "attention.wv"), "attention_norm", "attention.wo", observed[0]),
-            (("feed_forward.w1", "feed_forward.w3"), "ffn_norm", "feed_forward.w2", observed[1]),
+        for block, kind, norm, write, what in (
+            ("attention.", options.attention, "attention_norm", "wo", observed[0]),
+            ("feed_forward.", options.feed_forward, "ffn_norm", "w2", observed[1]),
         ):
             gain = np.asarray(weights[layer + norm], np.float32).reshape(-1)
-            modules.append(_units([weights[layer + name] for name in names], gain, weights[layer + write], what))
+            read = [weights[layer + block + name] for name in _reading(kind)]
+            modules.append(_units(read, gain, weights[layer + block + write], what))
     return modules
+
+
+def _reading(options: AttentionOptions | MlpOptions) -> list[str]:
+    """Names of a block's matrices that read the stream."""
+    table = BLOCKS[type(options)].table(options, "")
+    return [path.removeprefix(".") for path, weight in table.items() if weight.initial == "normal"]
 
 
 @jax.jit(static_argnums=4)
@@ -86,11 +95,11 @@ def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) ->
 
     h, attention = layer.attention_norm(x), layer.attention
     a, _ = bare(h, rotary)
-    first = statistics(x, h, a, [attention.wq[...], attention.wk[...], attention.wv[...]], heads)
+    first = statistics(x, h, a, [getattr(attention, name)[...] for name in _reading(attention.options)], heads)
     x = x + einsum("lbsi,ldi->lbsd", a, attention.wo[...])
     h, mlp = layer.ffn_norm(x), layer.feed_forward
     a = mlp.hidden(h)
-    second = statistics(x, h, a, [mlp.w1[...], mlp.w3[...]], a.shape[-1])
+    second = statistics(x, h, a, [getattr(mlp, name)[...] for name in _reading(mlp.options)], a.shape[-1])
     return x + einsum("lbsf,ldf->lbsd", a, mlp.w2[...]), first, second
 
 
