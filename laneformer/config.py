@@ -8,8 +8,10 @@ from typing import Literal, NamedTuple
 
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
+from laneformer.ops import Activation
 
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
+HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 LATER = {"recorded": "unless it has its default"}
 """Metadata of dataclass fields that older runs and records do not have; see `recorded_fields`."""
 
@@ -110,6 +112,9 @@ class MlpOptions:
     num_lanes: int
     columns: int
     """Feed-forward columns of one lane."""
+    activation: Activation
+    gated: bool
+    """A gate and an up projection, instead of the latter alone."""
 
 
 class LayerOptions(NamedTuple):
@@ -193,6 +198,13 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
 
+    hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
+    """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
+    gated_mlp: bool = dataclasses.field(default=True, metadata=LATER)
+    """The MLP multiplies its activated gate projection with an up projection (GLU, arXiv 2002.05202); false leaves the
+    gate out and activates the up projection (Arcee).
+    """
+
     bos_token_id: int | None = None
     """Token that begins a text; prepended to prompts where set."""
     eos_token_id: tuple[int, ...] = ()
@@ -224,6 +236,8 @@ class ModelConfig:
                 raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        if self.hidden_act not in HIDDEN_ACTS:
+            raise ConfigError(f"unknown hidden_act {self.hidden_act!r}; choose {', '.join(HIDDEN_ACTS)}")
         self._check_heads()
         self._check_lanes()
         self._check_windows()
@@ -307,7 +321,12 @@ class ModelConfig:
     def layers(self) -> tuple[LayerOptions, ...]:
         """The blocks of each layer."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
-        feed_forward = MlpOptions(**size, columns=self.intermediate_size // self.num_lanes)
+        feed_forward = MlpOptions(
+            **size,
+            columns=self.intermediate_size // self.num_lanes,
+            activation=Activation[self.hidden_act.upper()],
+            gated=self.gated_mlp,
+        )
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": self.num_key_value_heads // self.num_lanes,

@@ -49,11 +49,19 @@ class Value(IntEnum):
 
 
 class Activation(IntEnum):
-    """What a product does to its rows before it writes them; custom_calls/common/activation.h computes it."""
+    """What a product does to its rows before it writes them; custom_calls/common/activation.h computes it. Names as
+    in ModelConfig.hidden_act.
+    """
 
     NONE = 0
     SILU = 1
     """x / (1 + exp(-x))"""
+    GELU = 2
+    """x times the normal distribution function of x (Hendrycks & Gimpel, arXiv 1606.08415)."""
+    GELU_PYTORCH_TANH = 3
+    """Its approximation x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), ibid."""
+    RELU2 = 4
+    """max(x, 0)^2 (So et al., arXiv 2109.08668)."""
 
 
 class ProductName(IntEnum):
@@ -63,6 +71,7 @@ class ProductName(IntEnum):
     OUT = 1
     GATE_UP = 2
     DOWN = 3
+    UP = 4
 
 
 @dataclass(frozen=True)

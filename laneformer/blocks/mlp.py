@@ -1,4 +1,8 @@
-"""SwiGLU (Shazeer, arXiv 2002.05202) of every lane over its own columns. Shape letters as in laneformer/model.py."""
+"""The MLP of every lane over its own columns, gated (Shazeer, arXiv 2002.05202) or not. Shape letters as in
+laneformer/model.py.
+"""
+
+from functools import partial
 
 import jax
 from flax import nnx
@@ -10,12 +14,20 @@ from laneformer.config import MlpOptions
 from laneformer.ops import Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
 
+FUNCTIONS = {
+    Activation.SILU: jax.nn.silu,
+    Activation.GELU: partial(jax.nn.gelu, approximate=False),
+    Activation.GELU_PYTORCH_TANH: partial(jax.nn.gelu, approximate=True),
+    Activation.RELU2: lambda x: jax.numpy.square(jax.nn.relu(x)),
+}
+
 
 class Mlp(Block):
-    """o[l] = w2[l] (silu(w1[l] h) * w3[l] h)."""
+    """o[l] = w2[l] (activation(w1[l] h) * w3[l] h), without w3 where it is not gated."""
 
     def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
-        self.w1, self.w3, self.w2 = (nnx.Param(weights[name]) for name in ("w1", "w3", "w2"))
+        for name, weight in weights.items():
+            setattr(self, name, nnx.Param(weight))
         self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
@@ -23,9 +35,12 @@ class Mlp(Block):
 
     def hidden(self, h_lbsd: jax.Array) -> jax.Array:
         """What w2 multiplies, [l, b, s, f]."""
-        gate = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
+        first = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
+        activate = FUNCTIONS[self.options.activation]
+        if not self.options.gated:
+            return activate(first)
         up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
-        return jax.nn.silu(gate) * up
+        return activate(first) * up
 
     @staticmethod
     def table(options: MlpOptions, path: str) -> dict[str, Weight]:
@@ -35,23 +50,26 @@ class Mlp(Block):
             file_name = f"model.{path}.{name}.weight"
             return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group="matrix", part="MLP")
 
-        return {
-            f"{path}.w1": matrix("w1", (l, f, d), P("lane", None, "data"), "normal"),
-            f"{path}.w3": matrix("w3", (l, f, d), P("lane", None, "data"), "normal"),
-            f"{path}.w2": matrix("w2", (l, d, f), P("lane", "data", None), "output"),
-        }
+        read = {name: matrix(name, (l, f, d), P("lane", None, "data"), "normal") for name in _read_by(options)}
+        written = {"w2": matrix("w2", (l, d, f), P("lane", "data", None), "output")}
+        return {f"{path}.{name}": weight for name, weight in (read | written).items()}
 
     @staticmethod
     def ops(options: MlpOptions, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
         table = Mlp.table(options, path)
-        gate, up, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in ("w1", "w3", "w2"))
-        gate_up = Product(
-            ProductName.GATE_UP,
-            (gate, up),
+        *first, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in (*_read_by(options), "w2"))
+        hidden = Product(
+            ProductName.GATE_UP if options.gated else ProductName.UP,
+            tuple(first),
             reads=Value.STREAM,
             writes=Value.HIDDEN,
             norm=norm,
-            activation=Activation.SILU,
-            gated=True,
+            activation=options.activation,
+            gated=options.gated,
         )
-        return gate_up, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)
+        return hidden, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)
+
+
+def _read_by(options: MlpOptions) -> tuple[str, ...]:
+    """Names of the matrices that read the stream."""
+    return ("w1", "w3") if options.gated else ("w1",)

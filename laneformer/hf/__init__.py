@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "laneformer_tp": own.FAMILY,
     "laneformer": own.FAMILY,
     "llama": llama.LLAMA,
+    "arcee": llama.ARCEE,
     "mistral": llama.MISTRAL,
     "ministral": llama.MINISTRAL,
     "qwen2": llama.QWEN2,

@@ -43,6 +43,8 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
     "norm_eps",
     "qkv_bias",
     "qk_norm",
+    "hidden_act",
+    "gated_mlp",
     "bos_token_id",
 )
 
@@ -50,7 +52,6 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
 def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     """num_lanes: as trained, or None."""
     fields.require(*REQUIRED)
-    fields.require_silu()
     found = {"num_key_value_heads": fields.get("num_attention_heads"), "norm_eps": fields.get("rms_norm_eps")}
     found = {name: value for name, value in found.items() if value is not None} | fields.given(*SAME_NAME)
     own = found.get("num_lanes", ModelConfig.num_lanes)
@@ -63,6 +64,7 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
         found.pop("sliding_window_n_layers", None)
     longest = found.get("max_position_embeddings", ModelConfig.max_position_embeddings)
     found["rope_theta"], found["rope_scaling"] = read_rope(fields, longest)
+    found["hidden_act"] = fields.activation()
     return ModelConfig(**found, eos_token_id=fields.end_tokens)
 
 

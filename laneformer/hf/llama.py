@@ -1,4 +1,4 @@
-"""Llama and the dense families that are spelled like it: Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3.
+"""Llama and the dense families that are spelled like it: Arcee, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3.
 
 They become lanes with layout tp: lane l has the l-th share of the heads and of the feed-forward columns. Defaults are
 those of transformers' configuration classes, which decide what a field that is missing or null means.
@@ -57,6 +57,8 @@ class Dialect:
     """Switches that must be off."""
     theta: float = THETA
     """Default of rope_theta."""
+    norm_eps: float = 1e-6
+    """Default of rms_norm_eps."""
     windows: Callable[[Fields], tuple[int | None, list[str]]] = lambda fields: (None, [])
     """The window in positions and the type of each layer; also refuses what else the family may ask for."""
 
@@ -66,10 +68,10 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
     for name in dialect.refused:
         if fields.flag(name):
             raise ConfigError(f"{name} = true: only checkpoints without these biases are supported")
-    fields.require_silu()
     found = {"num_key_value_heads": fields.get("num_attention_heads")} | dict(dialect.defaults) | fields.given(*READ)
     longest = fields.size("max_position_embeddings", dialect.longest)
     theta, scaling = read_rope(fields, longest, dialect.theta)
+    found["hidden_act"] = fields.activation(found.get("hidden_act", ModelConfig.hidden_act))
     window, types = dialect.windows(fields)
     sliding = tuple(n for n, kind in enumerate(types) if kind == SLIDING)
     if window is not None and sliding:
@@ -77,7 +79,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
     return ModelConfig(
         **found,
         max_position_embeddings=longest,
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_eps=fields.get("rms_norm_eps", dialect.norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         eos_token_id=fields.end_tokens,
@@ -165,7 +167,8 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source:
         _, n, name = path.split(".", 2)
         prefix = f"model.layers.{n}."
     kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
-    file_name = f"{prefix}{NAMES[name]}.{kind}"
+    names = NAMES if config.gated_mlp else NAMES | {"feed_forward.w1": "mlp.up_proj"}
+    file_name = f"{prefix}{names[name]}.{kind}"
     match name.rsplit(".", 1)[-1]:
         case "wo" | "w2":
             return Source(file_name, (shape[1], shape[0] * shape[2]), columns)
@@ -184,6 +187,9 @@ def _family(name: str, **own) -> Family:
 
 BIASES = ("attention_bias", "mlp_bias")
 LLAMA = _family("Llama", longest=2048, defaults={}, refused=BIASES)
+ARCEE = _family(
+    "Arcee", longest=4096, defaults={"hidden_act": "relu2", "gated_mlp": False}, refused=BIASES, norm_eps=1e-5
+)
 MISTRAL = _family("Mistral", longest=131072, defaults={}, windows=mistral_windows)
 MINISTRAL = _family("Ministral", longest=131072, defaults={}, windows=ministral_windows)
 QWEN2 = _family("Qwen2", longest=32768, defaults={"qkv_bias": True}, windows=qwen_windows)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    ArceeConfig,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -115,6 +116,30 @@ MODELS = {
     "qwen3": (
         Qwen3Config,
         {**SHAPE, "hidden_size": 48, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": plain_rope(1e6)},
+        {},
+        None,
+    ),
+    "arcee": (ArceeConfig, {**SMALL, "tie_word_embeddings": False, "rope_parameters": plain_rope(1e4)}, {}, None),
+    "llama_relu2": (
+        LlamaConfig,
+        {**SMALL, "hidden_act": "relu2", "tie_word_embeddings": False, "rope_parameters": plain_rope(1e4)},
+        {},
+        None,
+    ),
+    "qwen3_gelu": (
+        Qwen3Config,
+        {**SMALL, "hidden_act": "gelu", "tie_word_embeddings": False, "rope_parameters": plain_rope(1e6)},
+        {},
+        None,
+    ),
+    "qwen2_gelu_tanh": (
+        Qwen2Config,
+        {
+            **without(SMALL, "head_dim"),
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(1e6),
+        },
         {},
         None,
     ),

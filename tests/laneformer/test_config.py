@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
 from laneformer.config import LATER, AttentionOptions, MlpOptions, NormOptions, recorded_fields
+from laneformer.ops import Activation
 from tests.support import reference, tiny
 
 FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
@@ -58,7 +59,7 @@ def test_layers_are_the_shares_of_one_lane():
     config = make(sliding_window=3, sliding_window_n_layers=1, head_dim=6, qk_norm=True, norm_eps=1e-3)
     first, *others = config.layers
     assert len(config.layers) == 3 and first.feed_forward == others[0].feed_forward == MlpOptions(
-        hidden_size=32, num_lanes=4, columns=6
+        hidden_size=32, num_lanes=4, columns=6, activation=Activation.SILU, gated=True
     )
     assert first.attention == AttentionOptions(
         hidden_size=32,
@@ -117,6 +118,7 @@ WRONG = {
     **dict.fromkeys(NUMBERS, (0, -1.0, NAN, INF, -INF, "1", None, True, 10**400)),
     **dict.fromkeys(BOOLEANS, (1, "true", None)),
     "lm_head_type": ("dense", None, ["lane"]),
+    "hidden_act": ("none", "SILU", None, ["silu"]),
     "sliding_window": (0, -3, 2.5, "4", True),
     "sliding_window_n_layers": (1.0, "1", None, True),
     "bos_token_id": (-1, 40, 1.0, "1", [1]),
@@ -138,7 +140,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_every_boolean_is_in_the_table():
-    assert len(BOOLEANS) == 9 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
+    assert len(BOOLEANS) == 10 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
 
 
 OLD = {"factor": 2.0, "original_max_position_embeddings": 8}

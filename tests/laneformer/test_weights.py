@@ -141,6 +141,17 @@ def test_groups_and_parts_of_the_weights():
     assert [len(weights) for weights in module_weights(tiny.config())] == [5, 4] * 3
 
 
+def test_an_mlp_without_a_gate_has_two_matrices():
+    config = tiny.config()
+    plain = config.replace(gated_mlp=False, hidden_act="relu2")
+    assert parameter_table(config).keys() - parameter_table(plain).keys() == {
+        f"layers.{n}.feed_forward.w3" for n in range(3)
+    }
+    assert parameters_per_token(config) - parameters_per_token(plain) == 3 * 24 * 32
+    first, other = (Laneformer.init(c, 3).weights() for c in (config, plain))
+    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in other)
+
+
 @pytest.fixture(scope="module")
 def fresh() -> Laneformer:
     """A model with weights from seed 3 on one device."""

@@ -32,9 +32,9 @@ def converted(tmp_path_factory):
     return convert
 
 
-# Grouped heads, biases, tied; qk-norm; one KV head per head, untied.
+# Grouped heads, biases, tied; qk-norm; one KV head per head, untied; an MLP without a gate.
 @pytest.mark.parametrize(
-    "family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", pytest.param("llama2", marks=pytest.mark.slow)]
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama2", "arcee"))]
 )
 def test_lanes_compute_the_dense_logits(converted, family):
     lanes = laneformer.load(converted(family))

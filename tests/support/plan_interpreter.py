@@ -3,6 +3,7 @@
 All positions are computed together. Shapes: s positions, d channels of a stream, e head_dim.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +11,13 @@ import numpy as np
 from custom_calls.plan import Plan, Table, decode_plan
 from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
 
-ACTIVATIONS = {Activation.NONE: lambda x: x, Activation.SILU: lambda x: x / (1 + np.exp(-x))}
+ACTIVATIONS = {
+    Activation.NONE: lambda x: x,
+    Activation.SILU: lambda x: x / (1 + np.exp(-x)),
+    Activation.GELU: lambda x: x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
+    Activation.GELU_PYTORCH_TANH: lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
+}
 
 
 class Interpreter:

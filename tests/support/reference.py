@@ -70,6 +70,20 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def activation(config, x):
+    """The function that `hidden_act` names, any shape."""
+    name = config.get("hidden_act") or "silu"
+    if name == "silu":
+        return silu(x)
+    if name == "gelu":
+        return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+    if name == "gelu_pytorch_tanh":
+        return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    if name == "relu2":
+        return np.where(x > 0, x**2, 0)
+    raise ValueError(f"unknown hidden_act {name!r}")
+
+
 def softmax(x):
     """Over the last axis, any shape."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
@@ -186,8 +200,10 @@ def mlp(config, weights, n, l, x):
     """Lane l's share of the MLP of layer n, norm included: stream x [b, s, D] -> partial output [b, s, D]."""
     name = f"model.layers.{n}"
     h = rmsnorm(x, norm_gain(weights, f"{name}.ffn_norm", l), epsilon(config))
-    w1, w2, w3 = (weights[f"{name}.feed_forward.{part}.weight"][l] for part in ("w1", "w2", "w3"))
-    return (silu(h @ w1.T) * (h @ w3.T)) @ w2.T
+    a = activation(config, h @ weights[f"{name}.feed_forward.w1.weight"][l].T)
+    if config.get("gated_mlp", True):
+        a = a * (h @ weights[f"{name}.feed_forward.w3.weight"][l].T)
+    return a @ weights[f"{name}.feed_forward.w2.weight"][l].T
 
 
 def module(config, weights, m, X):
@@ -533,7 +549,8 @@ def random_weights(config, seed):
         normal(f"{name}.attention.wo.weight", 1 / math.sqrt(L * q_rows), L, D, q_rows)
         norm(f"{name}.ffn_norm", shared)
         normal(f"{name}.feed_forward.w1.weight", 1 / math.sqrt(D), L, F // L, D)
-        normal(f"{name}.feed_forward.w3.weight", 1 / math.sqrt(D), L, F // L, D)
+        if config.get("gated_mlp", True):
+            normal(f"{name}.feed_forward.w3.weight", 1 / math.sqrt(D), L, F // L, D)
         normal(f"{name}.feed_forward.w2.weight", 1 / math.sqrt(F), L, D, F // L)
     norm("model.norm", shared or config.get("pre_norm_lane_agg", False))
     if not tied and kind == "replicate":

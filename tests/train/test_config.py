@@ -81,7 +81,7 @@ def test_the_run_folder():
 
 
 def test_a_config_is_frozen_and_recorded_whole():
-    config = tiny()
+    config = changed(tiny(), model__hidden_act="gelu", model__gated_mlp=False)  # fields of newer runs alone
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     record = recorded(config)
@@ -208,6 +208,15 @@ def test_phases_follow_each_other_and_change_the_model():
             changed(config, then=config.then | {"mid": dataclasses.replace(config.then["mid"], steps=11)}),
             Path("run"),
         )
+
+
+def test_runs_recorded_without_later_fields_resume():
+    assert not {"model.hidden_act", "model.gated_mlp"} & recorded(tiny()).keys()
+    check_same_run(recorded(tiny()), tiny(), Path("run"))
+    other = changed(tiny(), model__hidden_act="gelu")
+    check_same_run(recorded(other), other, Path("run"))
+    with pytest.raises(ConfigError, match=r"model\.hidden_act \(was None, now 'gelu'\)"):
+        check_same_run(recorded(tiny()), other, Path("run"))
 
 
 def test_added_and_removed_fields_are_named():

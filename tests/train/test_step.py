@@ -88,6 +88,15 @@ def test_loss_equals_cross_entropy_of_the_logits():
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
 
+def test_an_mlp_without_a_gate_learns():
+    t = trainer(2, 4, model__hidden_act="relu2", model__gated_mlp=False)
+    state, losses = t.init(), []
+    for _ in range(12):
+        state, values = step(t, state, put(t, batch_of(0)))
+        losses.append(float(values["loss"]))
+    assert losses[0] == pytest.approx(np.log(64), abs=0.2) and losses[-1] < 0.5 * losses[0]
+
+
 @pytest.mark.parametrize(
     ("data", "lane"),
     [

@@ -259,15 +259,42 @@ void norms(const Kernels& k) {
     for (int i = 0; i < n; i++)
       CHECK(std::fabs(total[i] - (scale[i] + 0.3f * (double)x[i])) < 1e-6, "%s: add_scaled %d of %d", k.name, i, n);
   }
-  std::vector<float> gate_up = Random(3).floats(3 * 2 * kTile, -6, 6), out(3 * kTile);
-  gate_up[0] = -200, gate_up[1] = 200, gate_up[2] = -88, gate_up[3] = 0;
-  k.activate(Activation::kSilu, true, gate_up.data(), 3, out.data());
-  for (int i = 0; i < 3 * kTile; i++) {
-    const double gate = gate_up[i / kTile * 2 * kTile + i % kTile],
-                 up = gate_up[i / kTile * 2 * kTile + kTile + i % kTile];
-    const double exact = gate / (1 + std::exp(-gate)) * up;
-    CHECK(std::fabs(out[i] - exact) <= 1e-6 * std::fabs(exact) + 1e-30, "%s: silu(%g) * %g is %g, not %g", k.name, gate,
-          up, out[i], exact);
+}
+
+double exactly(Activation kind, double x) {
+  switch (kind) {
+    case Activation::kNone: return x;
+    case Activation::kSilu: return x / (1 + std::exp(-x));
+    case Activation::kGelu: return x / 2 * std::erfc(-x / std::sqrt(2.0));
+    case Activation::kGeluPytorchTanh:  // 1 + tanh(u) without the digits that it loses where tanh is nearly -1
+      return x / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
+    case Activation::kRelu2: return x > 0 ? x * x : 0;
+  }
+  return NAN;
+}
+
+// Gated and in place; errors beside |x| everywhere, and beside the result where that is not tiny.
+void activations(const Kernels& k) {
+  constexpr int kTiles = 4001;
+  for (int number = 0; number < kActivations; number++) {
+    const Activation kind = (Activation)number;
+    std::vector<float> x = Random(3).floats(kTiles * 2 * kTile, -6, 6), out(kTiles * kTile);
+    x[0] = -200, x[1] = 200, x[2] = -88, x[3] = 0, x[4] = -14, x[5] = -1e10f, x[6] = 1e10f, x[7] = NAN;
+    k.activate(kind, true, x.data(), kTiles, out.data());
+    const auto check = [&](double gate, double up, float got) {
+      const double exact = exactly(kind, gate) * up, error = std::fabs(got - exact);
+      CHECK(std::isnan(gate) ? std::isnan(got)
+                             : error <= 2e-7 * std::fabs(gate * up) + 1e-7 * std::fabs(exact) &&
+                                   (std::fabs(exact) < 1e-12 || error <= 4e-6 * std::fabs(exact)),
+            "%s: activation %d of %g, times %g, is %g, not %g", k.name, number, gate, up, got, exact);
+    };
+    for (int i = 0; i < kTiles * kTile; i++) {
+      const int at = i / kTile * 2 * kTile + i % kTile;
+      check(x[at], x[at + kTile], out[i]);
+    }
+    std::vector<float> own = x;
+    k.activate(kind, false, own.data(), 2 * kTiles, own.data());
+    for (size_t i = 0; i < own.size(); i++) check(x[i], 1, own[i]);
   }
 }
 
@@ -403,6 +430,7 @@ void all_of(const Kernels& k) {
   attends(k);
   causal(k);
   norms(k);
+  activations(k);
   exponentials(k);
   sums(k);
   draws(k);

@@ -33,15 +33,19 @@ def name_of(value) -> str:
 
 def test_the_dense_fixtures_are_there():
     assert [folder.name for folder in DENSE] == [
+        "arcee",
         "llama2",
         "llama3",
         "llama_linear",
+        "llama_relu2",
         "llama_yarn",
         "ministral",
         "mistral",
         "qwen2",
+        "qwen2_gelu_tanh",
         "qwen2_window",
         "qwen3",
+        "qwen3_gelu",
         "qwen3_window",
         "smollm3",
     ]
@@ -95,7 +99,7 @@ def test_old_spelling_of_dense_configs(folder, tmp_path):
         assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
 
 
-@pytest.mark.parametrize("folder", [FOLDERS["qwen2"], FOLDERS["qwen3"], FOLDERS["mistral"]], ids=name_of)
+@pytest.mark.parametrize("folder", [FOLDERS[name] for name in ("qwen2", "qwen3", "mistral", "arcee")], ids=name_of)
 def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
     io = np.load(folder / "io.npz")
     save_hf(load(folder, num_lanes=4), tmp_path, spelling="laneformer")

@@ -55,6 +55,7 @@ def configs(draw) -> ModelConfig:
                     "replicated_rmsn_scale",
                     "qkv_bias",
                     "qk_norm",
+                    "gated_mlp",
                 )
             },
             "pre_norm_lane_agg": whole_head and draw(st.booleans()),
@@ -63,6 +64,7 @@ def configs(draw) -> ModelConfig:
             "unclamped_layers": draw(st.lists(st.integers(0, 2))),
             "rope_theta": draw(st.floats(1, 1e6)),
             "rope_scaling": draw(scalings),
+            "hidden_act": draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu2"])),
             "norm_eps": draw(st.floats(1e-8, 1e-2)),
             "bos_token_id": draw(st.none() | st.integers(0, 39)),
             "eos_token_id": draw(st.lists(st.integers(0, 39), max_size=3)),

@@ -7,7 +7,7 @@ import pytest
 from laneformer import ConfigError
 from laneformer.hf import config_from_hf
 
-DENSE_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
+DENSE_TYPES = ("llama", "arcee", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
 DENSE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 8}
 
 
@@ -26,6 +26,7 @@ def test_defaults_are_those_of_transformers(kind):
     """Copied from the configuration classes of transformers 5.23; SmolLM3's own default has layers without rotation."""
     longest, theta, tied = {
         "llama": (2048, 10000.0, False),
+        "arcee": (4096, 10000.0, False),
         "mistral": (131072, 10000.0, False),
         "ministral": (131072, 10000.0, False),
         "qwen2": (32768, 10000.0, False),
@@ -34,9 +35,20 @@ def test_defaults_are_those_of_transformers(kind):
     }[kind]
     found = config_from_hf(DENSE | {"model_type": kind})
     assert (found.max_position_embeddings, found.rope_theta, found.tie_word_embeddings) == (longest, theta, tied)
-    assert found.norm_eps == 1e-6 and found.num_key_value_heads == 8 and found.rope_scaling is None
+    assert found.norm_eps == (1e-5 if kind == "arcee" else 1e-6)
+    assert (found.hidden_act, found.gated_mlp) == (("relu2", False) if kind == "arcee" else ("silu", True))
+    assert found.num_key_value_heads == 8 and found.rope_scaling is None
     assert found.head_size == (128 if kind == "qwen3" else 4)
     assert found.bos_token_id is None and found.eos_token_id == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("swish", "silu"), ("gelu", "gelu"), ("gelu_new", "gelu_pytorch_tanh"), ("relu2", "relu2"), (None, "silu")],
+)
+def test_activations_under_the_names_of_transformers(name, meant):
+    found = config_from_hf(DENSE | {"model_type": "llama", "hidden_act": name})
+    assert found.hidden_act == meant and found.gated_mlp
 
 
 @pytest.mark.parametrize(("kind", "more"), [("qwen2", {}), ("qwen3", {"head_dim": 4})])
@@ -97,7 +109,8 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4}
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("smollm3", {"attention_bias": "no"}, "attention_bias = 'no'"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("llama", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias"),
         ("qwen2", SLIDING | {"num_hidden_layers": "3"}, "num_hidden_layers = '3'"),
         ("qwen2", SLIDING | {"sliding_window": 0}, "sliding_window = 0"),
         ("qwen2", SLIDING | {"max_window_layers": -1}, "max_window_layers = -1"),

@@ -40,6 +40,7 @@ OPTIONAL = {  # model_type -> each optional field with what a missing or null on
         "bos_token_id": None,
         "eos_token_id": [],
         "hidden_act": "silu",
+        "gated_mlp": True,
     },
     "laneformer": {"use_attention_comm": True, "use_mlp_comm": True, "num_key_value_heads": 8},
     "llama": {
@@ -57,6 +58,7 @@ OPTIONAL = {  # model_type -> each optional field with what a missing or null on
         "bos_token_id": None,
         "eos_token_id": None,
     },
+    "arcee": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "mlp_bias": False},
     "mistral": {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
@@ -117,7 +119,9 @@ WRONG = [
     ({"model_type": "olmo2"}, ["'olmo2'", "norms"]),
     ({"vocab_size": None}, ["vocab_size missing"]),
     ({"vocab_size": None, "hidden_size": None}, ["vocab_size, hidden_size missing"]),
-    ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),
+    ({"hidden_act": "relu"}, ["hidden_act 'relu'", "silu, gelu, gelu_pytorch_tanh, relu2"]),
+    ({"hidden_act": ["silu"]}, ["hidden_act", "['silu']"]),
+    ({"gated_mlp": "no"}, ["gated_mlp = 'no'"]),
     ({"norm_eps": float("nan")}, ["norm_eps = nan"]),
     ({"rope_theta": float("inf")}, ["rope_theta = inf"]),
     ({"rope_theta": -1}, ["rope_theta = -1"]),
