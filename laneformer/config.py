@@ -97,11 +97,13 @@ class AttentionOptions:
     window: int | None
     """Keys that a query sees, its own position included; None for all."""
     qkv_bias: bool
-    """Biases on the q, k and v projections."""
+    """Biases on the q, k and v projections, and on that of the gate."""
     qk_norm: bool
     """RMSNorm over each q and k head before the rotation."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
+    gate: bool
+    """A sigmoid gate on each channel of the heads' results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +196,14 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     qkv_bias: bool = False
-    """Biases on the q, k and v projections (Qwen2)."""
+    """Biases on the q, k and v projections (Qwen2), and on that of the gate."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
+    attention_gate: bool = dataclasses.field(default=False, metadata=LATER)
+    """Each channel of the heads' results times a sigmoid of its own projection, before wo (arXiv 2505.06708)."""
     gated_mlp: bool = dataclasses.field(default=True, metadata=LATER)
     """The MLP multiplies its activated gate projection with an up projection (GLU, arXiv 2002.05202); false leaves the
     gate out and activates the up projection (Arcee).
@@ -333,6 +337,7 @@ class ModelConfig:
             "head_dim": self.head_size,
         }
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "norm_eps": self.norm_eps}
+        variant["gate"] = self.attention_gate
         return tuple(
             LayerOptions(AttentionOptions(**size, **heads, **variant, window=window), feed_forward)
             for window in self.layer_windows

@@ -39,7 +39,7 @@ class Value(IntEnum):
     STREAM = 0
     """The residual stream [hidden_size]."""
     PROJECTED = 1
-    """Queries, keys and values, one after the other."""
+    """Queries, keys, values and gates, one after the other."""
     ATTENDED = 2
     """The heads' results [heads, head_dim]."""
     HIDDEN = 3
@@ -134,9 +134,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Attend:
-    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim]; this
-    position's k and v join the layer's cache; the result is ATTENDED. Query head h reads key head
-    h // (heads / kv_heads).
+    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim], and g
+    [heads, head_dim] where it is gated; this position's k and v join the layer's cache; the result is ATTENDED. Query
+    head h reads key head h // (heads / kv_heads).
     """
 
     heads: int
@@ -151,7 +151,14 @@ class Attend:
     q_norm: Norm | None = None
     """Over each query head; k_norm likewise over each key head."""
     k_norm: Norm | None = None
-    # To come, in a commit that computes it: a sigmoid gate per channel, whose rows follow v in PROJECTED; sinks.
+    gated: bool = False
+    """The result is multiplied by sigmoid(g)."""
+    # To come, in a commit that computes it: sinks.
+
+    @property
+    def projected(self) -> int:
+        """Channels of PROJECTED."""
+        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 Op = Product | Attend  # to come: a norm of OUTPUT; routes and experts; ops with another state than keys and values

@@ -27,13 +27,18 @@ LF_MATH Number normal_tail(Number x) {
   return p * t;
 }
 
-// Math has, for numbers or vectors of them: exp(x), for x up to 87, and at_least(x, low). A NaN stays one. With an exp
-// within 2 units in the last place, gelu and its approximation are within 2e-7 |x| of the exact value, and within 4e-6
-// of it where it is at least 1e-12.
+// Math has, for numbers or vectors of them: exp(x), for x up to 87, and at_least(x, low). A NaN stays one.
+template <class Math, class Number>
+LF_MATH Number sigmoid(Number x) {
+  return 1.0f / (1.0f + Math::exp(-Math::at_least(x, -87.0f)));  // exp(87) is finite
+}
+
+// With an exp within 2 units in the last place, gelu and its approximation are within 2e-7 |x| of the exact value, and
+// within 4e-6 of it where it is at least 1e-12.
 template <Activation kind, class Math, class Number>
 LF_MATH Number activated(Number x) {
   if constexpr (kind == Activation::kSilu) {
-    return x / (1.0f + Math::exp(-Math::at_least(x, -87.0f)));  // exp(87) is finite
+    return x / (1.0f + Math::exp(-Math::at_least(x, -87.0f)));
   } else if constexpr (kind == Activation::kGelu) {
     const Number positive = Math::at_least(x, 0.0f), size = positive + (positive - x);
     return positive - size * normal_tail(size) * Math::exp(-0.5f * size * size);

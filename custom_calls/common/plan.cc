@@ -175,12 +175,13 @@ class Reader {
     attend.rotary = flag() ? index((int64_t)plan_.rotaries.size(), "rotation") : -1;
     attend.q_norm = maybe_norm(attend.head_dim);
     attend.k_norm = maybe_norm(attend.head_dim);
+    attend.gated = flag();
     require(attend.heads % attend.kv_heads == 0, "heads are not a multiple of kv_heads");
     require(attend.rotary < 0 || 2 * (int64_t)plan_.rotaries[attend.rotary].frequencies.size() == attend.head_dim,
             "a rotation has other channels than a head");
-    require(channels(Value::projected) == ((int64_t)attend.heads + 2 * (int64_t)attend.kv_heads) * attend.head_dim,
+    require(channels(Value::projected) == attend.values_end() + (attend.gated ? attend.width() : 0),
             "attention reads another number of channels than are projected");
-    channels(Value::attended) = (int64_t)attend.heads * attend.head_dim;
+    channels(Value::attended) = attend.width();
     return attend;
   }
 

@@ -91,7 +91,7 @@ void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk,
              cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
 }
 
-// Merges the chunks' parts, in their order, into a[p][heads][head_dim].
+// Merges the chunks' parts, in their order, into a[p][heads][head_dim], and applies the gates.
 void Worker::merge(int lane) {
   const int64_t e = attend_->head_dim, heads = attend_->heads, stride = (int64_t)kBlock * heads * (e + 2);
   const float* parts = d_.parts_.floats() + (int64_t)lane * kChunks * stride;
@@ -108,6 +108,9 @@ void Worker::merge(int lane) {
     }
     for (int64_t i = 0; i < e; i++) a[i] /= sum;
   }
+  for (int p = 0; p < positions_ && attend_->gated; p++)
+    k_.gate(d_.projected_.floats() + (lane * kBlock + p) * d_.projected_padded_ + attend_->values_end(), heads * e,
+            a_.data() + p * heads * e);
 }
 
 }  // namespace laneformer

@@ -251,6 +251,14 @@ void activate(Activation wanted, bool gated, const float* x, int64_t tiles, floa
   activate_with_any(CountUp<laneformer::kActivations>{}, wanted, gated, x, tiles, out);
 }
 
+void gate(const float* gates, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; i += kWidth) {
+    const int count = n - i < kWidth ? (int)(n - i) : kWidth;
+    const vf y = load_first<vf>(x + i, count) * laneformer::sigmoid<Vectors>(load_first<vf>(gates + i, count));
+    std::memcpy(x + i, &y, count * sizeof(float));
+  }
+}
+
 void widen(Dtype dtype, const void* from, int64_t n, float* to) {
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) storef(to + i, element(dtype, from, i));
@@ -394,6 +402,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),  LF_ISA::kBatch,  LF_ISA::product,  LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled,
-    LF_ISA::activate, LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,  LF_ISA::read,     LF_ISA::largest_of,
-    LF_ISA::temper,   LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};
+    LF_TEXT(LF_ISA),    LF_ISA::kBatch, LF_ISA::product, LF_ISA::prepare,  LF_ISA::rms_norm, LF_ISA::add_scaled,
+    LF_ISA::activate,   LF_ISA::gate,   LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,   LF_ISA::read,
+    LF_ISA::largest_of, LF_ISA::temper, LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};

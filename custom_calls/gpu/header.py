@@ -133,6 +133,7 @@ def _attend_struct(layout: Layout, name: str, fields: dict, of_layers: dict) -> 
         "HeadDim": op.head_dim,
         "MaxSplits": layout.max_splits(op),
         "Scale": _score_scale(op.scale),
+        "Gated": op.gated,
         "Rotated": op.rotary is not None,
         "Rotations": layout.rotations.get((op.rotary, op.head_dim), 0),
     }

@@ -449,7 +449,7 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
     for op in layer.ops:
         if isinstance(op, Attend):
             projected = layer.attention[0].channels
-            if projected != (op.heads + 2 * op.kv_heads) * op.head_dim or op.heads % op.kv_heads:
+            if projected != op.projected or op.heads % op.kv_heads:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
             continue
         if (op.norm is None) is (op.reads is Value.STREAM):

@@ -18,7 +18,7 @@ from laneformer.precision import Precision
 
 
 class Attention(Block):
-    """o[l] = wo[l] attend(q[l], k[l], v[l])."""
+    """o[l] = wo[l] (attend(q[l], k[l], v[l]) * sigmoid(g[l])), without g where it is not gated."""
 
     def __init__(self, weights: dict[str, jax.Array], options: AttentionOptions, precision: Precision):
         for name, weight in weights.items():
@@ -26,12 +26,14 @@ class Attention(Block):
         self.options, self.precision = options, precision
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
-        """q, k or v: [l, b, s, heads, k], with bias (Qwen2) and per-head norm (Qwen3) where the options have them."""
+        """q, k, v or the gate g: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, per-head norm (Qwen3) where
+        the options have them.
+        """
         y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
         if self.options.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
         y = y.reshape(*y.shape[:-1], -1, self.options.head_dim)
-        if self.options.qk_norm and name != "v":
+        if self.options.qk_norm and name in "qk":
             y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps)
         return y
 
@@ -54,6 +56,8 @@ class Attention(Block):
                 for c, new in ((keys, k), (values, v))
             )
             a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start)
+        if self.options.gate:
+            a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
         return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
 
     @staticmethod
@@ -69,7 +73,7 @@ class Attention(Block):
                 file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part
             )
 
-        for name, rows in (("wq", queries), ("wk", keys), ("wv", keys)):
+        for name, rows in (("wq", queries), ("wk", keys), ("wv", keys), *([("wg", queries)] if options.gate else [])):
             add(name, f"{name}.weight", (l, rows, d), P("lane", None, "data"), "normal", "matrix")
             if options.qkv_bias:
                 add(f"{name}_bias", f"{name}.bias", (l, rows), P("lane", None), "zeros")
@@ -91,7 +95,7 @@ class Attention(Block):
 
         qkv = Product(
             ProductName.QKV,
-            (matrix("wq"), matrix("wk"), matrix("wv")),
+            tuple(map(matrix, ("wq", "wk", "wv", "wg")[: 4 if options.gate else 3])),
             reads=Value.STREAM,
             writes=Value.PROJECTED,
             norm=norm,
@@ -105,6 +109,7 @@ class Attention(Block):
             rotary=rotary,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
+            gated=options.gate,
         )
         wo = Matrix(weight(f"{path}.wo"))
         return qkv, attend, Product(ProductName.OUT, (wo,), reads=Value.ATTENDED, writes=Value.OUTPUT)

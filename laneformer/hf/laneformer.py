@@ -43,6 +43,7 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
     "norm_eps",
     "qkv_bias",
     "qk_norm",
+    "attention_gate",
     "hidden_act",
     "gated_mlp",
     "bos_token_id",

@@ -71,6 +71,7 @@ def test_layers_are_the_shares_of_one_lane():
         qkv_bias=False,
         qk_norm=True,
         norm_eps=1e-3,
+        gate=False,
     )
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
     in_layers, final = make(replicated_rmsn_scale=False, pre_norm_lane_agg=True, norm_eps=1e-3).norms
@@ -140,7 +141,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_every_boolean_is_in_the_table():
-    assert len(BOOLEANS) == 10 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
+    assert len(BOOLEANS) == 11 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
 
 
 OLD = {"factor": 2.0, "original_max_position_embeddings": 8}

@@ -56,6 +56,7 @@ CASES = {
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     },
     "exact geglu": {"hidden_act": "gelu"},
+    "gated attention": {"attention_gate": True},
     "squared relu": {"hidden_act": "relu2", "gated_mlp": False},
     "desync(3), tied": {"layout": "desync(3)", "tie_word_embeddings": True},
     "caat(0.5), aggregation before the norm": {"layout": "caat(0.5)", "pre_norm_lane_agg": True},

@@ -49,7 +49,7 @@ def test_values_are_written_before_they_are_read(name):
                     sizes[op.writes] = op.channels
                 else:
                     assert isinstance(op, Attend)
-                    assert sizes[Value.PROJECTED] == (op.heads + 2 * op.kv_heads) * op.head_dim
+                    assert sizes[Value.PROJECTED] == op.projected
                     assert op.rotary is None or len(op.rotary.frequencies) == op.head_dim // 2
                     sizes[Value.ATTENDED] = op.heads * op.head_dim
             assert sizes[Value.OUTPUT] == config.hidden_size

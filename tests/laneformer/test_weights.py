@@ -152,6 +152,17 @@ def test_an_mlp_without_a_gate_has_two_matrices():
     assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in other)
 
 
+def test_an_attention_gate_has_a_row_for_each_channel():
+    config = tiny.config().replace(qkv_bias=True)
+    gated = config.replace(attention_gate=True)
+    table = parameter_table(gated)
+    added = table.keys() - parameter_table(config).keys()
+    assert added == {f"layers.{n}.attention.{name}" for n in range(3) for name in ("wg", "wg_bias")}
+    assert all(table[path].shape == table[path.replace("wg", "wq")].shape for path in added)
+    first, other = (Laneformer.init(c, 3).weights() for c in (config, gated))
+    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in first)
+
+
 @pytest.fixture(scope="module")
 def fresh() -> Laneformer:
     """A model with weights from seed 3 on one device."""

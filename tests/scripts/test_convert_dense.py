@@ -79,6 +79,7 @@ def test_laneformer_of_one_lane_is_cut(tmp_path):
         layout="dtp(0)",
         lm_head_type="lane",
         replicated_rmsn_scale=False,
+        attention_gate=True,
     )
     dense = laneformer.Laneformer.init(config, 1)
     laneformer.save_hf(dense, tmp_path / "dense")

@@ -58,6 +58,7 @@ CONFIGS = {
     "one channel more than vectors": {"hidden_size": 33, "ff": 17, "vocab_size": 49},
     "smallest": {"hidden_size": 1, "ff": 1, "head_dim": 2, "vocab_size": 40, "heads": 1, "norm_eps": 1e-2},
     "whole vectors": {"hidden_size": 64, "ff": 32, "head_dim": 16, "vocab_size": 64},
+    "gated attention": {"attention_gate": True, "lanes": 3, "heads": 4, "kv_heads": 2},
     "geglu": {"hidden_act": "gelu_pytorch_tanh"},
     "exact geglu": {"hidden_act": "gelu", "lanes": 3, "ff": 17},
     "squared relu": {"hidden_act": "relu2", "gated_mlp": False, "lanes": 3, "ff": 17},
@@ -72,6 +73,7 @@ CONFIGS = {
 MODELS = {
     "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
     "biases": {"qkv_bias": True},
+    "gated attention with biases and head norms": {"attention_gate": True, "qkv_bias": True, "qk_norm": True},
     "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
     "fractional delay": {"layout": "dtp(1.25)"},
 }

@@ -67,7 +67,7 @@ class Interpreter:
     def attend(self, op: Attend, lane: int, projected: np.ndarray) -> np.ndarray:
         s, e = len(projected), op.head_dim
         heads = projected.reshape(s, -1, e)
-        q, k, v = np.split(heads, [op.heads, op.heads + op.kv_heads], 1)
+        q, k, v, g = np.split(heads, np.cumsum([op.heads, op.kv_heads, op.kv_heads]), 1)
         if op.q_norm is not None:
             q = self.norm(op.q_norm, lane, q)
         if op.k_norm is not None:
@@ -79,7 +79,8 @@ class Interpreter:
         seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
         scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v).reshape(s, -1)
+        attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
+        return (attended / (1 + np.exp(-g)) if op.gated else attended).reshape(s, -1)
 
     def head(self, streams: np.ndarray) -> np.ndarray:
         """Logits [s, vocab] from the streams [lanes, s, d]."""

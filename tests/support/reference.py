@@ -193,6 +193,8 @@ def attention(config, weights, n, l, x):
     q, k, v = (h @ weights[f"{name}.{part}.weight"][l].T for part in ("wq", "wk", "wv"))
     q, k, v = (y.reshape(b, s, -1, head_size(config)) for y in (q, k, v))
     a = attend(config, q, k, v, window_of_layer(config, n))
+    if config.get("attention_gate"):
+        a = a / (1 + np.exp(-h @ weights[f"{name}.wg.weight"][l].T))
     return a @ weights[f"{name}.wo.weight"][l].T
 
 
@@ -544,6 +546,8 @@ def random_weights(config, seed):
         name = f"model.layers.{n}"
         norm(f"{name}.attention_norm", shared)
         normal(f"{name}.attention.wq.weight", 1.5 / math.sqrt(D), L, q_rows, D)
+        if config.get("attention_gate"):
+            normal(f"{name}.attention.wg.weight", 1.5 / math.sqrt(D), L, q_rows, D)
         normal(f"{name}.attention.wk.weight", 1.5 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wv.weight", 1 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wo.weight", 1 / math.sqrt(L * q_rows), L, D, q_rows)

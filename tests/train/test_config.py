@@ -81,7 +81,7 @@ def test_the_run_folder():
 
 
 def test_a_config_is_frozen_and_recorded_whole():
-    config = changed(tiny(), model__hidden_act="gelu", model__gated_mlp=False)  # fields of newer runs alone
+    config = changed(tiny(), model__hidden_act="gelu", model__gated_mlp=False, model__attention_gate=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     record = recorded(config)
@@ -211,7 +211,7 @@ def test_phases_follow_each_other_and_change_the_model():
 
 
 def test_runs_recorded_without_later_fields_resume():
-    assert not {"model.hidden_act", "model.gated_mlp"} & recorded(tiny()).keys()
+    assert not {"model.hidden_act", "model.gated_mlp", "model.attention_gate"} & recorded(tiny()).keys()
     check_same_run(recorded(tiny()), tiny(), Path("run"))
     other = changed(tiny(), model__hidden_act="gelu")
     check_same_run(recorded(other), other, Path("run"))

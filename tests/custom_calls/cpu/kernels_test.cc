@@ -298,6 +298,21 @@ void activations(const Kernels& k) {
   }
 }
 
+void gates(const Kernels& k) {
+  for (const int n : {1, 3, 16, 17, 50, 4000}) {
+    std::vector<float> gates = Random(n).floats(n, -20, 20), x = Random(n + 1).floats(n + 1, -6, 6);
+    gates[0] = n == 1 ? -200 : n == 3 ? 200 : 0;
+    std::vector<float> out = x;
+    k.gate(gates.data(), n, out.data());
+    for (int i = 0; i < n; i++) {
+      const double exact = x[i] / (1 + std::exp(-(double)gates[i]));
+      CHECK(std::fabs(out[i] - exact) <= 4e-7 * std::fabs(exact) + 1e-35, "%s: %g gated by %g is %g, not %g", k.name,
+            x[i], gates[i], out[i], exact);
+    }
+    CHECK(out[n] == x[n], "%s: gate wrote behind %d", k.name, n);
+  }
+}
+
 void exponentials(const Kernels& k) {
   std::vector<float> z = Random(4).floats(200001, -87.3f, 88);  // an odd count: the last vector is not whole
   z[0] = 0, z[1] = -87.3f, z[2] = 88;
@@ -431,6 +446,7 @@ void all_of(const Kernels& k) {
   causal(k);
   norms(k);
   activations(k);
+  gates(k);
   exponentials(k);
   sums(k);
   draws(k);

@@ -27,8 +27,8 @@ CASES = [
 pytestmark = pytest.mark.slow
 
 
-def header(machine, lanes_here: int, dtype: str) -> str:
-    config = LANEFORMER_2B
+def header(machine, lanes_here: int, dtype: str, **changes) -> str:
+    config = LANEFORMER_2B.replace(**changes)
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
     return model_header(Layout(plan_of(source), machine, lanes_here))
 
@@ -105,6 +105,13 @@ def test_nvidia_registers(lanes_here, dtype):
 def test_nvidia_registers_of_steps(lanes_here):
     step = nvidia(lanes_here, "float16", gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
+
+
+@needs_nvcc
+def test_nvidia_registers_with_a_gate_and_another_activation():
+    model = header(H200, 8, "float16", attention_gate=True, hidden_act="gelu")
+    decode = figures(model, gpu_build.PERSISTENT)["laneformer_decode"]
+    assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
 
 
 @needs_nvcc

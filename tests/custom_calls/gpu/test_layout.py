@@ -82,6 +82,7 @@ def changed(plan, number: int, **fields):
         (0, {"norm": None}, "product QKV reads STREAM without a norm"),
         (0, {"writes": Value.HIDDEN}, r"its ops are STREAM -> HIDDEN PROJECTED -> ATTENDED ATTENDED -> OUTPUT"),
         (1, {"heads": 3}, "3 query and 1 key heads of 6 do not fit 24 channels"),
+        (1, {"gated": True}, "2 query and 1 key heads of 6 do not fit 24 channels"),
         (4, {"activation": Activation.SILU}, "product DOWN writes OUTPUT through SILU"),
         (4, {"gated": True}, "product DOWN writes OUTPUT gated"),
     ],

@@ -31,7 +31,14 @@ from tests.support.plan_interpreter import interpret
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
 FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2)}
-FAST_CONFIGS = {"lane head", "large heads", "one channel more than vectors", "squared relu", "exact geglu"}
+FAST_CONFIGS = {
+    "lane head",
+    "large heads",
+    "one channel more than vectors",
+    "squared relu",
+    "exact geglu",
+    "gated attention",
+}
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):

@@ -56,6 +56,7 @@ def configs(draw) -> ModelConfig:
                     "qkv_bias",
                     "qk_norm",
                     "gated_mlp",
+                    "attention_gate",
                 )
             },
             "pre_norm_lane_agg": whole_head and draw(st.booleans()),

@@ -41,6 +41,7 @@ OPTIONAL = {  # model_type -> each optional field with what a missing or null on
         "eos_token_id": [],
         "hidden_act": "silu",
         "gated_mlp": True,
+        "attention_gate": False,
     },
     "laneformer": {"use_attention_comm": True, "use_mlp_comm": True, "num_key_value_heads": 8},
     "llama": {
