@@ -82,6 +82,15 @@ class NormOptions:
     """Each lane has its own scale."""
 
 
+class Norms(NamedTuple):
+    """The norms of a model."""
+
+    before: NormOptions
+    """Of the stream, before each module."""
+    final: NormOptions
+    """Of the stream, before the head."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """The attention of one layer, laneformer/blocks/attention.py."""
@@ -344,11 +353,10 @@ class ModelConfig:
         )
 
     @property
-    def norms(self) -> tuple[NormOptions, NormOptions]:
+    def norms(self) -> Norms:
         """The norms in the layers, and the final one."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
-        in_layers, final = (NormOptions(**size, eps=self.norm_eps, per_lane=own) for own in self.lane_norm_scales)
-        return in_layers, final
+        return Norms(*(NormOptions(**size, eps=self.norm_eps, per_lane=own) for own in self.lane_norm_scales))
 
     @property
     def lane_norm_scales(self) -> tuple[bool, bool]:

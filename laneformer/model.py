@@ -19,11 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks import BLOCKS
-from laneformer.blocks.block import Block
+from laneformer.blocks.layer import Layer, within
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
-from laneformer.config import LayerOptions, ModelConfig, NormOptions
+from laneformer.config import ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
@@ -38,20 +37,6 @@ REMAT = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("product"),
 }
-
-
-class Layer(nnx.Module):
-    """The two modules of a layer, each with the norm through which it reads the stream."""
-
-    def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norm: NormOptions, precision: Precision):
-        def block(name: str) -> Block:
-            own = getattr(options, name)
-            return BLOCKS[type(own)](_within(weights, name), own, precision)
-
-        self.attention_norm = RMSNorm(weights["attention_norm"], norm)
-        self.attention = block("attention")
-        self.ffn_norm = RMSNorm(weights["ffn_norm"], norm)
-        self.feed_forward = block("feed_forward")
 
 
 class Laneformer(nnx.Module):
@@ -77,14 +62,13 @@ class Laneformer(nnx.Module):
         self.precision = precision or Precision.default(first.dtype)
         check_mesh(config.num_lanes, mesh, self.precision.stream)
         self.tok_embeddings = nnx.Param(first)
-        in_layers, final = config.norms
         self.layers = nnx.List(
             [
-                Layer(_within(weights, f"layers.{n}"), options, in_layers, self.precision)
+                Layer(within(weights, f"layers.{n}"), options, config.norms, self.precision)
                 for n, options in enumerate(config.layers)
             ]
         )
-        self.norm = RMSNorm(weights["norm"], final)
+        self.norm = RMSNorm(weights["norm"], config.norms.final)
         if "lm_head" in weights:
             self.lm_head = nnx.Param(weights["lm_head"])
 
@@ -244,10 +228,10 @@ class Laneformer(nnx.Module):
         kept = {}
 
         def attention(layer, x, memory):
-            return layer.attention(layer.attention_norm(x), rotary, memory, segments_bs)
+            return layer.attend(x, rotary, memory, segments_bs)
 
         def feed_forward(layer, x):
-            return layer.feed_forward(layer.ffn_norm(x))
+            return layer.feed(x)
 
         if remat != "none":
             attention, feed_forward = (
@@ -360,12 +344,6 @@ def check_ids(config: ModelConfig, ids_bs) -> None:
                 f"token id {wrong} is outside the vocabulary of {config.vocab_size}; check that the tokenizer fits the"
                 " model"
             )
-
-
-def _within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
-    return {
-        path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")
-    }
 
 
 def _path(keys) -> str:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
+from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.config import ModelConfig
 from laneformer.state import values_per_token
@@ -19,19 +19,16 @@ def parameter_table(config: ModelConfig) -> dict[str, Weight]:
     table = {"tok_embeddings": _embedding(config)}
     for weights in module_weights(config):
         table |= weights
-    table |= RMSNorm.table(config.norms[1], "norm")
+    table |= RMSNorm.table(config.norms.final, "norm")
     head = _head(config)
     return table if head is None else table | {"lm_head": head}
 
 
 def module_weights(config: ModelConfig) -> list[dict[str, Weight]]:
-    """The rows of the table by module: attention of layer 0, feed-forward of layer 0, ..., each with its norm."""
-    norm, found = config.norms[0], []
-    for n, layer in enumerate(config.layers):
-        for norm_name, name, options in zip(("attention_norm", "ffn_norm"), layer._fields, layer, strict=True):
-            rows = RMSNorm.table(norm, f"layers.{n}.{norm_name}")
-            found.append(rows | BLOCKS[type(options)].table(options, f"layers.{n}.{name}"))
-    return found
+    """The rows of the table by module: attention of layer 0, feed-forward of layer 0, ..., each with its norms."""
+    return [
+        table for n, options in enumerate(config.layers) for table in Layer.tables(options, config.norms, f"layers.{n}")
+    ]
 
 
 def _embedding(config: ModelConfig) -> Weight:

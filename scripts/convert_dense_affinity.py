@@ -22,10 +22,11 @@ from scipy.optimize import linear_sum_assignment
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.attention import Attention
+from laneformer.blocks.layer import Layer
 from laneformer.blocks.rotary import rotary_tables
 from laneformer.config import AttentionOptions, MlpOptions
 from laneformer.layout import Schedule
-from laneformer.model import Laneformer, Layer
+from laneformer.model import Laneformer
 
 RESTARTS = 2  # random initial assignments, of which the best result is used
 LEAST = 0.01  # relative improvement below which a sweep over all modules is the last
