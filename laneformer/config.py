@@ -85,8 +85,12 @@ class NormOptions:
 class Norms(NamedTuple):
     """The norms of a model."""
 
-    before: NormOptions
+    before: NormOptions | None
     """Of the stream, before each module."""
+    after: NormOptions | None
+    """Of the output of each module."""
+    after_sum: bool
+    """The norm after a module is that of its sum over all lanes, instead of each lane's own output."""
     final: NormOptions
     """Of the stream, before the head."""
 
@@ -186,6 +190,12 @@ class ModelConfig:
     """Head replicate: sum the lanes before the final norm instead of averaging after it."""
     replicated_rmsn_scale: bool = True
     """All lanes share one norm scale (true), or each lane has its own (false)."""
+    norm_before: bool = dataclasses.field(default=True, metadata=LATER)
+    """RMSNorm of the stream before each module."""
+    norm_after: Literal["lane", "sum"] | None = dataclasses.field(default=None, metadata=LATER)
+    """RMSNorm of each module's output: of each lane's own, before it is added or sent (lane), or of the sum over all
+    lanes, which is what a published model computes that is cut into lanes (sum; OLMo-2, arXiv 2501.00656; Gemma 2).
+    """
     tie_word_embeddings: bool = False
     """The head reuses the embedding table."""
 
@@ -258,7 +268,7 @@ class ModelConfig:
             for token in tokens:
                 if token is not None:
                     _require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
-        make_schedule(self)  # raises ConfigError for unknown layouts and arguments
+        self._check_norms()
 
     def _check_heads(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -299,6 +309,18 @@ class ModelConfig:
             field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
             raise ConfigError(
                 f"{field} = true requires lm_head_type = 'replicate', got {self.lm_head_type!r}, with one head per lane"
+            )
+
+    def _check_norms(self):
+        if self.norm_after not in (None, "lane", "sum"):
+            raise ConfigError(f"unknown norm_after {self.norm_after!r}; choose lane or sum, or leave it out")
+        if not self.norm_before and self.norm_after is None:
+            raise ConfigError("norm_before = false requires norm_after; set it to lane or sum")
+        schedule = make_schedule(self)  # raises ConfigError for unknown layouts and arguments
+        if self.norms.after_sum and not schedule.adds_whole_sums:
+            raise ConfigError(
+                f"norm_after = 'sum' requires a layout that adds each module's output as one sum over all lanes, as tp"
+                f" and ladder do; layout {self.layout} does not: set norm_after = 'lane'"
             )
 
     def _check_windows(self):
@@ -355,8 +377,13 @@ class ModelConfig:
     @property
     def norms(self) -> Norms:
         """The norms in the layers, and the final one."""
-        size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
-        return Norms(*(NormOptions(**size, eps=self.norm_eps, per_lane=own) for own in self.lane_norm_scales))
+        in_layers, final = (
+            NormOptions(hidden_size=self.hidden_size, num_lanes=self.num_lanes, eps=self.norm_eps, per_lane=own)
+            for own in self.lane_norm_scales
+        )
+        after_sum = self.norm_after == "sum" and self.num_lanes > 1
+        after = dataclasses.replace(in_layers, per_lane=in_layers.per_lane and not after_sum)
+        return Norms(in_layers if self.norm_before else None, after if self.norm_after else None, after_sum, final)
 
     @property
     def lane_norm_scales(self) -> tuple[bool, bool]:

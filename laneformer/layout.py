@@ -85,6 +85,12 @@ class Schedule:
         )
 
     @property
+    def adds_whole_sums(self) -> bool:
+        """Whether every module's output reaches the streams once, as its sum over all lanes."""
+        alone = [Landing(own.at, Payload(((m, own.scale),))) for m, own in enumerate(self.own)]
+        return sorted(alone) == list(self.landings) and all(own.scale == 1.0 for own in self.own)
+
+    @property
     def exposed(self) -> tuple[Landing, ...]:
         """Landings with no module between issue and use: every lane waits for them."""
         last = self.num_modules - 1

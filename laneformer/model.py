@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer.blocks.layer import Layer, within
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
-from laneformer.config import ModelConfig
+from laneformer.config import LayerOptions, ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
@@ -248,7 +248,11 @@ class Laneformer(nnx.Module):
                     o, kept[n] = attention(layer, x, memory)
                 return self._by_batch(o.astype(x.dtype))
 
-        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe)
+        def sum_factor(m: int, total: jax.Array) -> jax.Array:
+            return self.layers[m // 2].sum_factor(total, LayerOptions._fields[m % 2])
+
+        normed = sum_factor if config.norms.after_sum else None
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe, normed)
         if cache is not None:
             cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
         return x_lbsd, cache

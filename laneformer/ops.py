@@ -161,7 +161,18 @@ class Attend:
         return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-Op = Product | Attend  # to come: a norm of OUTPUT; routes and experts; ops with another state than keys and values
+@dataclass(frozen=True)
+class OutputNorm:
+    """The last op of a module: RMSNorm of OUTPUT."""
+
+    norm: Norm
+    of_sum: bool
+    """Of the sum of all lanes' outputs, where the schedule adds it; otherwise of the lane's own, before the schedule
+    adds or sends it.
+    """
+
+
+Op = Product | Attend | OutputNorm  # to come: routes and experts; ops with another state than keys and values
 
 
 @dataclass(frozen=True)

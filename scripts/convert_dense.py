@@ -113,12 +113,17 @@ def convert_dense(options: Options) -> str:
 
 
 def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
-    """The dense model's config with lanes. Raises ConfigError unless it is dense, the lanes divide it and the layout
-    exists.
+    """The dense model's config with lanes. Raises ConfigError unless it is dense, with norms before its modules
+    alone, the lanes divide it and the layout exists.
     """
     if dense.num_lanes != 1 or any(own.at != m or own.scale != 1.0 for m, own in enumerate(dense.schedule.own)):
         raise ConfigError(
             f"{options.source} has {dense.num_lanes} lanes and layout {dense.layout}; give a dense model (one lane, tp)"
+        )
+    if dense.norms.before is None or dense.norms.after is not None:
+        raise ConfigError(
+            f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}); only models with norms"
+            " before them are converted: load it with its lanes and layout tp instead"
         )
     if options.lanes < 2:
         raise ConfigError(f"--lanes must be at least 2, got {options.lanes}")

@@ -190,12 +190,16 @@ class Reader {
     for (int64_t& size : channels_) size = 0;
     channels(Value::stream) = plan_.hidden_size;
     for (int64_t left = count(); left > 0; left--) {
-      const int kind = index(2, "kind of op");
+      const int kind = index(3, "kind of op");
       const int64_t length = count(), begin = at_;
       if (kind == 0) {
         ops.push_back(product());
-      } else {
+      } else if (kind == 1) {
         ops.push_back(attend());
+      } else {
+        require(left == 1, "an op follows the norm of the output");
+        const Norm own = norm(plan_.hidden_size);
+        ops.push_back(OutputNorm{own, flag()});
       }
       require(at_ == begin + length, "an op has another number of words than it says");
     }
@@ -270,6 +274,30 @@ class Reader {
         require(event.payload < 0 ||
                     (event.payload < (int64_t)plan_.sums.size() && plan_.sums[event.payload].complete_at <= time),
                 "a sum lands that does not exist or is not complete");
+    for (int m = 0; m < modules; m++)
+      if (const OutputNorm* normed = output_norm(plan_.modules[m]); normed && normed->of_sum) {
+        require(normed->norm.gain.stride == 0, "a norm of a sum has a gain for each lane");
+        require(added_as_sum(m), "a norm of a sum, but the module's output is also added otherwise");
+      }
+  }
+
+  // Whether one sum has this module, and nothing else, in it, and its output is added in no other way.
+  bool added_as_sum(int module) const {
+    int sums = 0;
+    for (const Sum& sum : plan_.sums)
+      for (const Part& part : sum.parts) {
+        if (part.module != module) continue;
+        sums++;
+        if (sum.parts.size() > 1 || part.weight != 1.0f || sum.stream_mean || sum.width != plan_.hidden_size)
+          return false;
+      }
+    for (const std::vector<Event>& now : plan_.events)
+      for (const Event& event : now) {
+        if (event.payload < 0 && event.module == module) return false;
+        for (const Part& part : event.apart)
+          if (part.module == module) return false;
+      }
+    return sums == 1;
   }
 
   const int32_t* words_;

@@ -69,8 +69,16 @@ struct Attend {
   int64_t width() const { return (int64_t)heads * head_dim; }                                 // of the result
 };
 
-using Op = std::variant<Product, Attend>;
+struct OutputNorm {
+  Norm norm;
+  bool of_sum;  // of the sum over the lanes, where it lands
+};
+
+using Op = std::variant<Product, Attend, OutputNorm>;
 using Module = std::vector<Op>;
+
+// The norm of a module's output, its last op; null if it has none.
+inline const OutputNorm* output_norm(const Module& module) { return std::get_if<OutputNorm>(&module.back()); }
 
 struct Head {
   HeadKind kind;

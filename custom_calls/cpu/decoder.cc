@@ -123,7 +123,7 @@ void Decoder::make_ops() {
       if (matrix.bias) product.biases.push_back({*matrix.bias, matrix.first});
     if (product.gated && !product.biases.empty())
       throw std::runtime_error("the CPU kernel has no biases in a gated product: use backend xla");
-    if ((op.reads == plan::Value::stream) != product.normed)
+    if (product.normed && op.reads != plan::Value::stream)
       throw std::runtime_error("the CPU kernel norms the stream, and nothing else, before a product: use backend xla");
     return product;
   };
@@ -132,9 +132,9 @@ void Decoder::make_ops() {
     for (const plan::Op& op : plan_.modules[m])
       if (const auto* product = std::get_if<plan::Product>(&op)) {
         module.push_back(made(*product));
-      } else {
-        module.push_back(Attention{(int)m / 2, std::get<plan::Attend>(op)});
-      }
+      } else if (const auto* attend = std::get_if<plan::Attend>(&op)) {
+        module.push_back(Attention{(int)m / 2, *attend});
+      }  // the norm of the output is applied where the schedule reads it: exchange.cc
   }
   for (size_t m = 0; m < modules_.size(); m++)
     for (size_t i = 0; i < modules_[m].size(); i++)

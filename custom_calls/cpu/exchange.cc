@@ -18,14 +18,30 @@ void Worker::keep_streams(int payload) {
         std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
 }
 
+// A module's output as the schedule adds and sends it: under the norm of the lane's own output, where it has one. Valid
+// until the next call.
+const float* Worker::added_output(int module, int lane, int position) {
+  const float* raw = output(module, lane, position);
+  const plan::OutputNorm* own = plan::output_norm(m_.modules[module]);
+  if (own == nullptr || own->of_sum) return raw;
+  k_.rms_norm(raw, d_.small(own->norm.gain, lane), own->norm.eps, m_.hidden_size, h_.data());
+  return h_.data();
+}
+
+// The norm of a sum over the lanes [hidden_size], in place, where its module has one.
+void Worker::norm_sum(const plan::Sum& sum, float* total) {
+  const plan::OutputNorm* of = plan::output_norm(m_.modules[sum.complete_at]);
+  if (of != nullptr && of->of_sum) k_.rms_norm(total, d_.small(of->norm.gain, 0), of->norm.eps, m_.hidden_size, total);
+}
+
 // A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean.
 const float* Worker::share_of(int payload, int lane, int position) {
   const plan::Sum& sum = m_.sums[payload];
   if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
-    return output(sum.parts[0].module, lane, position);
+    return added_output(sum.parts[0].module, lane, position);
   std::fill_n(share_.begin(), sum.width, 0.0f);
   for (const plan::Part& part : sum.parts)
-    k_.add_scaled(share_.data(), output(part.module, lane, position), part.weight, sum.width);
+    k_.add_scaled(share_.data(), added_output(part.module, lane, position), part.weight, sum.width);
   if (sum.stream_mean) {
     const float* kept = kept_stream(payload, lane, position);
     for (int i = 0; i < sum.width; i++) share_[i] += kept[i] / (float)m_.lanes;
@@ -52,6 +68,7 @@ const float* Worker::total(int payload) {
       float* sum = total_.data() + p * m_.hidden_size;
       std::memcpy(sum, share_of(payload, 0, p), width * sizeof(float));
       for (int lane = 1; lane < m_.lanes; lane++) k_.add_scaled(sum, share_of(payload, lane, p), 1.0f, width);
+      norm_sum(m_.sums[payload], sum);
     }
     return total_.data();
   }
@@ -69,6 +86,7 @@ const float* Worker::total(int payload) {
       }
     }
   }
+  for (int p = 0; p < positions_; p++) norm_sum(m_.sums[payload], sum + p * m_.hidden_size);
   return sum;
 }
 
@@ -103,7 +121,7 @@ void Worker::apply(int time) {
       if (d_.lanes_shared_) wait_for(module_points_[event.module]);
       for (int lane = first_lane_; lane < last_lane_; lane++)
         for (int p = 0; p < positions_; p++)
-          k_.add_scaled(stream(lane, p), output(event.module, lane, p), event.weight, d);
+          k_.add_scaled(stream(lane, p), added_output(event.module, lane, p), event.weight, d);
       continue;
     }
     const plan::Sum& payload = m_.sums[event.payload];
@@ -118,7 +136,7 @@ void Worker::apply(int time) {
         } else {
           std::memcpy(share_.data(), sum, payload.width * sizeof(float));
           for (const plan::Part& part : event.apart)
-            k_.add_scaled(share_.data(), output(part.module, lane, p), -part.weight, payload.width);
+            k_.add_scaled(share_.data(), added_output(part.module, lane, p), -part.weight, payload.width);
           k_.add_scaled(stream(lane, p), share_.data(), 1.0f, payload.width);
         }
       }

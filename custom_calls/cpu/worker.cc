@@ -226,9 +226,11 @@ const float* Worker::vector_of(const Product& product, int lane) {
   const int64_t d = m_.hidden_size;
   const float* x = h_.data();
   int64_t stride = product.columns;
-  if (product.reads == plan::Value::stream) {
+  if (product.normed) {
     const float* gain = d_.small(product.norm.gain, lane);
     for (int p = 0; p < positions_; p++) k_.rms_norm(stream(lane, p), gain, product.norm.eps, d, h_.data() + p * d);
+  } else if (product.reads == plan::Value::stream) {
+    x = stream(lane, 0);
   } else if (product.reads == plan::Value::attended) {
     merge(lane);
     x = a_.data();

@@ -57,7 +57,9 @@ class Worker {
   // The schedule.
   void keep_streams(int payload);
   float* kept_stream(int payload, int lane, int position) const;
+  const float* added_output(int module, int lane, int position);
   const float* share_of(int payload, int lane, int position);
+  void norm_sum(const plan::Sum& sum, float* total);
   const float* total(int payload);
   void apply(int time);
   void send(int module);

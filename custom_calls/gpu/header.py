@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
-from laneformer.ops import Attend, HeadKind, Norm, Product, Value, Weight
+from laneformer.ops import Attend, HeadKind, Norm, OutputNorm, Product, Value, Weight
 
 
 def model_header(layout: Layout) -> str:
@@ -63,6 +63,7 @@ def model_header(layout: Layout) -> str:
         *(_enumeration(names) for names in (Value, HeadKind)),
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
         f"constexpr bool kAnyMean = {_literal(any_mean)};",
+        f"constexpr bool kNormedSums = {_literal(layout.normed_sums)};",
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
         *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
         *_head_struct(layout),
@@ -88,15 +89,22 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
     """A struct for each op of a kind of layers, and their list."""
     kind, names, attended = layout.kinds[index], [], None
     for number, op in enumerate(kind.ops):
-        name = f"{_name(op.name) if isinstance(op, Product) else 'Attend'}{index}"
+        name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
+        name += "_" * names.count(name)  # both modules may have one
         names.append(name)
         of_layers = {layer: layout.plan.ops.layers[layer].ops[number] for layer in kind.layers}
-        fields = {"Module": kind.modules[number], "IsProduct": isinstance(op, Product)}
+        fields = {"Module": kind.modules[number]}
+        fields |= {f"Is{each.__name__}": isinstance(op, each) for each in (Product, Attend, OutputNorm)}
         if isinstance(op, Attend):
             attended = name
             yield from _attend_struct(layout, name, fields, of_layers)
+        elif isinstance(op, OutputNorm):
+            norm = {layer: _at(layout, own.norm.gain) for layer, own in of_layers.items()}
+            fields |= _norm_fields(layout, op.norm)
+            yield from _struct(name, fields, {"norm": norm}, {}, layout.num_layers)
         else:
             fields["FirstLine"] = kind.lines_before(number)
+            fields["OutputNormed"] = any(isinstance(each, OutputNorm) for each in kind.ops[number + 1 : number + 2])
             yield from _product_struct(layout, name, fields | kind.tilings[number].fields, of_layers, attended)
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Activation, Attend, HeadKind, Layer, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Layer, Op, OutputNorm, Product, Rotary, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -163,6 +163,9 @@ class Layout:
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in _unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
+        modules = [ops for layer in self.plan.ops.layers for ops in (layer.attention, layer.feed_forward)]
+        if self.normed_sums and not all(isinstance(ops[-1], OutputNorm) and ops[-1].of_sum for ops in modules):
+            raise ValueError("the GPU kernel norms the sums of all modules or of none; use backend xla")
 
     @property
     def table(self):
@@ -245,6 +248,16 @@ class Layout:
             places[rotary, head_dim] = end
             end += self.plan.ops.context * head_dim
         return places
+
+    @cached_property
+    def output_norms(self) -> list[OutputNorm]:
+        """Those of each kind."""
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, OutputNorm)]
+
+    @property
+    def normed_sums(self) -> bool:
+        """Whether the sums over the lanes are normed."""
+        return any(op.of_sum for layer in self.plan.ops.layers for op in layer.ops if isinstance(op, OutputNorm))
 
     @property
     def steps(self) -> list[tuple[int, int]]:
@@ -407,6 +420,7 @@ class Layout:
         )
         yield "HiddenBoard", self._channels(Value.HIDDEN)
         yield "HeadBoard", self.head.columns
+        yield "SquaresBoard", self.ctas if self.output_norms else 0
 
     def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word is the call's failure."""
@@ -442,7 +456,8 @@ CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.
 
 def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
-    for ops, chain in zip((layer.attention, layer.feed_forward), CHAINS, strict=True):
+    for module, chain in zip((layer.attention, layer.feed_forward), CHAINS, strict=True):
+        ops = module[:-1] if isinstance(module[-1], OutputNorm) else module
         steps = [(op.reads, op.writes) if isinstance(op, Product) else (Value.PROJECTED, Value.ATTENDED) for op in ops]
         if steps != list(itertools.pairwise(chain)):
             yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
@@ -451,9 +466,10 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
             projected = layer.attention[0].channels
             if projected != op.projected or op.heads % op.kv_heads:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
+        if not isinstance(op, Product):
             continue
-        if (op.norm is None) is (op.reads is Value.STREAM):
-            yield f"product {op.name.name} reads {op.reads.name} {'with' if op.norm else 'without'} a norm"
+        if op.norm and op.reads is not Value.STREAM:
+            yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
             yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
         if op.writes is Value.OUTPUT and op.rows != hidden:

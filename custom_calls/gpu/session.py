@@ -78,7 +78,7 @@ class GpuSession(DecodeSession):
     """
 
     _prefix = "gpu_"
-    ops = ("embed", "attend", "merge", "final", "head", "sample", *(name.name.lower() for name in ProductName))
+    ops = ("embed", "attend", "merge", "final", "head", "sample", "norm", *(name.name.lower() for name in ProductName))
     """As `Names` in gpu/kernel/decoder.h."""
     worker = "CTA"
 

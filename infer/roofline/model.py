@@ -21,6 +21,7 @@ from laneformer.state import values_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_count, parameter_table
 
 ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that a whole device waits for: q k v, attention, wo; w1 w3, w2
+OUTPUT_NORM_EDGES = 1  # the square sum of a module's output
 EDGES = "dependent operations"
 OUTER_EDGES = 2  # head, sampled token
 EXCHANGES_PER_LAYER = 2  # plain tensor parallelism, for models known only by their bytes
@@ -108,8 +109,14 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
     """Seconds of each module, without exchanges."""
-    edges = (ATTENTION_EDGES, MLP_EDGES)
+    edges = module_edges(config)
     return [size / node.total_bandwidth + edges[m % 2] * node.sync for m, size in enumerate(module_bytes(config, work))]
+
+
+def module_edges(config: ModelConfig) -> tuple[int, int]:
+    """Results that a whole device waits for in an attention and in an MLP module."""
+    more = 0 if config.norms.after is None else OUTPUT_NORM_EDGES
+    return ATTENTION_EDGES + more, MLP_EDGES + more
 
 
 def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size: int) -> float:
@@ -158,7 +165,7 @@ def token(config: ModelConfig, node: Node, work: Work) -> Token:
         raise ConfigError(f"--context {work.context}: the model's longest context is {config.max_position_embeddings}")
     size = math.fsum(bytes_by_part(config, work).values())
     modules = module_seconds(config, node, work)
-    edges = (ATTENTION_EDGES + MLP_EDGES) * config.num_hidden_layers + OUTER_EDGES
+    edges = sum(module_edges(config)) * config.num_hidden_layers + OUTER_EDGES
     schedule, d = config.schedule, config.hidden_size
     head = {"replicate": d, "lane": config.vocab_size, "vocab_parallel": None}[config.lm_head_type]
     terms = [_reading(size, node), _edges(edges, node)]

@@ -84,7 +84,7 @@ class Attention(Block):
         return found
 
     @staticmethod
-    def ops(options: AttentionOptions, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: AttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         weight = partial(weight_of_op, Attention.table(options, path))
 
         def matrix(name: str) -> Matrix:

@@ -89,10 +89,10 @@ class Block(nnx.Module):
 
     @staticmethod
     @abstractmethod
-    def ops(options: Any, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: Any, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         """The ops of a decode step of a block at `path`, with the weights of `table`; see laneformer/ops.py.
 
-        norm: of the stream that the block reads. rotary: the model's positions.
+        norm: of the stream that the block reads, if any. rotary: the model's positions.
         """
 
     @staticmethod

@@ -13,6 +13,8 @@ from laneformer.precision import Precision
 
 BEFORE = {"attention": "attention_norm", "feed_forward": "ffn_norm"}
 """For each block of a layer the name of the norm through which it reads the stream, as in the weights' paths."""
+AFTER = {"attention": "attention_post_norm", "feed_forward": "ffn_post_norm"}
+"""Likewise of the norm of its output."""
 
 
 class Layer(nnx.Module):
@@ -23,22 +25,43 @@ class Layer(nnx.Module):
 
     def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norms: Norms, precision: Precision):
         for name, own in zip(options._fields, options, strict=True):
-            setattr(self, BEFORE[name], RMSNorm(weights[BEFORE[name]], norms.before))
+            for norm, path in ((norms.before, BEFORE[name]), (norms.after, AFTER[name])):
+                setattr(self, path, RMSNorm(weights[path], norm) if norm else None)
             setattr(self, name, BLOCKS[type(own)](within(weights, name), own, precision))
+        self.after_sum = norms.after_sum
 
     def attend(self, x_lbsd: jax.Array, *args):
         """The attention's output [l, b, s, d], and what it returns beside that; args: see Attention."""
-        return self.attention(self.attention_norm(x_lbsd), *args)
+        o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), *args)
+        return self._write(o_lbsd, "attention"), kept
 
     def feed(self, x_lbsd: jax.Array) -> jax.Array:
         """The feed-forward block's output [l, b, s, d]."""
-        return self.feed_forward(self.ffn_norm(x_lbsd))
+        return self._write(self.feed_forward(self._read(x_lbsd, "feed_forward")), "feed_forward")
+
+    def _read(self, x_lbsd: jax.Array, name: str) -> jax.Array:
+        norm = getattr(self, BEFORE[name])
+        return norm(x_lbsd) if norm else x_lbsd
+
+    def _write(self, o_lbsd: jax.Array, name: str) -> jax.Array:
+        norm = getattr(self, AFTER[name])
+        return norm(o_lbsd) if norm and not self.after_sum else o_lbsd
+
+    def sum_factor(self, total_lbsd: jax.Array, name: str) -> jax.Array:
+        """The factor by which the norm of the sum over all lanes multiplies a block's output."""
+        return getattr(self, AFTER[name]).factor(total_lbsd)
 
     @staticmethod
     def tables(options: LayerOptions, norms: Norms, path: str) -> list[dict[str, Weight]]:
         """For each module the path -> Weight of its weights, in the order of the forward pass."""
+
+        def norm(own: NormOptions | None, name: str) -> dict[str, Weight]:
+            return RMSNorm.table(own, f"{path}.{name}") if own else {}
+
         return [
-            RMSNorm.table(norms.before, f"{path}.{BEFORE[name]}") | BLOCKS[type(own)].table(own, f"{path}.{name}")
+            norm(norms.before, BEFORE[name])
+            | BLOCKS[type(own)].table(own, f"{path}.{name}")
+            | norm(norms.after, AFTER[name])
             for name, own in zip(options._fields, options, strict=True)
         ]
 
@@ -48,8 +71,11 @@ class Layer(nnx.Module):
 
         def module(name: str) -> tuple[ops.Op, ...]:
             own = getattr(options, name)
-            norm = norm_op(norms.before, f"{path}.{BEFORE[name]}")
-            return BLOCKS[type(own)].ops(own, f"{path}.{name}", norm, rotary)
+            before = norm_op(norms.before, f"{path}.{BEFORE[name]}") if norms.before else None
+            found = BLOCKS[type(own)].ops(own, f"{path}.{name}", before, rotary)
+            if norms.after is None:
+                return found
+            return *found, ops.OutputNorm(norm_op(norms.after, f"{path}.{AFTER[name]}"), norms.after_sum)
 
         return ops.Layer(*map(module, options._fields))
 

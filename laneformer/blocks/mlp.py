@@ -55,7 +55,7 @@ class Mlp(Block):
         return {f"{path}.{name}": weight for name, weight in (read | written).items()}
 
     @staticmethod
-    def ops(options: MlpOptions, path: str, norm: Norm, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: MlpOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         table = Mlp.table(options, path)
         *first, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in (*_read_by(options), "w2"))
         hidden = Product(

@@ -9,6 +9,12 @@ from laneformer.blocks.block import Weight
 from laneformer.config import NormOptions
 
 
+def rms_factor(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """rms_norm(x) / x, but for rounding."""
+    x = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
     x = x.astype(jnp.float32)
@@ -22,8 +28,15 @@ class RMSNorm(nnx.Module):
         self.scale, self.eps = nnx.Param(scale), options.eps
 
     def __call__(self, x_lbsd: jax.Array) -> jax.Array:
+        return rms_norm(x_lbsd, self._scale(), self.eps)
+
+    def factor(self, x_lbsd: jax.Array) -> jax.Array:
+        """By what the norm multiplies x."""
+        return rms_factor(x_lbsd, self._scale(), self.eps)
+
+    def _scale(self) -> jax.Array:
         scale = self.scale[...]
-        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps)
+        return scale if scale.ndim == 1 else scale[:, None, None, :]
 
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:

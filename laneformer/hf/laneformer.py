@@ -34,6 +34,8 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
     "lm_head_type",
     "pre_norm_lane_agg",
     "replicated_rmsn_scale",
+    "norm_before",
+    "norm_after",
     "tie_word_embeddings",
     "sliding_window",
     "sliding_window_n_layers",

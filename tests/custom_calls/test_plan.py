@@ -261,6 +261,15 @@ def test_the_library_refuses_damaged_words():
 
 
 @small.needs_library
+@pytest.mark.parametrize("layout", ["parallel", "desync(2)", "caat(0.5)", "dtp(1)", "none"])
+def test_the_library_refuses_norms_of_sums_that_no_lane_adds(layout):
+    summed = small.make_config(layout="tp", norm_after="sum")
+    schedule = summed.replace(layout=layout, norm_after=None).schedule
+    with pytest.raises(NativeError, match="a norm of a sum, but the module's output is also added otherwise"):
+        custom_calls.Session(make_plan(decoder_ops(summed), schedule), instructions="none")
+
+
+@small.needs_library
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_reads_every_plan(name):
     plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)

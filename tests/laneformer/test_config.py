@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
-from laneformer.config import LATER, AttentionOptions, MlpOptions, NormOptions, recorded_fields
+from laneformer.config import LATER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
 from laneformer.ops import Activation
 from tests.support import reference, tiny
 
@@ -74,9 +74,19 @@ def test_layers_are_the_shares_of_one_lane():
         gate=False,
     )
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
-    in_layers, final = make(replicated_rmsn_scale=False, pre_norm_lane_agg=True, norm_eps=1e-3).norms
-    assert in_layers == NormOptions(hidden_size=32, num_lanes=4, eps=1e-3, per_lane=True)
-    assert final == dataclasses.replace(in_layers, per_lane=False)
+
+
+def test_norms():
+    lane_scales = {"replicated_rmsn_scale": False, "norm_eps": 1e-3}
+    own = NormOptions(hidden_size=32, num_lanes=4, eps=1e-3, per_lane=True)
+    shared = dataclasses.replace(own, per_lane=False)
+    assert make(**lane_scales, pre_norm_lane_agg=True).norms == Norms(own, None, False, shared)
+    assert make(**lane_scales, norm_after="lane").norms == Norms(own, own, False, own)
+    sums = make(**lane_scales, norm_before=False, norm_after="sum", layout="tp")
+    assert sums.norms == Norms(None, shared, True, own)
+    assert sums.replace(num_lanes=1).norms.after_sum is False
+    with pytest.raises(ConfigError, match="norm_before = false requires norm_after"):
+        make(norm_before=False)
 
 
 def test_configs_are_values():
@@ -120,6 +130,7 @@ WRONG = {
     **dict.fromkeys(BOOLEANS, (1, "true", None)),
     "lm_head_type": ("dense", None, ["lane"]),
     "hidden_act": ("none", "SILU", None, ["silu"]),
+    "norm_after": ("mean", True, ["lane"]),
     "sliding_window": (0, -3, 2.5, "4", True),
     "sliding_window_n_layers": (1.0, "1", None, True),
     "bos_token_id": (-1, 40, 1.0, "1", [1]),
@@ -141,7 +152,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_every_boolean_is_in_the_table():
-    assert len(BOOLEANS) == 11 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
+    assert len(BOOLEANS) == 12 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
 
 
 OLD = {"factor": 2.0, "original_max_position_embeddings": 8}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from laneformer import ConfigError
 from laneformer.executor import run_schedule
 from tests.support import reference, tiny
 
@@ -227,6 +228,42 @@ def test_rows_on_two_devices_and_in_pieces(layout):
         logits, cache = two.extend(piece, cache)
         pieces.append(np.asarray(logits))
     assert tiny.difference(np.concatenate(pieces, 1), expected) < 1e-4
+
+
+AFTER = {  # layout: norms
+    "tp": {"norm_before": False, "norm_after": "sum"},
+    "ladder": {"norm_after": "sum"},
+    "laneformer": {"norm_after": "lane"},
+}
+
+
+@pytest.mark.parametrize("layout", AFTER)
+def test_norms_after_modules_on_meshes_and_in_pieces(layout):
+    """8 lanes on one device, on 2 and on 8, and from a cache on 4."""
+    sizes = {"num_lanes": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    values = tiny.values(layout=layout, **sizes, **AFTER[layout], **LANE_NORMS)
+    ids, weights = tiny.token_ids(40), tiny.random_weights(values)
+    if layout == "laneformer":
+        expected = reference.reference_logits(values, weights, ids)
+    else:
+        expected = reference.layout_logits(layout, {}, values, weights, ids)
+    for devices in (None, 2, 8):
+        assert tiny.difference(tiny.random_model(values, lane_devices=devices)(ids), expected) < 1e-4
+    model = tiny.random_model(values, lane_devices=4)
+    first, cache = model.extend(ids[:, :11], model.make_cache(2, 12))
+    assert tiny.difference(np.concatenate([first, model.extend(ids[:, 11:], cache)[0]], 1), expected) < 1e-4
+    assert tiny.all_reduces(tiny.lowered(model)) == model.config.schedule.num_reductions + 1
+
+
+def test_norms_of_sums_need_whole_sums():
+    whole = ("tp", "ladder", "dtp(0)", "desync(1)", "caat(1)", "spd")
+    parts = ("parallel", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(1)", "dtp(1)", "laneformer", "none")
+    for layout in whole:
+        assert tiny.config(layout=layout, norm_after="sum").norms.after_sum
+    for layout in parts:
+        with pytest.raises(ConfigError, match="norm_after = 'lane'"):
+            tiny.config(layout=layout, norm_after="sum")
+        assert not tiny.config(layout=layout, norm_after="sum", num_lanes=1).norms.after_sum
 
 
 IN_ORDER = ("tp", "desync(3)", "spd(1)", "caat(0.4)", "kraken", "track(2)", "dtp(2)", "laneformer", "none")

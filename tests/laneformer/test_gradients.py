@@ -59,6 +59,8 @@ CASES = {
     "gated attention": {"attention_gate": True},
     "squared relu": {"hidden_act": "relu2", "gated_mlp": False},
     "desync(3), tied": {"layout": "desync(3)", "tie_word_embeddings": True},
+    "norms of lanes after": {"norm_before": False, "norm_after": "lane", "replicated_rmsn_scale": False},
+    "norms of sums": {"layout": "tp", "norm_after": "sum"},
     "caat(0.5), aggregation before the norm": {"layout": "caat(0.5)", "pre_norm_lane_agg": True},
 }
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Attend, Product, Value, Weight
+from laneformer.ops import Attend, OutputNorm, Product, Value, Weight
 from laneformer.weights import parameter_table
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
@@ -47,6 +47,8 @@ def test_values_are_written_before_they_are_read(name):
                     assert sizes[op.reads] == op.columns
                     assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
                     sizes[op.writes] = op.channels
+                elif isinstance(op, OutputNorm):
+                    assert op is module[-1] and op.norm.gain.shape == (sizes[Value.OUTPUT],)
                 else:
                     assert isinstance(op, Attend)
                     assert sizes[Value.PROJECTED] == op.projected

@@ -61,20 +61,26 @@ def test_attention_stays_within_a_document():
     assert tiny.difference(together, model(IDS)) > 1e-2
 
 
-STATISTICS = [("laneformer", 2), ("tp", 4), ("desync(2)", None), ("none", 4)]
+STATISTICS = [
+    ("laneformer", 2, {}),
+    ("tp", 4, {}),
+    ("desync(2)", None, {}),
+    ("none", 4, {}),
+    ("tp", 2, {"norm_after": "sum"}),
+]
 
 
-@pytest.mark.parametrize(("layout", "lane_devices"), STATISTICS)
-def test_lane_statistics_against_the_streams(layout, lane_devices, monkeypatch):
+@pytest.mark.parametrize(("layout", "lane_devices", "changes"), STATISTICS)
+def test_lane_statistics_against_the_streams(layout, lane_devices, changes, monkeypatch):
     """Against the same figures in float64, from the streams that the schedule passes on one device."""
-    values = tiny.values(layout=layout, num_hidden_layers=2)
+    values = tiny.values(layout=layout, num_hidden_layers=2, **changes)
     seen = []
 
-    def observed(schedule, x, module, sum_lanes, lanes, observe=None):
-        streams = run_schedule(
-            schedule, x, module, sum_lanes, lanes, lambda *at: seen.append([np.asarray(a, np.float64) for a in at])
-        )
-        return streams
+    def observed(schedule, x, module, sum_lanes, lanes, observe, *more):
+        def keep(*at):
+            seen.append([np.asarray(a, np.float64) for a in at])
+
+        return run_schedule(schedule, x, module, sum_lanes, lanes, keep, *more)
 
     run_schedule = laneformer.model.run_schedule
     one = tiny.random_model(values)
@@ -87,6 +93,8 @@ def test_lane_statistics_against_the_streams(layout, lane_devices, monkeypatch):
         unit = before / np.linalg.norm(before, axis=-1, keepdims=True)
         cosines = np.einsum("lbsd,mbsd->lmbs", unit, unit).mean((2, 3))
         expected = cosines[~np.eye(4, dtype=bool)].mean()
+        if layout == "tp":  # the lanes' own parts are all that is added, also under a norm of their sum
+            np.testing.assert_allclose(own.sum(0), (after - before)[0], atol=1e-5)
         assert float(found["similarity"][t]) == pytest.approx(expected, abs=1e-5)
         assert float(found["own"][t]) == pytest.approx(np.sqrt((own**2).mean()), abs=1e-5)
         assert float(found["landed"][t]) == pytest.approx(np.sqrt(((after - before - own) ** 2).mean()), abs=1e-5)

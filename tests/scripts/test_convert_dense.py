@@ -10,7 +10,7 @@ import pytest
 
 import laneformer
 from laneformer.layout import make_schedule
-from scripts.convert_dense import main
+from scripts.convert_dense import Options, lane_config, main
 from scripts.convert_dense_affinity import Assignment, Units, assign, contiguous, late_pairs, random
 from tests.support.paths import TESTS
 
@@ -203,3 +203,18 @@ def test_late_pairs_match_the_schedule():
     }
     for layout, late in wanted.items():
         assert late_pairs(make_schedule(config.replace(layout=layout))) == late, layout
+
+
+def test_models_with_norms_after_their_modules_are_refused():
+    dense = laneformer.ModelConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layout="tp",
+        norm_after="sum",
+    )
+    with pytest.raises(laneformer.ConfigError, match="norm_after = 'sum'"):
+        lane_config(dense, Options(source=Path("dense"), target=Path("lanes"), lanes=2))

@@ -33,9 +33,13 @@ def some(cases, fast):
 
 
 def mixed_plan(**options) -> Plan:
-    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, windows and widths."""
+    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, windows and widths. Modules
+    of one kind have a norm of their output.
+    """
     shared = {"lanes": 3, "layout": "dtp(1)", "num_hidden_layers": 4, "pre_norm_lane_agg": True}
-    one = small.make_config(**shared, qkv_bias=True, qk_norm=True, rope_theta=50.0, sliding_window=4, swa_layers=(0,))
+    one = small.make_config(
+        **shared, qkv_bias=True, qk_norm=True, rope_theta=50.0, sliding_window=4, swa_layers=(0,), norm_after="lane"
+    )
     other = small.make_config(**shared, heads=4, kv_heads=2, head_dim=4, ff=17, norm_eps=1e-2)
     ops = [decoder_ops(config) for config in (one, other)]
     layers = tuple(ops[layer % 2].layers[layer] for layer in range(4))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from custom_calls.plan import Plan, Table, decode_plan
-from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, OutputNorm, Product, Rotary, Value, Weight
 
 ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -39,7 +39,11 @@ class Interpreter:
         def module(m: int, streams: np.ndarray) -> np.ndarray:
             return np.stack([self.module(modules[m], lane, x) for lane, x in enumerate(streams)])
 
-        return self.head(run_schedule(self.plan.schedule, np.stack([embedded] * ops.lanes), module))
+        def norm_sum(m: int, total: np.ndarray) -> np.ndarray:
+            last = modules[m][-1]
+            return self.norm(last.norm, 0, total) if isinstance(last, OutputNorm) and last.of_sum else total
+
+        return self.head(run_schedule(self.plan.schedule, np.stack([embedded] * ops.lanes), module, norm_sum))
 
     def module(self, ops: Sequence[Op], lane: int, x: np.ndarray) -> np.ndarray:
         """A lane's output [s, d] from its stream [s, d]."""
@@ -47,8 +51,10 @@ class Interpreter:
         for op in ops:
             if isinstance(op, Product):
                 values[op.writes] = self.product(op, lane, values[op.reads])
-            else:
+            elif isinstance(op, Attend):
                 values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
+            elif not op.of_sum:
+                values[Value.OUTPUT] = self.norm(op.norm, lane, values[Value.OUTPUT])
         return values[Value.OUTPUT]
 
     def product(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
@@ -113,8 +119,15 @@ def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:
     return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
 
-def run_schedule(table: Table, x: np.ndarray, module: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
-    """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane."""
+def run_schedule(
+    table: Table,
+    x: np.ndarray,
+    module: Callable[[int, np.ndarray], np.ndarray],
+    norm_sum: Callable[[int, np.ndarray], np.ndarray] = lambda m, total: total,
+) -> np.ndarray:
+    """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane, and
+    norm_sum(m, total) the norm of its sum over the lanes, where it has one.
+    """
     modules, outputs, kept = len(table.events) - 1, {}, {}
     for time, events in enumerate(table.events):
         for i, total in enumerate(table.sums):
@@ -134,7 +147,7 @@ def run_schedule(table: Table, x: np.ndarray, module: Callable[[int, np.ndarray]
                 continue
             apart = sum(weight * outputs[m][..., : total.width] for m, weight in event.apart)
             x = x.copy()
-            x[..., : total.width] += share.sum(0) - apart
+            x[..., : total.width] += norm_sum(total.complete_at, share.sum(0)) - apart
     return x
 
 

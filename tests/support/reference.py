@@ -185,11 +185,16 @@ def norm_gain(weights, name, l):
     return weights[f"{name}.weight"] if f"{name}.weight" in weights else weights[f"{name}.scale"][l]
 
 
+def read_stream(config, weights, name, l, x):
+    """What a module of lane l reads: the stream under its norm, unless the config has none."""
+    return rmsnorm(x, norm_gain(weights, name, l), epsilon(config)) if config.get("norm_before", True) else x
+
+
 def attention(config, weights, n, l, x):
     """Lane l's share of the attention of layer n, norm included: stream x [b, s, D] -> partial output [b, s, D]."""
     name = f"model.layers.{n}.attention"
     b, s, _ = x.shape
-    h = rmsnorm(x, norm_gain(weights, f"{name}_norm", l), epsilon(config))
+    h = read_stream(config, weights, f"{name}_norm", l, x)
     q, k, v = (h @ weights[f"{name}.{part}.weight"][l].T for part in ("wq", "wk", "wv"))
     q, k, v = (y.reshape(b, s, -1, head_size(config)) for y in (q, k, v))
     a = attend(config, q, k, v, window_of_layer(config, n))
@@ -201,7 +206,7 @@ def attention(config, weights, n, l, x):
 def mlp(config, weights, n, l, x):
     """Lane l's share of the MLP of layer n, norm included: stream x [b, s, D] -> partial output [b, s, D]."""
     name = f"model.layers.{n}"
-    h = rmsnorm(x, norm_gain(weights, f"{name}.ffn_norm", l), epsilon(config))
+    h = read_stream(config, weights, f"{name}.ffn_norm", l, x)
     a = activation(config, h @ weights[f"{name}.feed_forward.w1.weight"][l].T)
     if config.get("gated_mlp", True):
         a = a * (h @ weights[f"{name}.feed_forward.w3.weight"][l].T)
@@ -209,9 +214,26 @@ def mlp(config, weights, n, l, x):
 
 
 def module(config, weights, m, X):
-    """Module m on every lane: streams X (L of [b, s, D]) -> partial outputs (L of [b, s, D])."""
+    """Module m on every lane: streams X (L of [b, s, D]) -> partial outputs (L of [b, s, D]), under the norm of each
+    lane's own output where the config has one. The sum of one lane is its own output.
+    """
     compute = (attention, mlp)[m % 2]
-    return [compute(config, weights, m // 2, l, x) for l, x in enumerate(X)]
+    o = [compute(config, weights, m // 2, l, x) for l, x in enumerate(X)]
+    if config.get("norm_after") == "lane" or (config.get("norm_after") == "sum" and len(X) == 1):
+        o = [rmsnorm(o[l], norm_gain(weights, norm_after_name(m), l), epsilon(config)) for l in range(len(X))]
+    return o
+
+
+def norm_after_name(m):
+    """Name of the norm of module m's output."""
+    return f"model.layers.{m // 2}.{('attention', 'ffn')[m % 2]}_post_norm"
+
+
+def normed_sum(config, weights, m, sums):
+    """The sums of module m's output on every device, under their norm where the config has one: Gemma 2, OLMo-2."""
+    if config.get("norm_after") != "sum" or len(sums) == 1:
+        return sums
+    return [rmsnorm(total, weights[f"{norm_after_name(m)}.weight"], epsilon(config)) for total in sums]
 
 
 def modules_of(config):
@@ -318,7 +340,7 @@ def others(values):
 def tp(config, weights, X):
     """Tensor parallelism (Megatron): every module ends in an all-reduce."""
     for m in modules_of(config):
-        X = add(X, allreduce(module(config, weights, m, X)))
+        X = add(X, normed_sum(config, weights, m, allreduce(module(config, weights, m, X))))
     return X
 
 
@@ -338,9 +360,9 @@ def ladder(config, weights, X):
     for m in modules_of(config):
         o = module(config, weights, m, X)
         if in_flight is not None:
-            X = add(X, allreduce(in_flight))
-        in_flight = o
-    return add(X, allreduce(in_flight))
+            X = add(X, in_flight)
+        in_flight = normed_sum(config, weights, m, allreduce(o))
+    return add(X, in_flight)
 
 
 def desync(config, weights, X, n):
@@ -544,14 +566,19 @@ def random_weights(config, seed):
     normal("model.tok_embeddings.weight", 2 / math.sqrt(D) if tied else 1.0, V, D)
     for n in range(config["num_hidden_layers"]):
         name = f"model.layers.{n}"
-        norm(f"{name}.attention_norm", shared)
+        if config.get("norm_before", True):
+            norm(f"{name}.attention_norm", shared)
         normal(f"{name}.attention.wq.weight", 1.5 / math.sqrt(D), L, q_rows, D)
         if config.get("attention_gate"):
             normal(f"{name}.attention.wg.weight", 1.5 / math.sqrt(D), L, q_rows, D)
         normal(f"{name}.attention.wk.weight", 1.5 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wv.weight", 1 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wo.weight", 1 / math.sqrt(L * q_rows), L, D, q_rows)
-        norm(f"{name}.ffn_norm", shared)
+        if config.get("norm_before", True):
+            norm(f"{name}.ffn_norm", shared)
+        if config.get("norm_after"):
+            for m in (2 * n, 2 * n + 1):
+                norm(norm_after_name(m), shared or config["norm_after"] == "sum")
         normal(f"{name}.feed_forward.w1.weight", 1 / math.sqrt(D), L, F // L, D)
         if config.get("gated_mlp", True):
             normal(f"{name}.feed_forward.w3.weight", 1 / math.sqrt(D), L, F // L, D)

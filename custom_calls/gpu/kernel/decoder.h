@@ -14,7 +14,7 @@ namespace gpu {
 constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
 // Names in a trace, as custom_calls/gpu/session.py has them; then those of the products.
-enum Names { kNameEmbed, kNameAttend, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameProduct };
+enum Names { kNameEmbed, kNameAttend, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameNorm, kNameProduct };
 
 struct PaddedRows {
   template <class Op>
@@ -26,14 +26,14 @@ struct PaddedRows {
 struct AttentionFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (!Op::kIsProduct) return Attention<Op>::kFloats;
+    if constexpr (Op::kIsAttend) return Attention<Op>::kFloats;
     return 0;
   }
 };
 struct MergedFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (!Op::kIsProduct) return Op::kHeads * Op::kHeadDim;
+    if constexpr (Op::kIsAttend) return Op::kHeads * Op::kHeadDim;
     return 0;
   }
 };
@@ -235,6 +235,8 @@ class Decoder {
   LF_DEVICE void run_op(int layer, int position, u32 tag, u32 sequence) {
     if constexpr (Op::kIsProduct) {
       multiply<Op>(layer, position, tag, sequence);
+    } else if constexpr (Op::kIsOutputNorm) {
+      norm_output<Op>(layer, tag, sequence);
     } else {
       const Clock clock(*this, kNameAttend, layer);
       attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
@@ -270,8 +272,12 @@ class Decoder {
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
       const FromBoard<Op> board = {stream_board(time), tag + time, watch_};
-      const float* gains = small(Op::norm(layer), Op::kNormStride);
-      product<Op>(stream_, partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
+      if constexpr (Op::kNormed) {
+        const float* gains = small(Op::norm(layer), Op::kNormStride);
+        product<Op>(stream_, partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
+      } else {
+        product<Op>(stream_, partial, board);
+      }
     } else if constexpr (Op::kReads == Value::kAttended) {
       product<Op>(stream_, partial, FromShared<Op>{shared_.merged});
     } else {
@@ -279,10 +285,13 @@ class Decoder {
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
-      residual.add_output(time, sequence,
-                          [&](int r) { return biased<Op>(row_sum<Op>(partial, r), layer, residual.first + r); });
-      if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, sequence);
-      residual.publish(stream_board(time + 1), tag + time + 1);
+      residual.set_output(time, [&](int r) { return biased<Op>(row_sum<Op>(partial, r), layer, residual.first + r); });
+      if constexpr (Op::kOutputNormed) {
+        if (kNormedSums) residual.sum_output(time, sequence);
+        publish_squares(time, tag + time);
+      } else {
+        end_module<Op>(layer, tag, sequence);
+      }
     } else {
       watch_.delay();
       write<Op>(partial, layer, tag + layer);
@@ -290,12 +299,62 @@ class Decoder {
     clock.end();
   }
 
-  // The CTA's rows of a product under a norm, for all CTAs of the lane.
+  // The output goes where the schedule says, and the stream to all CTAs of the lane.
+  template <class Op>
+  LF_DEVICE void end_module(int layer, u32 tag, u32 sequence) {
+    const int time = 2 * layer + Op::kModule;
+    residual.add_output(time, sequence);
+    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, sequence);
+    residual.publish(stream_board(time + 1), tag + time + 1);
+  }
+
+  // The square sum of the CTA's rows of an output, for all CTAs of the lane. One board is enough: the next one is
+  // written behind an edge of the stream.
+  LF_DEVICE void publish_squares(int time, u32 tag) {
+    float sum = 0;
+    residual.each([&](int r) { sum += residual.output(time, r) * residual.output(time, r); });
+    sum = sum_over_cta(sum, squares(turn_));
+    watch_.delay();
+    if (thread() == 0) store_word(boards_ + kSquaresBoard + c_, word_of(sum, tag));
+  }
+
+  // The CTA's rows of an output under their norm.
+  template <class Op>
+  LF_DEVICE void norm_output(int layer, u32 tag, u32 sequence) {
+    const Clock clock(*this, kNameNorm, layer);
+    const int time = 2 * layer + Op::kModule;
+    turn_ ^= 1;  // the product's squares may still be read
+    float sum = 0;
+    for (int from = opaque(thread()); from < kCtas; from += kThreads) {
+      u64 word;
+      for (u32 spins = 0; !arrived(word = load_word(boards_ + kSquaresBoard + from), tag + time);)
+        if (!watch_.keep_waiting(spins, kAtVector, from * kStreamRows)) break;
+      sum += value_of(word);
+    }
+    const float factor = rsqrt_of(sum_over_cta(sum, squares(turn_)) / (float)kHidden + Op::kEps);
+    const float* gains = small(Op::norm(layer), Op::kNormStride) + residual.first;
+    residual.set_output(time, [&](int r) { return residual.output(time, r) * factor * gains[r]; });
+    end_module<Op>(layer, tag, sequence);
+    clock.end();
+  }
+
+  // In the order of the warps; shared: [kWarps].
+  LF_DEVICE static float sum_over_cta(float v, float* shared) {
+    v = sum_over_warp(v);
+    if (warp_lane() == 0) shared[warp()] = v;
+    sync_cta();
+    v = 0;
+    LF_UNROLL for (int w = 0; w < kWarps; w++) v += shared[w];
+    return v;
+  }
+
+  // The CTA's rows of a product of the stream, for all CTAs of the lane.
   template <class Op>
   LF_DEVICE void write(const float* partial, int layer, u32 tag) {
     constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
     u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
-    const float factor = norm_factor(squares(turn_), Op::kEps);
+    float factor = 1;
+    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
     for (int r = opaque(thread()); r < count; r += kThreads) {
       float value;

@@ -37,11 +37,28 @@ struct Residual {
 
   // Module `time` has ended; value(r): a row of its output.
   template <class Rows>
-  LF_DEVICE void add_output(int time, u32 sequence, Rows value) {
+  LF_DEVICE void set_output(int time, Rows value) {
     each([&](int r) { history[time % kHistory * kStreamRows + r] = value(r); });
-    if (kExchanged) send(time, sequence);
+  }
+
+  // What the schedule does with it, and with what arrives at that time.
+  LF_DEVICE void add_output(int time, u32 sequence) {
+    if (kExchanged && !kNormedSums) send(time, sequence);
     apply(time, sequence);
   }
+
+  // Its sum over the lanes in place of the lane's own rows. The schedule adds nothing else of it (kNormedSums).
+  LF_DEVICE void sum_output(int time, u32 sequence) {
+    if (!kExchanged) return;
+    send(time, sequence);
+    for (int s = 0; s < kNumSums; s++) {
+      if (kSums[s].complete_at != time) continue;
+      watch.delay();
+      each([&](int r) { history[time % kHistory * kStreamRows + r] = arrived_sum(s, sequence, r); });
+    }
+  }
+
+  LF_DEVICE float output(int module, int r) const { return history[module % kHistory * kStreamRows + r]; }
 
   LF_DEVICE void apply(int time, u32 sequence) {
     for (int e = kEventsAt[time]; e < kEventsAt[time + 1]; e++) {
@@ -54,16 +71,7 @@ struct Residual {
       watch.delay();
       each([&](int r) {
         if (first + r >= sum.width) return;
-        float total;
-        if constexpr (kExchanged) {
-          float shares[kLanes];
-          LaneExchange::pull(p.shared[p.device] + kMailAt, sequence + event.landing, first + r, shares, watch,
-                             kAtLanding);
-          total = shares[0];
-          LF_UNROLL for (int l = 1; l < kLanes; l++) total += shares[l];
-        } else {
-          total = share(sum, r);
-        }
+        float total = kExchanged && !kNormedSums ? arrived_sum(event.landing, sequence, r) : share(sum, r);
         if (sum.stream_mean) {
           x[r] = total;
           return;
@@ -82,7 +90,14 @@ struct Residual {
   }
 
  private:
-  LF_DEVICE float output(int module, int r) const { return history[module % kHistory * kStreamRows + r]; }
+  // A row of a sum over the lanes.
+  LF_DEVICE float arrived_sum(int sum, u32 sequence, int r) const {
+    float shares[kLanes];
+    LaneExchange::pull(p.shared[p.device] + kMailAt, sequence + sum, first + r, shares, watch, kAtLanding);
+    float total = shares[0];
+    LF_UNROLL for (int l = 1; l < kLanes; l++) total += shares[l];
+    return total;
+  }
 
   LF_DEVICE float share(const Sum& sum, int r) const {
     float total = 0;

@@ -18,7 +18,7 @@ struct Step {
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
   if constexpr (Op::kIsProduct) return {{line + Op::kFirstLine, Op::kLines}, Op::kWrites == Value::kOutput};
-  return {{0, 0}, false};
+  return {{0, 0}, Op::kIsOutputNorm};
 }
 template <class... Op>
 LF_DEVICE Step step_of(Ops<Op...>, int wanted, u32 line) {

@@ -11,7 +11,7 @@ from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, STEPS, Layout, tile
 from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Activation, Product, Value
+from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
 from tests.support.gpu_cases import mixed_plan
 
@@ -79,7 +79,7 @@ def changed(plan, number: int, **fields):
 @pytest.mark.parametrize(
     ("number", "fields", "message"),
     [
-        (0, {"norm": None}, "product QKV reads STREAM without a norm"),
+        (2, {"norm": Norm(Weight("gain", (12,)), 1e-5)}, "product OUT reads ATTENDED with a norm"),
         (0, {"writes": Value.HIDDEN}, r"its ops are STREAM -> HIDDEN PROJECTED -> ATTENDED ATTENDED -> OUTPUT"),
         (1, {"heads": 3}, "3 query and 1 key heads of 6 do not fit 24 channels"),
         (1, {"gated": True}, "2 query and 1 key heads of 6 do not fit 24 channels"),
@@ -90,6 +90,12 @@ def changed(plan, number: int, **fields):
 def test_unknown_ops_are_refused(number, fields, message):
     with pytest.raises(ValueError, match=f"the GPU kernel cannot run layer 1: {message}; use backend xla"):
         Layout(changed(plan_of(), number, **fields), H200, 2)
+
+
+def test_norms_of_some_sums_are_refused():
+    plan = plan_of(layout="tp", norm_after="sum")
+    with pytest.raises(ValueError, match="norms the sums of all modules or of none"):
+        Layout(changed(plan, 3, of_sum=False), H200, 2)
 
 
 def test_biases_of_some_matrices_are_refused():

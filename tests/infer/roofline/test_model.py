@@ -95,6 +95,19 @@ def test_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
     assert len(found.terms) == (2 if devices == 1 else 5)
 
 
+def test_norms_after_modules_add_bytes_and_edges():
+    """Per layer two vectors, and two square sums that a whole device waits for."""
+    node, layers = make_node("h200", 8), LARGE.num_hidden_layers
+    before, after = (token(LARGE.replace(norm_after=norm), node, Work()) for norm in (None, "lane"))
+    assert after.bytes - before.bytes == 2 * layers * LARGE.hidden_size * 2
+    edges = [
+        next(term.count for term in found.terms if term.name == "dependent operations") for found in (before, after)
+    ]
+    assert edges[1] - edges[0] == 2 * layers
+    alone = token(LARGE.replace(norm_before=False, norm_after="lane"), node, Work())
+    assert alone.bytes == before.bytes
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -104,6 +117,7 @@ def test_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
         {"lm_head_type": "vocab_parallel"},
         {"qkv_bias": True, "qk_norm": True},
         {"replicated_rmsn_scale": False},
+        {"norm_after": "lane"},
         {"sliding_window": 8, "sliding_window_n_layers": 3},
     ],
 )
