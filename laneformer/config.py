@@ -111,8 +111,8 @@ class AttentionOptions:
     """Keys that a query sees, its own position included; None for all."""
     qkv_bias: bool
     """Biases on the q, k and v projections, and on that of the gate."""
-    qk_norm: bool
-    """RMSNorm over each q and k head before the rotation."""
+    qk_norm: Literal["head", "projection"] | None
+    """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
     gate: bool
@@ -218,6 +218,8 @@ class ModelConfig:
     """Biases on the q, k and v projections (Qwen2), and on that of the gate."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
+    qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
+    """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
@@ -316,6 +318,13 @@ class ModelConfig:
             raise ConfigError(f"unknown norm_after {self.norm_after!r}; choose lane or sum, or leave it out")
         if not self.norm_before and self.norm_after is None:
             raise ConfigError("norm_before = false requires norm_after; set it to lane or sum")
+        if self.qk_norm_over not in ("head", "projection"):
+            raise ConfigError(f"unknown qk_norm_over {self.qk_norm_over!r}; choose head or projection")
+        if self.qk_norm and self.qk_norm_over == "projection" and self.num_lanes > 1:
+            raise ConfigError(
+                f"num_lanes = {self.num_lanes} with qk_norm_over = 'projection' is not supported: every lane would wait"
+                " for a sum over all lanes before its attention; use num_lanes = 1"
+            )
         schedule = make_schedule(self)  # raises ConfigError for unknown layouts and arguments
         if self.norms.after_sum and not schedule.adds_whole_sums:
             raise ConfigError(
@@ -367,7 +376,8 @@ class ModelConfig:
             "kv_heads": self.num_key_value_heads // self.num_lanes,
             "head_dim": self.head_size,
         }
-        variant = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "norm_eps": self.norm_eps}
+        qk_norm = self.qk_norm_over if self.qk_norm else None
+        variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps}
         variant["gate"] = self.attention_gate
         return tuple(
             LayerOptions(AttentionOptions(**size, **heads, **variant, window=window), feed_forward)

@@ -149,7 +149,7 @@ class Attend:
     rotary: Rotary | None
     """Applied to q and k, after their norms."""
     q_norm: Norm | None = None
-    """Over each query head; k_norm likewise over each key head."""
+    """Over each query head; or over all of them together, if its gain has as many channels. k_norm likewise."""
     k_norm: Norm | None = None
     gated: bool = False
     """The result is multiplied by sigmoid(g)."""

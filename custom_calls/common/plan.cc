@@ -128,6 +128,13 @@ class Reader {
     if (!flag()) return std::nullopt;
     return norm(size);
   }
+  std::optional<Norm> maybe_norm_of_heads(int64_t heads, int64_t head_dim) {
+    if (!flag()) return std::nullopt;
+    const int64_t weight = at_ < num_words_ ? words_[at_] : -1;  // of the gain
+    const bool all =
+        weight >= 0 && weight < (int64_t)plan_.weights.size() && plan_.weights[weight].elements() == heads * head_dim;
+    return norm(all ? heads * head_dim : head_dim);
+  }
 
   // ---- ops
 
@@ -173,8 +180,8 @@ class Reader {
     attend.scale = number();
     if (flag()) attend.window = size("window");
     attend.rotary = flag() ? index((int64_t)plan_.rotaries.size(), "rotation") : -1;
-    attend.q_norm = maybe_norm(attend.head_dim);
-    attend.k_norm = maybe_norm(attend.head_dim);
+    attend.q_norm = maybe_norm_of_heads(attend.heads, attend.head_dim);
+    attend.k_norm = maybe_norm_of_heads(attend.kv_heads, attend.head_dim);
     attend.gated = flag();
     require(attend.heads % attend.kv_heads == 0, "heads are not a multiple of kv_heads");
     require(attend.rotary < 0 || 2 * (int64_t)plan_.rotaries[attend.rotary].frequencies.size() == attend.head_dim,

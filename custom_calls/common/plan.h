@@ -59,11 +59,11 @@ struct Product {
 
 struct Attend {
   int heads, kv_heads, head_dim;
-  float scale;                    // on the scores
-  std::optional<int64_t> window;  // keys seen, the own position included
-  int rotary;                     // index into Plan::rotaries, -1 for none
-  std::optional<Norm> q_norm, k_norm;
-  bool gated;  // sigmoids of channels behind the values are factors on the result
+  float scale;                         // on the scores
+  std::optional<int64_t> window;       // keys seen, the own position included
+  int rotary;                          // index into Plan::rotaries, -1 for none
+  std::optional<Norm> q_norm, k_norm;  // over each head, or over all heads, as the gain has channels
+  bool gated;                          // sigmoids of channels behind the values are factors on the result
 
   int64_t values_end() const { return ((int64_t)heads + 2 * (int64_t)kv_heads) * head_dim; }  // of what is projected
   int64_t width() const { return (int64_t)heads * head_dim; }                                 // of the result

@@ -34,31 +34,34 @@ void Worker::attention(const Attention& attention) {
   mark(Decoder::kAttend, attention.layer, began);
 }
 
-// Applies norm and rotation to one head at block position p, in place.
-void Worker::rotate(float* head, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p) {
+// Applies the norm, of each head or of all, and the rotation to the heads at block position p, in place.
+void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane,
+                    int p) {
   const int e = op.head_dim;
-  if (norm) k_.rms_norm(head, d_.small(norm->gain, lane), norm->eps, e, head);
+  if (norm)
+    for (int64_t first = 0; first < (int64_t)count * e; first += norm->gain.size)
+      k_.rms_norm(heads + first, d_.small(norm->gain, lane), norm->eps, norm->gain.size, heads + first);
   if (op.rotary < 0) return;
   const Turns& turns = turns_[op.rotary];
   const float *cos = turns.cos.data() + p * e / 2, *sin = turns.sin.data() + p * e / 2;
-  for (int i = 0; i < e / 2; i++) {
-    const float even = head[2 * i], odd = head[2 * i + 1];
-    head[2 * i] = even * cos[i] - odd * sin[i];
-    head[2 * i + 1] = even * sin[i] + odd * cos[i];
-  }
+  for (float* head = heads; head < heads + (int64_t)count * e; head += e)
+    for (int i = 0; i < e / 2; i++) {
+      const float even = head[2 * i], odd = head[2 * i + 1];
+      head[2 * i] = even * cos[i] - odd * sin[i];
+      head[2 * i + 1] = even * sin[i] + odd * cos[i];
+    }
 }
 
 void Worker::queries(const plan::Attend& op, int lane) {
-  const int64_t e = op.head_dim, heads = op.heads, stride = d_.projected_padded_;
+  const int64_t n = (int64_t)op.heads * op.head_dim, stride = d_.projected_padded_;
   const float scale = op.scale;  // a copy: a write to q cannot change it
-  for (int p = 0; p < positions_; p++)
-    for (int64_t h = 0; h < heads; h++) {
-      float* q = q_.data() + (p * heads + h) * e;
-      std::memcpy(q, d_.projected_.floats() + (lane * kBlock + p) * stride + h * e, e * sizeof(float));
-      rotate(q, op, op.q_norm, lane, p);
-      if (d_.activations_ == Activations::rounded) round_trip(q, e);
-      for (int64_t i = 0; i < e; i++) q[i] *= scale;
-    }
+  for (int p = 0; p < positions_; p++) {
+    float* q = q_.data() + p * n;
+    std::memcpy(q, d_.projected_.floats() + (lane * kBlock + p) * stride, n * sizeof(float));
+    rotate(q, op.heads, op, op.q_norm, lane, p);
+    if (d_.activations_ == Activations::rounded) round_trip(q, n);
+    for (int64_t i = 0; i < n; i++) q[i] *= scale;
+  }
 }
 
 void Worker::round_trip(float* x, int64_t n) {
@@ -77,11 +80,9 @@ void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk,
   for (int64_t t = std::max(part.first, start_); t < part.last; t++) {
     const int p = (int)(t - start_);
     const float* k = d_.projected_.floats() + (part.lane * kBlock + p) * d_.projected_padded_ + op.heads * e;
-    for (int64_t head = 0; head < n; head++) {
-      std::memcpy(key_.data(), k + head * e, e * sizeof(float));
-      rotate(key_.data(), op, op.k_norm, part.lane, p);
-      k_.narrow(d_.cache_, key_.data(), e, keys + (t * n + head) * e * width);
-    }
+    std::memcpy(key_.data(), k, n * e * sizeof(float));
+    rotate(key_.data(), op.kv_heads, op, op.k_norm, part.lane, p);
+    k_.narrow(d_.cache_, key_.data(), n * e, keys + t * n * e * width);
     k_.narrow(d_.cache_, k + n * e, n * e, values + t * n * e * width);
   }
   float* out = d_.parts_.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * op.heads * (e + 2);

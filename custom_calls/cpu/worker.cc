@@ -38,7 +38,7 @@ Worker::Worker(Decoder& decoder, int index, int count)
       first_lane_(m_.lanes * index / count),
       last_lane_((m_.lanes * (index + 1) + count - 1) / count),
       random_(0x9E3779B97F4A7C15u * (index + 1)) {
-  int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, head_dim = 0;
+  int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, kv_heads = 0;
   for (const Product* product : d_.products_) {
     const int64_t per_lane = product->units(), all = per_lane * product->lanes;
     Packed& packed = packed_.emplace_back();
@@ -68,7 +68,7 @@ Worker::Worker(Decoder& decoder, int index, int count)
   for (int layer = 0; layer < m_.layers(); layer++) {
     const plan::Attend& attend = d_.attend_of(layer);
     heads = std::max(heads, (int64_t)attend.heads * attend.head_dim);
-    head_dim = std::max(head_dim, (int64_t)attend.head_dim);
+    kv_heads = std::max(kv_heads, (int64_t)attend.kv_heads * attend.head_dim);
   }
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
   h_.resize(kBlock * d);
@@ -76,7 +76,7 @@ Worker::Worker(Decoder& decoder, int index, int count)
   prepared_.resize(prepared_floats(widest, kBlock));
   y_.resize(rows_of_y);
   q_.resize(kBlock * heads);
-  key_.resize(head_dim);
+  key_.resize(kv_heads);
   turns_.resize(m_.rotaries.size());
   for (size_t i = 0; i < turns_.size(); i++) {
     turns_[i].cos.resize(kBlock * m_.rotaries[i].frequencies.size());

@@ -48,7 +48,7 @@ class Worker {
   const char* times(const Product& product, const Share& share, const char* weights, const float* prepared, float* y,
                     int64_t ldy);
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
-  void rotate(float* head, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
+  void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
   void attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window);
   void merge(int lane);
@@ -113,7 +113,7 @@ class Worker {
   std::vector<float> h_, a_;     // [B][widest]
   std::vector<float> prepared_;  // as the products read it
   std::vector<float> y_;         // [B][own gate and up rows], or the own logits
-  std::vector<float> q_, key_;   // [B][heads][head_dim], [head_dim]
+  std::vector<float> q_, key_;   // [B][heads][head_dim], [kv_heads][head_dim]
   struct Turns {                 // of each position, [B][pairs]
     std::vector<float> cos, sin;
   };

@@ -148,6 +148,7 @@ def _attend_struct(layout: Layout, name: str, fields: dict, of_layers: dict) -> 
     for side in ("q_norm", "k_norm"):
         norm, title = getattr(op, side), side.title().replace("_", "")
         fields |= {f"{title}ed": norm is not None, f"{title}Eps": norm.eps if norm else 0.0}
+        fields[f"{title}OfAll"] = norm is not None and norm.gain.shape[0] > op.head_dim
         fields[f"{title}Stride"] = layout.plan.places[norm.gain.path].stride if norm else 0
         functions[side] = {
             layer: _at(layout, getattr(own, side).gain) if norm else 0 for layer, own in of_layers.items()

@@ -26,16 +26,17 @@ class Attention(Block):
         self.options, self.precision = options, precision
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
-        """q, k, v or the gate g: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, per-head norm (Qwen3) where
+        """q, k, v or the gate g: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, norm (Qwen3, OLMo-2) where
         the options have them.
         """
         y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
         if self.options.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
-        y = y.reshape(*y.shape[:-1], -1, self.options.head_dim)
-        if self.options.qk_norm and name in "qk":
-            y = rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps)
-        return y
+        heads = (*y.shape[:-1], -1, self.options.head_dim)
+        if self.options.qk_norm is None or name not in "qk":
+            return y.reshape(heads)
+        y = y.reshape(heads) if self.options.qk_norm == "head" else y
+        return rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps).reshape(heads)
 
     def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
@@ -78,8 +79,9 @@ class Attention(Block):
             if options.qkv_bias:
                 add(f"{name}_bias", f"{name}.bias", (l, rows), P("lane", None), "zeros")
         if options.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                add(name, f"{name}.weight", (e,), P(None), "ones")
+            for name, channels in (("q_norm", queries), ("k_norm", keys)):
+                size = e if options.qk_norm == "head" else channels
+                add(name, f"{name}.weight", (size,), P(None), "ones")
         add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
         return found
 

@@ -48,6 +48,7 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
     "attention_gate",
     "hidden_act",
     "gated_mlp",
+    "qk_norm_over",
     "bos_token_id",
 )
 

@@ -69,7 +69,7 @@ def test_layers_are_the_shares_of_one_lane():
         head_dim=6,
         window=3,
         qkv_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         norm_eps=1e-3,
         gate=False,
     )
@@ -87,6 +87,10 @@ def test_norms():
     assert sums.replace(num_lanes=1).norms.after_sum is False
     with pytest.raises(ConfigError, match="norm_before = false requires norm_after"):
         make(norm_before=False)
+    assert make(qk_norm_over="projection").layers[0].attention.qk_norm is None
+    assert make(qk_norm=True, qk_norm_over="projection", num_lanes=1).layers[0].attention.qk_norm == "projection"
+    with pytest.raises(ConfigError, match="num_lanes = 4 with qk_norm_over = 'projection'"):
+        make(qk_norm=True, qk_norm_over="projection")
 
 
 def test_configs_are_values():
@@ -131,6 +135,7 @@ WRONG = {
     "lm_head_type": ("dense", None, ["lane"]),
     "hidden_act": ("none", "SILU", None, ["silu"]),
     "norm_after": ("mean", True, ["lane"]),
+    "qk_norm_over": ("all", None, ["head"]),
     "sliding_window": (0, -3, 2.5, "4", True),
     "sliding_window_n_layers": (1.0, "1", None, True),
     "bos_token_id": (-1, 40, 1.0, "1", [1]),

@@ -80,6 +80,16 @@ MODELS = {
     "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
     "biases": {"qkv_bias": True},
     "gated attention with biases and head norms": {"attention_gate": True, "qkv_bias": True, "qk_norm": True},
+    "norms over all heads": {
+        "lanes": 1,
+        "heads": 6,
+        "kv_heads": 2,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "layout": "tp",
+        "norm_before": False,
+        "norm_after": "sum",
+    },
     "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
     "fractional delay": {"layout": "dtp(1.25)"},
 }

@@ -74,10 +74,7 @@ class Interpreter:
         s, e = len(projected), op.head_dim
         heads = projected.reshape(s, -1, e)
         q, k, v, g = np.split(heads, np.cumsum([op.heads, op.kv_heads, op.kv_heads]), 1)
-        if op.q_norm is not None:
-            q = self.norm(op.q_norm, lane, q)
-        if op.k_norm is not None:
-            k = self.norm(op.k_norm, lane, k)
+        q, k = (self.head_norm(norm, lane, x) for norm, x in ((op.q_norm, q), (op.k_norm, k)))
         if op.rotary is not None:
             q, k = rotate(op.rotary, q), rotate(op.rotary, k)
         k, v = (np.repeat(x, op.heads // op.kv_heads, 1) for x in (k, v))
@@ -87,6 +84,12 @@ class Interpreter:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
         return (attended / (1 + np.exp(-g)) if op.gated else attended).reshape(s, -1)
+
+    def head_norm(self, norm: Norm | None, lane: int, heads: np.ndarray) -> np.ndarray:
+        """Heads [s, heads, e] under their norm: of each, or of all together."""
+        if norm is None:
+            return heads
+        return self.norm(norm, lane, heads.reshape(len(heads), -1, *norm.gain.shape)).reshape(heads.shape)
 
     def head(self, streams: np.ndarray) -> np.ndarray:
         """Logits [s, vocab] from the streams [lanes, s, d]."""

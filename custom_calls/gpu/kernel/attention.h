@@ -94,8 +94,26 @@ struct Attention {
     return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv;
   }
 
-  // Norm and rotation of the heads in shared memory; a head each warp. The last one is the new key.
-  LF_DEVICE void norm_and_rotate(float* heads, int count) const {
+  // Each warp's square sum of a norm over the n channels of all heads, from the board.
+  LF_DEVICE void add_squares(const u64* board, int n, float* squares) const {
+    float sum = 0;
+    for (int i = opaque(thread()); i < n; i += kThreads) {
+      const float value = wait_for(board + i, watch, kAtAttention, i);
+      sum += value * value;
+    }
+    sum = sum_over_warp(sum);
+    if (warp_lane() == 0) squares[warp()] = sum;
+  }
+
+  LF_DEVICE static float factor_of_all(const float* squares, int n, float eps) {
+    float sum = 0;
+    LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
+    return rsqrt_of(sum / (float)n + eps);
+  }
+
+  // Norm and rotation of the heads in shared memory; a head each warp. The last one is the new key. squares: of the
+  // norms over all heads, [2][kWarps].
+  LF_DEVICE void norm_and_rotate(float* heads, int count, int kv_head, const float* squares) const {
     const float* rotation = p.rotations + Op::kRotations + (i64)position * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
       const bool is_key = h == kGroupHeads;
@@ -104,7 +122,11 @@ struct Attention {
       float factor = 1;
       const float* gains = p.small + (is_key ? Op::k_norm(layer) : Op::q_norm(layer)) +
                            (i64)(p.first_lane + lane_here) * (is_key ? Op::kKNormStride : Op::kQNormStride);
-      if (normed) {
+      if (is_key ? Op::kKNormOfAll : Op::kQNormOfAll) {
+        gains += (is_key ? kv_head : kv_head * kGroupHeads + h) * kHeadDim;
+        factor = is_key ? factor_of_all(squares + kWarps, kKvHeads * kHeadDim, Op::kKNormEps)
+                        : factor_of_all(squares, kHeads * kHeadDim, Op::kQNormEps);
+      } else if (normed) {
         float sum = 0;
         for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
         factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + (is_key ? Op::kKNormEps : Op::kQNormEps));
@@ -151,8 +173,10 @@ struct Attention {
                        kAtAttention);
       gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
     }
+    if constexpr (Op::kQNormOfAll) add_squares(qkv, kHeads * kHeadDim, sums);
+    if constexpr (Op::kKNormOfAll) add_squares(qkv + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + kWarps);
     sync_cta();
-    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads);
+    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head, sums);
     if (newest) {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
