@@ -109,6 +109,8 @@ class AttentionOptions:
     """Channels of one head."""
     window: int | None
     """Keys that a query sees, its own position included; None for all."""
+    rotary: bool
+    """q and k are rotated by their positions."""
     qkv_bias: bool
     """Biases on the q, k and v projections, and on that of the gate."""
     qk_norm: Literal["head", "projection"] | None
@@ -208,6 +210,8 @@ class ModelConfig:
     swa_layers: tuple[int, ...] | None = None
     """The sliding layers as a list, instead of sliding_window_n_layers."""
 
+    nope_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
+    """Layers whose q and k are not rotated by their positions (SmolLM3, arXiv 2501.18795)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -255,7 +259,7 @@ class ModelConfig:
         _require_number("rope_theta", self.rope_theta, above=0.0)
         _require_number("norm_eps", self.norm_eps, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
-        for name in ("unclamped_layers", "swa_layers", "eos_token_id"):
+        for name in ("unclamped_layers", "swa_layers", "nope_layers", "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
@@ -335,7 +339,7 @@ class ModelConfig:
     def _check_windows(self):
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("unclamped_layers", "swa_layers"):
+        for name in ("unclamped_layers", "swa_layers", "nope_layers"):
             for layer in getattr(self, name) or ():
                 _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
@@ -380,8 +384,11 @@ class ModelConfig:
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps}
         variant["gate"] = self.attention_gate
         return tuple(
-            LayerOptions(AttentionOptions(**size, **heads, **variant, window=window), feed_forward)
-            for window in self.layer_windows
+            LayerOptions(
+                AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),
+                feed_forward,
+            )
+            for layer, window in enumerate(self.layer_windows)
         )
 
     @property

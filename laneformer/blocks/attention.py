@@ -46,7 +46,9 @@ class Attention(Block):
         """
         dtype, window = self.precision.compute, self.options.window
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
-        q, k = rotate(q, rotary).astype(dtype), rotate(k, rotary)
+        if self.options.rotary:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q = q.astype(dtype)
         if memory is None:
             kept = k.astype(dtype), v.astype(dtype)
             a = attend(q, *kept, window=window, segments=segments_bs)
@@ -108,7 +110,7 @@ class Attention(Block):
             options.head_dim,
             scale=float(np.float32(1) / np.sqrt(np.float32(options.head_dim))),  # in float32, as the model computes it
             window=options.window,
-            rotary=rotary,
+            rotary=rotary if options.rotary else None,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
             gated=options.gate,

@@ -41,6 +41,7 @@ SAME_NAME = (  # fields of config.json under the names of ModelConfig
     "sliding_window_n_layers",
     "unclamped_layers",
     "swa_layers",
+    "nope_layers",
     "rope_theta",
     "norm_eps",
     "qkv_bias",

@@ -68,11 +68,13 @@ def test_layers_are_the_shares_of_one_lane():
         kv_heads=1,
         head_dim=6,
         window=3,
+        rotary=True,
         qkv_bias=False,
         qk_norm="head",
         norm_eps=1e-3,
         gate=False,
     )
+    assert [layer.attention.rotary for layer in make(nope_layers=[1]).layers] == [True, False, True]
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
 
 
@@ -123,7 +125,7 @@ WHOLE = (
     "num_lanes",
 )
 NUMBERS = ("rope_theta", "norm_eps")
-LISTS = ("unclamped_layers", "swa_layers")
+LISTS = ("unclamped_layers", "swa_layers", "nope_layers")
 BOOLEANS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.type is bool)
 NAN, INF = float("nan"), float("inf")
 WRONG = {

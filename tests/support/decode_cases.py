@@ -80,6 +80,7 @@ MODELS = {
     "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
     "biases": {"qkv_bias": True},
     "gated attention with biases and head norms": {"attention_gate": True, "qkv_bias": True, "qk_norm": True},
+    "layers without rotation": {"nope_layers": (0, 2), "sliding_window": 5, "swa_layers": (1, 2), "layout": "tp"},
     "norms over all heads": {
         "lanes": 1,
         "heads": 6,
