@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a training run or a dense folder (Llama, Mistral, Qwen, SmolLM) cut into lanes as a Hugging Face folder."""
+    """Write a training run or a dense folder (docs/conversion.md) cut into lanes as a Hugging Face folder."""
 
     source: tyro.conf.Positional[Path]
     """Training run, one step of it (RUN/checkpoints/STEP), or Hugging Face folder."""

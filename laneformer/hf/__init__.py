@@ -10,7 +10,7 @@ from typing import Any
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
-from laneformer.hf import deepseek, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
+from laneformer.hf import deepseek, exaone4, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
 from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
@@ -40,6 +40,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3": llama.QWEN3,
     "smollm3": llama.SMOLLM3,
     "olmo2": olmo2.FAMILY,
+    "exaone4": exaone4.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,

@@ -38,6 +38,10 @@ NAMES = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
+AFTER_NAMES = NAMES | {  # of families with norms after their modules alone
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 QWEN_WINDOW, QWEN_FULL_LAYERS = 4096, 28
 MISTRAL_WINDOW = 4096
@@ -61,6 +65,8 @@ class Dialect:
     """Default of rms_norm_eps."""
     windows: Callable[[Fields], tuple[int | None, list[str]]] = lambda fields: (None, [])
     """The window in positions and the type of each layer; also refuses what else the family may ask for."""
+    nope_layers: Callable[[Fields], tuple[int, ...]] = lambda fields: ()
+    """Layers without rotation."""
 
 
 def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
@@ -80,6 +86,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
         **found,
         max_position_embeddings=longest,
         norm_eps=fields.get("rms_norm_eps", dialect.norm_eps),
+        nope_layers=dialect.nope_layers(fields),
         rope_theta=theta,
         rope_scaling=scaling,
         eos_token_id=fields.end_tokens,
@@ -128,29 +135,28 @@ def qwen_windows(fields: Fields) -> tuple[int | None, list[str]]:
 
 
 def smollm3_windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """A window only with use_sliding_window, on the layers of `layer_types`. Refuses layers without rotation."""
-    window, layers = fields.optional_size("sliding_window"), fields.layers
-    interval = fields.size("no_rope_layer_interval", NOPE_INTERVAL)
+    """A window only with use_sliding_window, on the layers of `layer_types`."""
+    window = fields.optional_size("sliding_window")
+    if not fields.flag("use_sliding_window"):
+        window = None
+    return window, layer_types(fields, [FULL] * fields.layers)
+
+
+def smollm3_nope_layers(fields: Fields) -> tuple[int, ...]:
+    """Those with 0 in `no_rope_layers`, which is by default 0 in every no_rope_layer_interval-th layer."""
+    layers, interval = fields.layers, fields.size("no_rope_layer_interval", NOPE_INTERVAL)
     rotates = fields.sequence("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(layers)]
     if len(rotates) < layers:
         raise ConfigError(f"no_rope_layers has {len(rotates)} entries: write 1 or 0 for each of the {layers} layers")
-    still = [n for n in range(layers) if not rotates[n]]
-    if still:
-        raise ConfigError(
-            f"no_rope_layers: layers {', '.join(map(str, still))} have no rotary positions, which is not supported yet;"
-            " supported are checkpoints with 1 for every layer"
-        )
-    if not fields.flag("use_sliding_window"):
-        window = None
-    return window, layer_types(fields, [FULL] * layers)
+    return tuple(n for n in range(layers) if not rotates[n])
 
 
-def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down)."""
-    return {path: _source(config, path, weight.shape) for path, weight in table.items()}
+def sources(config: ModelConfig, table: "Mapping[str, Weight]", names: Mapping[str, str] = NAMES) -> dict[str, Source]:
+    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down). names: as NAMES."""
+    return {path: _source(config, path, weight.shape, names) for path, weight in table.items()}
 
 
-def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source:
+def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Source:
     """shape: of the weight, lane-first."""
 
     def pairs(w: np.ndarray) -> np.ndarray:
@@ -167,7 +173,7 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source:
         _, n, name = path.split(".", 2)
         prefix = f"model.layers.{n}."
     kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
-    names = NAMES if config.gated_mlp else NAMES | {"feed_forward.w1": "mlp.up_proj"}
+    names = names if config.gated_mlp else {**names, "feed_forward.w1": "mlp.up_proj"}
     file_name = f"{prefix}{names[name]}.{kind}"
     match name.rsplit(".", 1)[-1]:
         case "wo" | "w2":
@@ -181,30 +187,36 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source:
     return Source(file_name, shape)
 
 
-def _family(name: str, **own) -> Family:
-    return Family(name=name, config_from=functools.partial(config_from, Dialect(**own)), sources=sources)
+def make_family(name: str, names: Mapping[str, str] = NAMES, **own) -> Family:
+    """A family with these tensors' names; own: of its Dialect."""
+    return Family(
+        name=name,
+        config_from=functools.partial(config_from, Dialect(**own)),
+        sources=functools.partial(sources, names=names),
+    )
 
 
 BIASES = ("attention_bias", "mlp_bias")
-LLAMA = _family("Llama", longest=2048, defaults={}, refused=BIASES)
-ARCEE = _family(
+LLAMA = make_family("Llama", longest=2048, defaults={}, refused=BIASES)
+ARCEE = make_family(
     "Arcee", longest=4096, defaults={"hidden_act": "relu2", "gated_mlp": False}, refused=BIASES, norm_eps=1e-5
 )
-MISTRAL = _family("Mistral", longest=131072, defaults={}, windows=mistral_windows)
-MINISTRAL = _family("Ministral", longest=131072, defaults={}, windows=ministral_windows)
-QWEN2 = _family("Qwen2", longest=32768, defaults={"qkv_bias": True}, windows=qwen_windows)
-QWEN3 = _family(
+MISTRAL = make_family("Mistral", longest=131072, defaults={}, windows=mistral_windows)
+MINISTRAL = make_family("Ministral", longest=131072, defaults={}, windows=ministral_windows)
+QWEN2 = make_family("Qwen2", longest=32768, defaults={"qkv_bias": True}, windows=qwen_windows)
+QWEN3 = make_family(
     "Qwen3",
     longest=32768,
     defaults={"qk_norm": True, "head_dim": 128},
     refused=("attention_bias",),
     windows=qwen_windows,
 )
-SMOLLM3 = _family(
+SMOLLM3 = make_family(
     "SmolLM3",
     longest=32768,
     defaults={"tie_word_embeddings": True},
     refused=BIASES,
     theta=2000000.0,
     windows=smollm3_windows,
+    nope_layers=smollm3_nope_layers,
 )

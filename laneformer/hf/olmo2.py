@@ -1,16 +1,14 @@
-"""OLMo-2, which is refused: its norms and its q/k norm lie where the model has none yet (arXiv 2501.00656)."""
+"""OLMo-2 (arXiv 2501.00656): norms after the modules instead of before them, and a q/k norm over all heads together,
+which lanes cannot compute alone: it loads with one lane.
+"""
 
-from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError
-from laneformer.hf.family import Family
-from laneformer.hf.fields import Fields
+from laneformer.hf.llama import AFTER_NAMES, make_family
 
-
-def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
-    raise ConfigError(
-        "model_type = 'olmo2': norms after the modules and a q/k norm over the whole projection are not supported yet;"
-        " supported are norms before the modules and q/k norms per head"
-    )
-
-
-FAMILY = Family(name="OLMo-2", config_from=config_from)
+FAMILY = make_family(
+    "OLMo-2",
+    AFTER_NAMES,
+    longest=2048,
+    defaults={"norm_before": False, "norm_after": "sum", "qk_norm": True, "qk_norm_over": "projection"},
+    refused=("attention_bias",),
+    norm_eps=1e-5,
+)

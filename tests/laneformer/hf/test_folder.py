@@ -17,7 +17,13 @@ from laneformer.weights import parameter_table
 from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
-CACHED = ("llama2", "llama3", "mistral")  # decoded with a cache in every run of the tests, the others in the slow ones
+SEVERAL = [folder for folder in DENSE if folder.name != "olmo2"]  # in several lanes
+CACHED = (
+    "llama2",
+    "llama3",
+    "mistral",
+    "exaone4",
+)  # decoded with a cache in every run of the tests, the others in the slow ones
 FOLDERS = {folder.name: folder for folder in DENSE}
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
 
@@ -34,6 +40,7 @@ def name_of(value) -> str:
 def test_the_dense_fixtures_are_there():
     assert [folder.name for folder in DENSE] == [
         "arcee",
+        "exaone4",
         "llama2",
         "llama3",
         "llama_linear",
@@ -41,6 +48,7 @@ def test_the_dense_fixtures_are_there():
         "llama_yarn",
         "ministral",
         "mistral",
+        "olmo2",
         "qwen2",
         "qwen2_gelu_tanh",
         "qwen2_window",
@@ -48,6 +56,7 @@ def test_the_dense_fixtures_are_there():
         "qwen3_gelu",
         "qwen3_window",
         "smollm3",
+        "smollm3_nope",
     ]
     assert [folder.name for folder in OLD_STYLE] == [
         "llama3",
@@ -61,7 +70,11 @@ def test_the_dense_fixtures_are_there():
 
 @pytest.mark.parametrize(
     ("folder", "lanes"),
-    [(folder, lanes) for i, folder in enumerate(DENSE) for lanes in (1, 2 + i % 2 * 2)],
+    [
+        *((folder, lanes) for i, folder in enumerate(SEVERAL) for lanes in (1, 2 + i % 2 * 2)),
+        (FOLDERS["exaone4"], 4),
+        (FOLDERS["olmo2"], 1),
+    ],
     ids=name_of,
 )
 def test_dense_models_become_lanes(folder, lanes):
@@ -75,7 +88,7 @@ def test_dense_models_become_lanes(folder, lanes):
     ("folder", "devices"),
     [
         pytest.param(folder, 4 - i % 2 * 2, marks=() if folder.name in CACHED else pytest.mark.slow, id=folder.name)
-        for i, folder in enumerate(DENSE)
+        for i, folder in enumerate(SEVERAL)
     ],
 )
 def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
@@ -99,7 +112,9 @@ def test_old_spelling_of_dense_configs(folder, tmp_path):
         assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
 
 
-@pytest.mark.parametrize("folder", [FOLDERS[name] for name in ("qwen2", "qwen3", "mistral", "arcee")], ids=name_of)
+@pytest.mark.parametrize(
+    "folder", [FOLDERS[name] for name in ("qwen2", "qwen3", "mistral", "arcee", "exaone4")], ids=name_of
+)
 def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
     io = np.load(folder / "io.npz")
     save_hf(load(folder, num_lanes=4), tmp_path, spelling="laneformer")
@@ -111,6 +126,16 @@ def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
 def test_a_dense_model_in_more_lanes_than_it_has_heads():
     with pytest.raises(ConfigError, match=r"qwen2.config\.json: .*num_lanes = 8\b.*num_key_value_heads = 4.*1, 2, 4"):
         load(FOLDERS["qwen2"], num_lanes=8)
+
+
+def test_a_norm_over_all_heads_needs_one_lane(tmp_path):
+    """Decoded with a cache, and saved and loaded as a Laneformer."""
+    with pytest.raises(ConfigError, match=r"olmo2.config\.json: num_lanes = 2 with qk_norm_over = 'projection'.*= 1"):
+        load(FOLDERS["olmo2"], num_lanes=2)
+    io, model = np.load(FOLDERS["olmo2"] / "io.npz"), load(FOLDERS["olmo2"])
+    assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
+    save_hf(model, tmp_path)
+    assert same_bits(load(tmp_path), model)
 
 
 def test_a_laneformer_keeps_its_lanes():
@@ -244,7 +269,8 @@ def test_weights_of_published_models_one_by_one(folder):
 
 @pytest.mark.parametrize("folder", DENSE, ids=name_of)  # llama2 lies in four files
 def test_weights_of_dense_models_one_by_one(folder):
-    assert same_weights(folder, num_lanes=4) and same_weights(folder, "float16", 2)
+    lanes = (4, 2) if folder in SEVERAL else (1, 1)
+    assert same_weights(folder, num_lanes=lanes[0]) and same_weights(folder, "float16", lanes[1])
 
 
 def test_every_weight_once_more_in_its_own_dtype(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from laneformer import ConfigError
 from laneformer.hf import config_from_hf
 
-DENSE_TYPES = ("llama", "arcee", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
+DENSE_TYPES = ("llama", "arcee", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "olmo2", "exaone4")
 DENSE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 8}
 
 
@@ -23,7 +23,7 @@ def test_fields_of_dense_families():
 
 @pytest.mark.parametrize("kind", DENSE_TYPES)
 def test_defaults_are_those_of_transformers(kind):
-    """Copied from the configuration classes of transformers 5.23; SmolLM3's own default has layers without rotation."""
+    """Copied from the configuration classes of transformers 5.23."""
     longest, theta, tied = {
         "llama": (2048, 10000.0, False),
         "arcee": (4096, 10000.0, False),
@@ -32,10 +32,12 @@ def test_defaults_are_those_of_transformers(kind):
         "qwen2": (32768, 10000.0, False),
         "qwen3": (32768, 10000.0, False),
         "smollm3": (32768, 2000000.0, True),
+        "olmo2": (2048, 10000.0, False),
+        "exaone4": (2048, 10000.0, False),
     }[kind]
     found = config_from_hf(DENSE | {"model_type": kind})
     assert (found.max_position_embeddings, found.rope_theta, found.tie_word_embeddings) == (longest, theta, tied)
-    assert found.norm_eps == (1e-5 if kind == "arcee" else 1e-6)
+    assert found.norm_eps == (1e-5 if kind in ("arcee", "olmo2", "exaone4") else 1e-6)
     assert (found.hidden_act, found.gated_mlp) == (("relu2", False) if kind == "arcee" else ("silu", True))
     assert found.num_key_value_heads == 8 and found.rope_scaling is None
     assert found.head_size == (128 if kind == "qwen3" else 4)
@@ -93,6 +95,34 @@ def test_windows_of_smollm3():
     assert config_from_hf(smollm3 | {"layer_types": kinds}).layer_windows == (None, None, None)
 
 
+def test_layers_without_rotation():
+    smollm3 = DENSE | {"model_type": "smollm3", "num_hidden_layers": 8}
+    assert config_from_hf(smollm3).nope_layers == (3, 7)
+    assert config_from_hf(smollm3 | {"no_rope_layer_interval": 3}).nope_layers == (2, 5)
+    assert config_from_hf(smollm3 | {"no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 0]}).nope_layers == (1, 2, 7)
+    exaone4 = DENSE | {"model_type": "exaone4", "num_hidden_layers": 8}
+    found = config_from_hf(exaone4)
+    assert found.nope_layers == (3, 7) and found.layer_windows == ((4096,) * 3 + (None,)) * 2
+    full = config_from_hf(exaone4 | {"sliding_window": None})
+    assert full.nope_layers == () and full.layer_windows == (None,) * 8
+    named = {
+        "sliding_window": 5,
+        "sliding_window_pattern": "LG",
+        "layer_types": ["full_attention", *["sliding_attention"] * 7],
+    }
+    found = config_from_hf(exaone4 | named)
+    assert found.nope_layers == (0,) and found.layer_windows == (None, *(5,) * 7)
+
+
+def test_norms_after_modules():
+    olmo2 = config_from_hf(DENSE | {"model_type": "olmo2"})
+    assert (olmo2.norm_before, olmo2.norm_after) == (False, "sum")
+    assert olmo2.layers[0].attention.qk_norm == "projection"
+    exaone4 = config_from_hf(DENSE | {"model_type": "exaone4"}, num_lanes=2)
+    assert exaone4.norms.before is None and exaone4.norms.after_sum
+    assert exaone4.layers[0].attention.qk_norm == "head"
+
+
 def test_llama_ignores_windows_and_reports_it(caplog):
     with caplog.at_level(logging.WARNING, "laneformer"):
         found = config_from_hf(DENSE | {"model_type": "llama", "sliding_window": 5})
@@ -120,8 +150,9 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4}
         ("qwen3", {"use_sliding_window": 1}, "use_sliding_window = 1"),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types"),
         ("mistral", {"sliding_window": "4"}, "sliding_window = '4'"),
-        ("smollm3", {"no_rope_layer_interval": 3}, "layers 2 "),
-        ("smollm3", {"no_rope_layers": [1, 0, 0]}, "layers 1, 2 "),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG'"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1"),
     ],
 )

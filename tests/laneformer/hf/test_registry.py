@@ -37,6 +37,10 @@ OPTIONAL = {  # model_type -> each optional field with what a missing or null on
         "norm_eps": 1e-5,
         "qkv_bias": False,
         "qk_norm": False,
+        "qk_norm_over": "head",
+        "norm_before": True,
+        "norm_after": None,
+        "nope_layers": [],
         "bos_token_id": None,
         "eos_token_id": [],
         "hidden_act": "silu",
@@ -88,6 +92,8 @@ OPTIONAL = {  # model_type -> each optional field with what a missing or null on
         "layer_types": None,
         "attention_bias": False,
     },
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+    "exaone4": {"rms_norm_eps": 1e-5, "sliding_window_pattern": 4, "layer_types": None},
 }
 
 
@@ -117,7 +123,8 @@ WRONG = [
     ({"model_type": None}, ["None", *FAMILIES]),
     ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
     ({"model_type": ["llama"]}, ["['llama']"]),
-    ({"model_type": "olmo2"}, ["'olmo2'", "norms"]),
+    ({"model_type": "olmo2", "attention_bias": True}, ["attention_bias"]),
+    ({"norm_after": "sum"}, ["norm_after = 'sum'", "laneformer"]),
     ({"vocab_size": None}, ["vocab_size missing"]),
     ({"vocab_size": None, "hidden_size": None}, ["vocab_size, hidden_size missing"]),
     ({"hidden_act": "relu"}, ["hidden_act 'relu'", "silu, gelu, gelu_pytorch_tanh, relu2"]),
