@@ -136,9 +136,18 @@ def test_long_vectors_in_several_segments():
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_several_devices_give_the_bits_of_one(devices):
-    config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        (2, {"layout": "dtp(2)"}),
+        pytest.param(4, {"layout": "dtp(2)"}, marks=pytest.mark.exhaustive),
+        (2, {"layout": "tp", "norm_before": False, "norm_after": "sum"}),
+        pytest.param(4, {"layout": "ladder", "norm_after": "sum"}, marks=pytest.mark.exhaustive),
+        pytest.param(4, {"layout": "desync(2)", "norm_after": "lane"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_several_devices_give_the_bits_of_one(devices, changes):
+    config = small.make_config(lanes=4, num_hidden_layers=4, **changes)
     weights, ids = small.make_weights(config), small.prompt_of(config, 5)
     mesh = jax.make_mesh(
         (1, devices), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]

@@ -23,7 +23,7 @@ from infer.sampling import sample
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.precision import Precision
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
-from tests.support.paths import ORACLE
+from tests.support.paths import DENSE, ORACLE
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 
@@ -46,6 +46,18 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
     engine = Engine.load(ORACLE / case, "cpu", devices=min(devices, lanes))
     assert list(engine.generate(data["greedy_prompt"], max_new_tokens=12)) == data["greedy_ids"].tolist()
     assert engine.conditions["devices"] == min(devices, lanes) and engine.conditions["threads"] >= 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+@pytest.mark.parametrize(
+    ("name", "lanes", "devices"), [("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)]
+)
+def test_greedy_tokens_of_models_with_norms_and_positions_elsewhere(name, lanes, devices, backend):
+    """Norms after the modules, of sums over the lanes; a norm over all heads; layers without rotation."""
+    data = np.load(DENSE / name / "io.npz")
+    engine = Engine.load(DENSE / name, backend, num_lanes=lanes, devices=devices)
+    answer = engine.generate(data["greedy_prompt"], max_new_tokens=12, stop_tokens=())
+    assert list(answer) == data["greedy_ids"].tolist()
 
 
 SAMPLINGS = st.builds(
