@@ -106,22 +106,26 @@ EIGHT = {
     "num_attention_heads": 8,
     "broadcast_delay": 1,
 }
-ROWS = ["laneformer", "dtp(1.5)", "desync(2)", "caat(0.5)"]
+ROWS = [
+    ("laneformer", None),
+    pytest.param("dtp(1.5)", "lane", marks=pytest.mark.slow),
+    ("desync(2)", None),
+    pytest.param("caat(0.5)", None, marks=pytest.mark.slow),
+    ("tp", "sum"),
+]
 
 
 @cache
-def of_one_device(layout: str) -> dict[str, np.ndarray]:
-    return flat(gradient_of(tiny.random_model(tiny.values(layout=layout, **EIGHT)), IDS))
+def of_one_device(layout: str, norm_after: str | None = None) -> dict[str, np.ndarray]:
+    return flat(gradient_of(tiny.random_model(tiny.values(layout=layout, norm_after=norm_after, **EIGHT)), IDS))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(r, marks=() if r in ("laneformer", "desync(2)") else pytest.mark.slow) for r in ROWS]
-)
-def test_eight_devices_give_the_gradients_of_one(layout):
-    model = tiny.random_model(tiny.values(layout=layout, **EIGHT), lane_devices=8)
+@pytest.mark.parametrize(("layout", "norm_after"), ROWS)
+def test_eight_devices_give_the_gradients_of_one(layout, norm_after):
+    model = tiny.random_model(tiny.values(layout=layout, norm_after=norm_after, **EIGHT), lane_devices=8)
     gradient = gradient_of(model, IDS)
     assert gradient.layers[0].attention.wq[...].sharding.is_equivalent_to(model.layers[0].attention.wq[...].sharding, 3)
-    assert apart(of_one_device(layout), flat(gradient)) < 1e-4
+    assert apart(of_one_device(layout, norm_after), flat(gradient)) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["laneformer", pytest.param("desync(2)", marks=pytest.mark.slow)])
