@@ -113,7 +113,7 @@ class Workspace:
 
     def test(self, judge: Judge, seconds: float) -> tuple[Outcome, str]:
         """Runs the tests in the sandbox; the outcome, and their output if they fail."""
-        outcome = judge.run(*test_program(self.files, self.task.command), seconds, MOST_OUTPUT + len(FAILURE) + 2)
+        outcome = judge.run(test_program(self.files, self.task.command), seconds, MOST_OUTPUT + len(FAILURE) + 2)
         return outcome, outcome.error.removeprefix(f"{FAILURE}: ").strip()
 
 

@@ -121,10 +121,8 @@ def _belongs(path: Path) -> bool:
     return not any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> tuple[str, str]:
-    """A program that writes the files and one that tests them, as arguments of `Sandbox.run`. The second raises the
-    tests' output as an exception if they fail.
-    """
+def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> str:
+    """A program that writes the files and tests them; it raises the tests' output as an exception if they fail."""
     packed = {name: base64.b64encode(content).decode() for name, content in files.items()}
     setup = _SETUP.format(files=packed, failure=FAILURE, most=MOST_OUTPUT)
-    return setup, _UNITTEST if command is None else _COMMAND.format(command=list(command))
+    return setup + (_UNITTEST if command is None else _COMMAND.format(command=list(command)))

@@ -52,8 +52,7 @@ def from_chat(problem: Problem, text: str) -> Answer:
     code = whole_statements((defining or blocks)[-1])
     if not defining:
         return from_completion(problem, code)
-    begin = re.search(rf"^def {re.escape(problem.entry_point)}\b", problem.prompt, re.MULTILINE)
-    solution = problem.prompt[: begin.start() if begin else 0] + code
+    solution = problem.context + code
     return Answer(solution, "\n" + solution)
 
 

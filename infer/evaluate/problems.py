@@ -58,6 +58,12 @@ class Problem:
     seconds: float
     """CPU time for a program, on a machine of nominal speed."""
 
+    @property
+    def context(self) -> str:
+        """What the prompt defines before the function (imports, helpers): tests may use it, and it starts programs."""
+        begin = re.search(rf"^def {re.escape(self.entry_point)}\b", self.prompt, re.MULTILINE)
+        return self.prompt[: begin.start() if begin else 0]
+
 
 @dataclass(frozen=True)
 class ProblemSet:

@@ -72,9 +72,9 @@ class Judge:
                 f" machine and the data file: {', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''}"
             )
 
-    def run(self, solution: str, test: str, seconds: float, longest_error: int) -> Outcome:
-        """Runs a program without a problem, as Sandbox.run. seconds: CPU time on a machine of nominal speed."""
-        return self.sandbox.run(solution, test, _limits(seconds * self.slowness), longest_error=longest_error)
+    def run(self, program: str, seconds: float, longest_error: int) -> Outcome:
+        """Runs a program that tests itself, as Sandbox.run. seconds: CPU time on a machine of nominal speed."""
+        return self.sandbox.run(program, "", _limits(seconds * self.slowness), longest_error=longest_error)
 
     def limits(self, problem: Problem) -> Limits:
         """The limits of a program for a problem."""
@@ -94,7 +94,14 @@ class Judge:
         pool = ThreadPoolExecutor(self.workers)
         try:
             jobs = {
-                pool.submit(self.sandbox.run, solution, problem.test, limit, entry_point=problem.entry_point): n
+                pool.submit(
+                    self.sandbox.run,
+                    solution,
+                    problem.test,
+                    limit,
+                    entry_point=problem.entry_point,
+                    context=problem.context,
+                ): n
                 for n, ((problem, solution), limit) in enumerate(zip(programs, limits, strict=True))
             }
             for job in progress_bar(as_completed(jobs), what, len(jobs), "program", progress):

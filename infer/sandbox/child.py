@@ -1,120 +1,206 @@
-"""Runs one program inside a sandbox: infer/sandbox/sandbox.py passes the text of this file to `python -c`.
+"""A program in its sandbox: loads the text that the judge sends and calls its functions when the judge asks.
 
-Standard input is a file: `size` bytes of JSON (solution, test, entry_point, limits, path), then a nonce. The verdict
-is written to standard output as JSON lines. The nonce is read only after the last test has passed, and only a report
-that contains it counts, so that a program that ends early, with any exit status or output, has not passed.
+The sandbox passes the text of this file, after that of wire.py, to `python -c`. Requests arrive on standard input and
+replies leave on standard output; both are pipes. Everything here is in the power of the program once that runs, so a
+reply is a claim: data that the judge compares, never a verdict about it.
 """
 
 import builtins
-import json
 import os
 import resource
 import signal
+import site
 import sys
 import time
 import types
 
-# Methods with which an object of the solution's classes could satisfy the tests.
-OPERATORS = {
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__len__", "__iter__", "__next__"),
-    *("__getitem__", "__contains__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
-    *("__truediv__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__neg__", "__pos__", "__float__"),
-    *("__int__", "__index__", "__complex__", "__round__", "__array__", "__array_ufunc__", "__array_function__"),
-    *("__getattr__", "__getattribute__", "__class__"),
+from infer.sandbox.wire import MUTABLE, Reader, contents, dump, receive, send, write_library
+
+# The program may replace the originals.
+_getpid, _leave, _clock = os.getpid, os._exit, time.process_time
+
+
+class Objects:
+    """What the judge refers to by number: functions, objects of the program's classes, iterators."""
+
+    def __init__(self):
+        self.kept, self.numbers = [], {}
+
+    def reference(self, value):
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)  # which keeps the id from being reused
+        kind = "iterator" if hasattr(type(value), "__next__") else "object"
+        return {"remote": [number, kind]}
+
+    def write(self, writer, value, depth):
+        """JSON of a value of another type: library data, a value of a subclass as its base, else a reference."""
+        written = write_library(writer, value)
+        if written is not None:
+            return written
+        for base in type(value).__mro__[1:]:
+            if base in BASES:
+                plain = BASES[base](value)
+                if base in MUTABLE:
+                    known = writer.numbers.get(id(value))
+                    if known is not None:
+                        return {"ref": known}
+                    written = writer(plain, depth)
+                    writer.numbers[id(value)] = writer.numbers[id(plain)]
+                    return written
+                return writer(plain, depth)
+        return self.reference(value)
+
+    def read(self, name, content):
+        if name != "remote":
+            raise TypeError(name)
+        return self.kept[content]
+
+
+# The content of an object of a subclass, whatever that redefines.
+BASES = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: lambda value: complex(complex.real.__get__(value), complex.imag.__get__(value)),
+    str: str.__str__,
+    bytes: lambda value: bytes([*bytes.__iter__(value)]),
+    bytearray: lambda value: bytearray([*bytearray.__iter__(value)]),
+    list: lambda value: [*list.__iter__(value)],
+    tuple: lambda value: (*tuple.__iter__(value),),
+    set: lambda value: {*set.__iter__(value)},
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
 }
 
 
-def checked(function, module, isinstance=isinstance, type=type, id=id, vars=vars):
-    """`function`, refusing results whose classes redefine operators, such as an object that equals everything."""
-
-    def own(kind):
-        """The first operator that a class of the solution redefines."""
-        for base in type.mro(kind):
-            if base.__flags__ & 1 << 9 and base.__module__ == module.__name__:  # a heap type that the solution made
-                for name in vars(base):
-                    if name in OPERATORS:
-                        return f"{base.__name__}.{name}"
-        return None
-
-    def call(*args, **named):
-        result = function(*args, **named)
-        left, seen = [result], set()
-        while left:
-            value = left.pop()
-            kind = type(value)
-            if redefined := own(kind):
-                raise AssertionError(f"the result contains an object whose class redefines {redefined}")
-            if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
-                seen.add(id(value))
-                left += value
-                left += value.values() if isinstance(value, dict) else ()
-        return result
-
-    return call
-
-
-def main(size):
-    request, report = os.dup(0), os.dup(1)  # not inherited by programs that the solution starts
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    spec = json.loads(os.pread(request, size, 0))
+def prepare(spec):
+    """Sets the limits, the path of modules, and what Python's site would add to the built-in functions."""
     for name, limit in spec["limits"].items():
         kind = getattr(resource, name)
         ceiling = resource.getrlimit(kind)[1]
-        most = ceiling if ceiling != resource.RLIM_INFINITY else limit + 1
+        most = ceiling if ceiling != resource.RLIM_INFINITY else limit + (name == "RLIMIT_CPU")
         # One more second of CPU time as hard limit: SIGXCPU first, then SIGKILL for programs that ignore it.
         resource.setrlimit(kind, (min(limit, most), min(limit + (name == "RLIMIT_CPU"), most)))
-    signal.alarm(spec["alarm"])  # ends the program if the process that started it is gone
+    signal.alarm(spec["alarm"])  # ends the process if the one that started it is gone
+    sys.path[:] = [*spec["path"], *sys.path, *site.getsitepackages()]
+    for add in (site.setquit, site.setcopyright, site.sethelper):
+        add()
+
+
+def last_in_line():
+    """When memory runs out, this process is killed first."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # when memory runs out, this process is killed first
+            file.write("1000")
     except OSError:
         pass
-    sys.path[:0] = spec["path"]
+
+
+def describe(error, longest):
+    try:
+        return f"{type(error).__name__}: {error}"[:longest]
+    except BaseException:  # the program defines the text of its exceptions
+        return "an exception without a text"
+
+
+def load(text, longest):
+    """Runs a program's top level; its module, or a verdict and the reason."""
     module = sys.modules["solution"] = types.ModuleType("solution")
-    # The solution may replace the originals.
-    write, read, leave, me, clock = os.write, os.pread, os._exit, os.getpid(), time.process_time
-    getpid, dumps, longest = os.getpid, json.dumps, spec["longest_error"]
-
-    def report_line(verdict, error="", **more):
-        if getpid() == me:  # not a child that the solution forked
-            line = {"verdict": verdict, "error": error, "cpu": clock() - began, **more}
-            write(report, (dumps(line) + "\n").encode())
-
-    def describe(error):
-        try:
-            return f"{type(error).__name__}: {error}"[:longest]
-        except BaseException:  # the solution defines the text of its exceptions
-            return "an exception without a text"
-
-    began = clock()
-    report_line("started")
+    module.__builtins__ = builtins  # not the copy that this file uses
     try:
-        solution = compile(spec["solution"], "<solution>", "exec")
+        code = compile(text, "<solution>", "exec")
     except MemoryError as error:
-        report_line("memory", describe(error))
-        leave(0)
+        return None, ("memory", describe(error, longest))
     except (SyntaxError, ValueError, RecursionError) as error:
-        report_line("syntax", describe(error))
-        leave(0)
-    test, entry_point = compile(spec["test"], "<test>", "exec"), spec["entry_point"]
-    del spec
-    originals = dict(vars(builtins))  # a test's abs() is not the solution's
+        return None, ("syntax", describe(error, longest))
     try:
-        exec(solution, module.__dict__)
-        names = {name: value for name, value in module.__dict__.items() if name not in originals or name == entry_point}
-        if isinstance(names.get(entry_point), types.FunctionType):
-            names[entry_point] = checked(names[entry_point], module)
-        exec(test, names | {"__builtins__": originals, "__name__": module.__name__})
+        exec(code, module.__dict__)
     except MemoryError as error:
-        report_line("memory", describe(error))
+        return None, ("memory", describe(error, longest))
     except BaseException as error:
-        report_line("failed", describe(error))
+        return None, ("failed", describe(error, longest))
+    return module, None
+
+
+def done(objects, module, kind, target, values):
+    """The reply to a request, as a function of the writer."""
+    if kind == "names":
+        found = {name: module.__dict__[name] for name in values if name in module.__dict__}
+        return lambda w: [
+            {name: objects.reference(value) if callable(value) else w(value) for name, value in found.items()}
+        ]
+    value = objects.kept[target]
+    if kind == "call":
+        result = value(*values[0], **values[1])
+    elif kind == "next":
+        result = next(value)
+    elif kind == "get":
+        result = getattr(value, values[0])
     else:
-        report_line("passed", nonce=read(request, 64, size).decode())
-    leave(0)
+        result = setattr(value, *values)
+    return lambda w: [w(result)]
+
+
+def raised(error, longest):
+    """The reply that a request raised an exception: the names of its classes, its arguments if plain, its text."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    try:
+        text = str(error)[:longest]
+    except BaseException:
+        text = "an exception without a text"
+    args = [*error.args] if {*map(type, error.args)} <= {int, float, str, bool} and len(text) < longest else [text]
+    return lambda w: [names, w(args), text]
+
+
+def main():
+    requests, replies = os.dup(0), os.dup(1)  # not inherited by programs that the solution starts
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    me, objects = _getpid(), Objects()
+    send(replies, dump(lambda w: [0.0, "started", [], []], (), None))
+    spec, _ = receive(requests)
+    prepare(spec)
+    last_in_line()
+    longest, text = spec["longest_error"], spec["solution"]
+    del spec
+    began = _clock()
+
+    def reply(kind, make, known=(), before=()):
+        changed = [
+            (n, after)
+            for n, (value, old) in enumerate(zip(known, before, strict=True))
+            if len(after := contents(value)) != len(old) or any(map(differ, after, old))
+        ]
+        message = dump(
+            lambda w: [_clock() - began, kind, make(w), [[n, w(after)] for n, after in changed]], known, objects.write
+        )
+        if _getpid() != me:  # a child that the program forked
+            _leave(0)
+        send(replies, message)
+
+    module, verdict = load(text, longest)
+    reply("loaded" if verdict is None else "ended", lambda w: [*(verdict or ())])
+    while (request := receive(requests)) is not None:
+        (kind, target, values), beside = request
+        reader = Reader((), objects.read, beside)
+        values = reader(values)
+        before = [*map(contents, reader.known)]
+        try:
+            make = done(objects, module, kind, target, values)
+        except BaseException as error:
+            reply("raised", raised(error, longest), reader.known, before)
+            continue
+        try:
+            reply("value", make, reader.known, before)
+        except BaseException as error:  # the result is too large or too deep, or cannot be read
+            reply("raised", raised(error, longest))
+    _leave(0)
+
+
+def differ(one, other):
+    return one is not other
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -2,12 +2,15 @@
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from infer.sandbox.seccomp import filter_program
 
 TMP_BYTES, SHM_BYTES = 64 << 20, 16 << 20
 # Users that own nothing (systemd's range for dynamic users). The limit on processes counts per user, so each run gets
@@ -24,17 +27,15 @@ ENVIRONMENT = {
 }
 # Mounts folders where an unprivileged user can reach them: only root may enter /root, which may contain the Python.
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift'
-# Mounts empty folders over others, up to the next --.
-HIDE = 'while [ "$1" != -- ]; do mount -t tmpfs -o size=4k,mode=555 tmpfs "$1"; shift; done; shift'
-WORK = f'mount -t tmpfs -o size={TMP_BYTES},mode=1777 tmpfs "$1"; cd "$1"; shift'
-EXEC = 'exec "$@"'
-# A child of the shell: the first process of a namespace does not receive SIGXCPU.
-RUN = '"$@"'
+FILTER_HANDLE = 9
+EXEC = f'filter=$1; shift; exec "$@" {FILTER_HANDLE}<"$filter"'
+SITE = "/site"  # the folder in the sandbox that contains numpy
+PLACES = ("python", "site", "site/numpy", "site/numpy.libs", "work", "root")
 
 
 @dataclass(frozen=True)
 class Level:
-    """One way to isolate programs. `stage` is an empty folder with the subfolders `PLACES`, open to every user."""
+    """One way to isolate programs. `stage` is a folder that `prepare` has filled, open to every user."""
 
     name: str
     tools: tuple[str, ...]
@@ -47,6 +48,8 @@ class Level:
     """(stage, number of the run) -> the command up to and including the interpreter."""
     site: Callable[[Path], str]
     """stage -> the folder in the sandbox that contains numpy, for sys.path."""
+    prelude: Callable[[Path, int], dict | None] = lambda stage, run: None
+    """(stage, number of the run) -> what launch.py is given inside the interpreter, if it runs there."""
 
 
 @functools.cache
@@ -67,93 +70,102 @@ def needed() -> dict[str, Path]:
     return {place: folder for place, folder in found.items() if folder.is_dir() and not folder.is_relative_to("/usr")}
 
 
-PLACES = ("python", "site", "site/numpy", "site/numpy.libs", "work")
+def system() -> tuple[dict[str, str], list[str]]:
+    """Links at the root of the system (name -> target), and folders and files that programs need besides `needed`."""
+    names = [name for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32") if os.path.exists(name)]
+    links = {name: os.readlink(name) for name in names if os.path.islink(name)}
+    # The last three are for shared libraries on some systems.
+    more = ("/etc/alternatives", "/etc/ld.so.cache", "/nix/store")
+    return links, ["/usr", *(n for n in names if n not in links), *(n for n in more if os.path.exists(n))]
+
+
+def mounts() -> list[tuple[str, str]]:
+    """(folder of the machine, its place in the sandbox, below `stage` for root) of what `needed` returns."""
+    return [(place, str(folder) if place == "python" else f"/{place}") for place, folder in needed().items()]
 
 
 def is_root() -> bool:
     return os.geteuid() == 0
 
 
+def tool(name: str) -> str:
+    """The path of a program, which need not be on the path inside."""
+    return shutil.which(name) or name
+
+
+def prepare(stage: Path, level: Level) -> None:
+    """Fills an empty folder with what the commands of a level use. Raises ConfigError without a filter for this
+    machine.
+    """
+    for place in (".", *PLACES):
+        (stage / place).mkdir(exist_ok=True)
+        (stage / place).chmod(0o755)  # regardless of the umask
+    if level.tools:
+        (stage / "filter").write_bytes(filter_program())
+    if "bwrap" in level.tools and is_root() and not tool("bwrap").startswith("/usr/"):
+        shutil.copyfile(tool("bwrap"), stage / "bwrap")  # another user may be unable to enter its folder
+        (stage / "bwrap").chmod(0o755)
+
+
 def without_rights(run: int) -> list[str]:
     """The command that drops all capabilities for good and, for root, changes the user."""
     uid = str(UIDS[run % len(UIDS)])
     user = ["--reuid", uid, "--regid", uid, "--clear-groups"] if is_root() else []
-    return ["setpriv", *user, "--pdeathsig", "KILL", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
-
-
-def staged(stage: Path) -> list[str]:
-    return [str(name) for place, folder in needed().items() for name in (folder, stage / place)]
+    return [tool("setpriv"), *user, "--pdeathsig", "KILL", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
 def bwrap(stage: Path, run: int) -> list[str]:
     """bubblewrap: no network; only the system's programs and this Python, read-only; /tmp in memory."""
-    command = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--disable-userns",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-    ]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
-        if os.path.islink(name):
-            command += ["--symlink", os.readlink(name), name]
-        elif os.path.isdir(name):
-            command += ["--ro-bind", name, name]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/nix/store"):  # for shared libraries on some systems
-        command += ["--ro-bind-try", name, name]
-    for place, folder in needed().items():
-        command += [
-            "--ro-bind",
-            str(stage / place if is_root() else folder),
-            str(folder) if place == "python" else f"/{place}",
-        ]
+    command = [str(stage / "bwrap") if (stage / "bwrap").exists() else tool("bwrap")]
+    command += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+    command += ["--cap-drop", "ALL", "--seccomp", str(FILTER_HANDLE)]
+    links, folders = system()
+    for name in folders:
+        command += ["--ro-bind", name, name]
+    for name, target in links.items():
+        command += ["--symlink", target, name]
+    for place, inside in mounts():
+        command += ["--ro-bind", str(stage / place if is_root() else needed()[place]), inside]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for name, size in (("/tmp", TMP_BYTES), ("/dev/shm", SHM_BYTES)):
         command += ["--size", str(size), "--tmpfs", name]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", str(interpreter())]
     if not is_root():
-        return command
-    return [
-        "unshare",
-        "--mount",
-        "sh",
-        "-ec",
-        f"{BIND}; {EXEC}",
-        "sh",
-        *staged(stage),
-        "--",
-        *without_rights(run),
-        *command,
-    ]
+        return ["/bin/sh", "-ec", EXEC, "sh", str(stage / "filter"), *command]
+    binds = [str(name) for place, folder in needed().items() for name in (folder, stage / place)]
+    script = ["/bin/sh", "-ec", f"{BIND}; {EXEC}", "sh", *binds, "--", str(stage / "filter")]
+    return [tool("unshare"), "--mount", *script, *without_rights(run), *command]
 
 
 def unshare(stage: Path, run: int) -> list[str]:
-    """Namespaces of util-linux: no network, homes hidden; other files stay readable and, without root, writable."""
+    """Namespaces of util-linux, in which launch.py then makes the same tree as bubblewrap."""
     root = [] if is_root() else ["--map-root-user"]
-    spaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
-    script = f"{BIND}; {HIDE}; {WORK}; {RUN}"
-    python = stage / "python" / interpreter().relative_to(needed()["python"]) if "python" in needed() else interpreter()
-    shut = [*staged(stage), "--", *homes(stage), "--", str(stage / "work"), *without_rights(run), str(python)]
-    return ["setpriv", "--pdeathsig", "KILL", "unshare", *root, *spaces, "sh", "-ec", script, "sh", *shut]
+    spaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"]
+    return [tool("setpriv"), "--pdeathsig", "KILL", tool("unshare"), *root, *spaces, str(interpreter())]
 
 
-def homes(stage: Path) -> list[str]:
-    """Home folders, without those that contain files a program needs (a HOME such as /)."""
-    known = {Path("/root"), Path("/home"), Path(os.path.realpath(os.path.expanduser("~")))}
-    return sorted(
-        str(home)
-        for home in known
-        if home.is_dir() and not any(Path(kept).is_relative_to(home) for kept in ("/usr", stage))
-    )
+def inside_unshare(stage: Path, run: int) -> dict:
+    """What launch.py is given."""
+    links, folders = system()
+    return {
+        "root": str(stage / "root"),
+        "links": links,
+        "folders": [(n, n) for n in folders] + [(str(needed()[place]), inside) for place, inside in mounts()],
+        "tmp_bytes": TMP_BYTES,
+        "shm_bytes": SHM_BYTES,
+        "user": UIDS[run % len(UIDS)] if is_root() else None,
+        "filter": (stage / "filter").read_bytes().hex(),
+    }
 
 
 def rlimits(stage: Path, run: int) -> list[str]:
     """No isolation: only the limits on CPU time, memory, processes and file sizes that every level has."""
     return [str(interpreter())]
+
+
+def outside(stage: Path) -> list[str]:
+    """Paths of the machine that an isolated program must not reach."""
+    return [str(stage), "/etc/passwd", "/var"]
 
 
 LEVELS = {
@@ -163,17 +175,18 @@ LEVELS = {
             "bwrap",
             tools=("bwrap", "unshare", "setpriv", "mount"),
             network=False,
-            hidden=lambda stage: [str(stage), "/etc/passwd", "/var"],
+            hidden=outside,
             command=bwrap,
-            site=lambda stage: "/site",
+            site=lambda stage: SITE,
         ),
         Level(
             "unshare",
-            tools=("unshare", "setpriv", "mount"),
+            tools=("unshare", "setpriv"),
             network=False,
-            hidden=homes,
+            hidden=outside,
             command=unshare,
-            site=lambda stage: f"{stage}/site",
+            site=lambda stage: SITE,
+            prelude=inside_unshare,
         ),
         Level(
             "rlimits",

@@ -1,18 +1,24 @@
-"""Runs programs that a model wrote in isolation, and reports how each ended.
+"""Runs programs that a model wrote in isolation, tests them from outside, and reports how each ended.
 
-Every program runs in a fresh interpreter without privileges, network or home, with limits on CPU time, memory,
-processes, open files and output; in the level `bwrap` it can only write to 64 MiB of memory. It shares the kernel: this
-does not protect against kernel exploits, and does not limit the memory of all its processes together. Tests run in the
-program's process, so a malicious program can read its tests or forge its verdict. For code of unknown users run all of
-it in a virtual machine.
+Every program runs in a fresh interpreter without privileges, network or files of the machine, with limits on CPU time,
+memory, processes, open files and output; it can only write to 64 MiB of memory. A filter of system calls refuses
+sockets, namespaces and calls that reach into other processes. Tests run in a sandbox of their own (judge.py), which
+calls the program by message and compares its answers, so that a program reaches neither its tests nor its verdict.
+
+The sandbox shares the kernel: this does not protect against kernel exploits, and does not limit the memory of all
+processes of a program together. For code of unknown users run all of it in a virtual machine.
 """
 
+import binascii
+import contextlib
+import functools
 import itertools
 import json
 import logging
+import marshal
 import math
 import os
-import secrets
+import re
 import select
 import shutil
 import signal
@@ -27,17 +33,33 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from infer.sandbox.levels import ENVIRONMENT, LEVELS, PLACES, Level, interpreter
+from infer.sandbox import levels
+from infer.sandbox.levels import ENVIRONMENT, LEVELS, Level, interpreter
 from laneformer.errors import ConfigError, LaneformerError
 
 log = logging.getLogger(__name__)
-CHILD = files("infer.sandbox").joinpath("child.py").read_text(encoding="utf-8")
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
+VERDICTS = 2
+"""Version of how verdicts are reached, for reports: 1 ran the tests in the program's process, 2 calls it by message."""
 REPORT_BYTES = 1 << 16
+LAST_SECONDS = 5.0  # between the end of a program's pipes and that of the program
+BROKEN = "broken"  # in a report: why the program could not be asked on
 NAMESPACES = (
     "if the system forbids user namespaces, allow them (Ubuntu: an AppArmor profile for bwrap, or"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0; containers: run with the right to unshare)"
 )
+
+
+@functools.cache
+def _text(*names: str) -> str:
+    """A program of modules of this folder as one, compiled, for `python -c` without this package. It has its own copy
+    of the built-in functions, which a model's program cannot replace for it.
+    """
+    texts = [files("infer.sandbox").joinpath(f"{name}.py").read_text(encoding="utf-8") for name in names]
+    joined = "\n".join(re.sub(r"^from infer\.sandbox.*\n", "", text, flags=re.MULTILINE) for text in texts)
+    own = f"import builtins\n__builtins__ = {{**vars(builtins)}}\n{joined}"
+    code = binascii.b2a_base64(marshal.dumps(compile(own, " ".join(names), "exec", optimize=2)), newline=False)
+    return f"import binascii, marshal\nexec(marshal.loads(binascii.a2b_base64({code!r})))\n"
 
 
 class HarnessError(LaneformerError):
@@ -77,20 +99,19 @@ class Sandbox:
     """Runs programs from any number of threads; `close` it, or use it in a `with` block."""
 
     def __init__(self, level: str = "auto"):
-        """level: "bwrap" (bubblewrap), "unshare" (weaker), "rlimits" (resource limits alone) or "auto": bwrap if
-        installed, else unshare.
+        """level: "bwrap" (bubblewrap), "unshare" (the same by util-linux), "rlimits" (resource limits alone) or "auto":
+        bwrap if installed, else unshare.
 
         Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or fails its self-test.
         """
         self.level = _choose(level)
         self._runs = itertools.count(os.getpid() * 97)  # two evaluations at a time start at different users
         self._running: set[subprocess.Popen] = set()
+        self._judge: _JudgeProcess | None = None
         self._closed, self._lock = False, threading.Lock()
         self._stage = Path(tempfile.mkdtemp(prefix="laneformer-", dir="/tmp"))
         try:
-            for place in (".", *PLACES):
-                (self._stage / place).mkdir(exist_ok=True)
-                (self._stage / place).chmod(0o755)  # regardless of the umask
+            levels.prepare(self._stage, self.level)
             self._self_test()
         except BaseException:
             self.close()
@@ -98,10 +119,15 @@ class Sandbox:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What a score depends on: the level, the version of its tool, network access, the interpreter."""
+        """What a score depends on: the level, the version of its tool, network access, the interpreter, and how
+        verdicts are reached.
+        """
         tool = self.level.tools[0] if self.level.tools else None
         version = (
-            tool and subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+            tool
+            and subprocess.run(
+                [levels.tool(tool), "--version"], capture_output=True, text=True, check=True
+            ).stdout.strip()
         )
         return {
             "level": self.level.name,
@@ -109,53 +135,60 @@ class Sandbox:
             "network": self.level.network,
             "self_test": "passed",
             "python": f"{interpreter()} {'.'.join(map(str, sys.version_info[:3]))}",
+            "verdicts_version": VERDICTS,
         }
 
     def run(
-        self, solution: str, test: str, limits: Limits, *, longest_error: int = 500, entry_point: str | None = None
+        self,
+        solution: str,
+        test: str,
+        limits: Limits,
+        *,
+        longest_error: int = 500,
+        entry_point: str | None = None,
+        context: str = "",
     ) -> Outcome:
-        """Runs `solution`, then `test` with the solution's names and Python's original built-in functions; passed if
-        neither raises or ends the program. longest_error: in characters. entry_point: a function whose results must not
-        contain objects of the solution's classes that redefine operators, because these could equal anything.
+        """Runs `solution`, then `test` outside of it; passed if neither raises or ends the program.
+
+        The names of the test are those that `context` defines, a program that runs before the test; `entry_point` and
+        all further ones are the solution's, whose functions and objects are called by message. longest_error: in
+        characters. The limits hold for the solution and for the test, each.
 
         Raises HarnessError if the program could not be started, and after `close`.
         """
-        if self._closed:
-            raise HarnessError("the sandbox was closed")
-        nonce = secrets.token_hex(16)
-        spec = {
-            "solution": solution,
-            "test": test,
-            "path": [self.level.site(self._stage)],
-            "longest_error": longest_error,
-            "entry_point": entry_point,
-        }
-        spec["limits"] = {
+        judge = self._judging()
+        bounds = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),
             # Without isolation all processes of the user count.
             "RLIMIT_NPROC": limits.processes if self.level.tools else 8 * limits.processes,
             "RLIMIT_NOFILE": limits.open_files,
             "RLIMIT_FSIZE": limits.file_bytes,
-            "RLIMIT_CORE": 0,
+            # Of zero bytes, a program that collects core files would be started all the same: man 5 core.
+            "RLIMIT_CORE": 1,
         }
-        spec["alarm"] = math.ceil(limits.wall_seconds) + 5
-        request = json.dumps(spec).encode()
-        command = [*self.level.command(self._stage, next(self._runs)), "-B", "-s", "-P", "-c", CHILD, str(len(request))]
-        with (
-            tempfile.TemporaryFile() as stdin,
-            tempfile.TemporaryFile() as stdout,
-            tempfile.TemporaryFile() as stderr,
-            tempfile.TemporaryDirectory(dir=self._stage) as folder,
-        ):
-            stdin.write(request + nonce.encode())
-            stdin.flush()
+        common = {"limits": bounds, "alarm": math.ceil(limits.wall_seconds) + 5, "longest_error": longest_error}
+        spec = {"test": test, "context": context, "entry_point": entry_point, **common}
+        spec["program"] = {"solution": solution, "path": [self.level.site(self._stage)], **common}
+        with contextlib.ExitStack() as stack:
+            open_file = lambda: stack.enter_context(tempfile.TemporaryFile())  # noqa: E731
+            file, stderr = open_file(), open_file()
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self._stage))
+            file.write(json.dumps(spec).encode())
+            file.flush()
+            modes = itertools.cycle(("rb", "wb"))
+            ends = [stack.enter_context(open(end, next(modes), 0)) for _ in range(3) for end in os.pipe()]
+            take_request, send_request, take_reply, send_reply, take_report, send_report = ends
             began = time.monotonic()
-            status = self._wait(self._start(command, folder, stdin, stdout, stderr), limits.wall_seconds)
+            judge.take(file, send_request, take_reply, send_report)
+            process = self._start(self._command("child"), folder, take_request, send_reply, stderr)
+            for end in ends:
+                if end is not take_report:
+                    end.close()
+            report, status = self._wait(process, take_report.fileno(), began + limits.wall_seconds)
             took = time.monotonic() - began
-            stdout.seek(0)
             stderr.seek(0)
-            return _judge(stdout.read(REPORT_BYTES), stderr.read(REPORT_BYTES), status, nonce, limits, took)
+            return _outcome(report, stderr.read(REPORT_BYTES) + judge.error(), status, limits, took)
 
     def close(self) -> None:
         """Kills running programs; no more can be run."""
@@ -163,6 +196,8 @@ class Sandbox:
             self._closed = True
             for process in self._running:
                 _kill(process)
+            if self._judge is not None:
+                self._judge.close()
         shutil.rmtree(self._stage, ignore_errors=True)
 
     def __enter__(self) -> "Sandbox":
@@ -171,42 +206,67 @@ class Sandbox:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def _command(self, module: str, *args: str) -> list[str]:
+        """The command that runs a module of this folder in a sandbox."""
+        run = next(self._runs)
+        prelude = self.level.prelude(self._stage, run)
+        launch = "" if prelude is None else f"{_text('launch')}enter({prelude!r})\n"
+        # Without site (-S): its files of this machine would run in every sandbox. child.py does the rest of its work.
+        return [*self.level.command(self._stage, run), "-BSP", "-c", launch + _text("wire", module), *args]
+
+    def _judging(self) -> "_JudgeProcess":
+        """The process that runs the tests, started if there is none."""
+        with self._lock:
+            if self._closed:
+                raise HarnessError("the sandbox was closed")
+            if self._judge is not None and self._judge.ended:
+                self._judge.close()
+                self._judge = None
+            if self._judge is None:
+                self._judge = _JudgeProcess(self._command("judge", self.level.site(self._stage)), self._stage)
+            return self._judge
+
     def _start(self, command: list[str], folder: str, stdin, stdout, stderr) -> subprocess.Popen:
         with self._lock:
             if self._closed:
                 raise HarnessError("the sandbox was closed")
-            try:
-                # Without preexec_fn this is vfork and exec, which is safe in a process whose other threads run JAX.
-                process = subprocess.Popen(
-                    command,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=ENVIRONMENT,
-                    cwd=folder,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise HarnessError(
-                    f"no program could be started ({error}): free memory or processes, then run the command again"
-                ) from None
+            process = _popen(command, folder, stdin, stdout, stderr)
             self._running.add(process)
             return process
 
-    def _wait(self, process: subprocess.Popen, seconds: float) -> int | None:
-        """The exit status; None if the program exceeded its time."""
-        handle, ended = os.pidfd_open(process.pid), []
+    def _wait(self, process: subprocess.Popen, report: int, deadline: float) -> tuple[bytes, int | None]:
+        """The judge's report, and the exit status of the program; None if it did not end."""
+        handle, text, ended = os.pidfd_open(process.pid), b"", False
         try:
             poll = select.poll()
+            poll.register(report, select.POLLIN)
             poll.register(handle, select.POLLIN)
-            ended = poll.poll(1000 * seconds)
+            while (left := deadline - time.monotonic()) > 0 and text.count(b"\n") < 2:
+                ready = {each for each, _ in poll.poll(1000 * left)}
+                if report in ready:
+                    part = os.read(report, REPORT_BYTES)
+                    text += part
+                    if not part:
+                        break
+                elif handle in ready:  # what it sent is still judged, but its children may keep the pipes open
+                    ended = True
+                    poll.unregister(handle)
+                    self._end(process)
+            found = _verdict(text)
+            if not ended and time.monotonic() < deadline and (not found or BROKEN in found):
+                poll.unregister(report)  # how the program ended shortly follows
+                ended = bool(poll.poll(1000 * LAST_SECONDS))
         finally:
             os.close(handle)
-            with self._lock:  # before it is reaped, while no other process can have its id
-                _kill(process)
+            self._end(process)
+            with self._lock:
                 self._running.discard(process)
             status = process.wait()
-        return status if ended else None
+        return text, status if ended else None
+
+    def _end(self, process: subprocess.Popen) -> None:
+        with self._lock:  # before it is reaped, while no other process can have its id
+            _kill(process)
 
     def _self_test(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -253,9 +313,7 @@ def _choose(name: str) -> Level:
         missing = [tool for tool in level.tools if shutil.which(tool) is None]
         if not missing:
             if level is not wanted[0]:
-                log.warning(
-                    "bubblewrap is not installed (apt install bubblewrap): using unshare, which hides fewer files"
-                )
+                log.warning("bubblewrap is not installed (apt install bubblewrap): using unshare")
             return level
     raise ConfigError(
         f"sandbox {name} needs {missing[0]}, which is not installed: install bubblewrap (apt install bubblewrap)."
@@ -269,28 +327,91 @@ def _kill(process: subprocess.Popen) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _judge(report: bytes, stderr: bytes, status: int | None, nonce: str, limits: Limits, took: float) -> Outcome:
-    """The outcome, from the child's report and how it ended."""
+def _popen(command: list[str], folder: str | Path, stdin, stdout, stderr) -> subprocess.Popen:
+    """Starts a process. Without preexec_fn this is vfork and exec, which is safe beside the threads of JAX."""
+    how = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "cwd": folder}
+    try:
+        return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **how)
+    except OSError as error:
+        raise HarnessError(
+            f"no program could be started ({error}): free memory or processes, then run the command again"
+        ) from None
+
+
+class _JudgeProcess:
+    """The process that runs tests. It dies with the thread that starts it, so that is a thread which waits for it."""
+
+    def __init__(self, command: list[str], folder: Path):
+        self._control, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self._process: subprocess.Popen | None = None
+        self._failure: HarnessError | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._host, args=(command, folder), daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    def _host(self, command: list[str], folder: Path) -> None:
+        try:
+            self._process = _popen(command, folder, self._other, subprocess.DEVNULL, self._stderr)
+        except HarnessError as error:
+            self._failure = error
+        finally:
+            self._other.close()
+            self._started.set()
+        if self._process is not None:
+            self._process.wait()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def take(self, *handles) -> None:
+        """Hands one program's descriptors over: the spec's file, requests, replies, report."""
+        with contextlib.suppress(OSError):  # it has ended: there will be no report
+            socket.send_fds(self._control, [b"."], [handle.fileno() for handle in handles])
+
+    def error(self) -> bytes:
+        """What it wrote before it served; nothing after `close`."""
+        return b"" if self._stderr.closed else os.pread(self._stderr.fileno(), REPORT_BYTES, 0)
+
+    def close(self) -> None:
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                _kill(self._process)
+        self._thread.join()
+        self._control.close()
+        self._stderr.close()
+
+
+def _verdict(report: bytes) -> dict[str, Any]:
+    """The verdict of a judge's report; empty if it is not there."""
     lines = report.splitlines()
-    if not lines:
-        if status is None:
+    return json.loads(lines[1]) if len(lines) == 2 else {}
+
+
+def _outcome(report: bytes, stderr: bytes, status: int | None, limits: Limits, took: float) -> Outcome:
+    """The outcome, from the judge's report and how the program ended."""
+    late = took >= limits.wall_seconds
+    if not report:
+        if late:
             raise HarnessError(
                 f"a program did not start within {limits.wall_seconds:.0f} s: reduce the load of this machine"
             )
         raise HarnessError(
             f"a program did not start: {stderr.decode(errors='replace').strip()[-500:] or f'status {status}'}"
         )
-    try:
-        reported = json.loads(lines[1]) if len(lines) == 2 else {}
-        verdict, error, cpu = reported.get("verdict"), str(reported.get("error", "")), reported.get("cpu")
-    except (ValueError, AttributeError):  # not written by the child
-        reported, verdict, error, cpu = {}, None, "", None
-    if verdict == "passed" and reported.get("nonce") == nonce:
-        return Outcome("passed", "", cpu)
-    if verdict in ("failed", "syntax", "memory"):
-        return Outcome(verdict, error, cpu)
-    if status is None:
+    found = _verdict(report)
+    if found and BROKEN not in found:
+        most = 2 * math.ceil(limits.cpu_seconds) + 2  # the program reports its part of the time
+        return Outcome(found["verdict"], found["error"], min(found["cpu"], most))
+    if late and status is None:
         return Outcome("timeout", f"no end after {limits.wall_seconds:.0f} s", None)
+    if status is None:
+        return Outcome("failed", found.get(BROKEN) or "the tests ended without a verdict", None)
     # A shell and bubblewrap report a signal as 128 + its number.
     ended_by = -status if status < 0 else status - 128 if status > 128 else 0
     if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and took >= limits.cpu_seconds):

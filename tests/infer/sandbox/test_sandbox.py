@@ -16,24 +16,16 @@ import pytest
 from infer.sandbox import levels, sandbox
 from infer.sandbox.sandbox import HarnessError, Limits, Sandbox
 from laneformer.errors import ConfigError
+from tests.support.sandboxes import LIMITS, attack, open_sandbox, verdict
 
-LIMITS = Limits(cpu_seconds=5, wall_seconds=20)
 SHORT = Limits(cpu_seconds=1, wall_seconds=2)
 MARK = "laneformer-left-behind"
 
 
 @pytest.fixture(scope="module", params=["bwrap", "unshare", "rlimits"])
 def box(request):
-    """A sandbox of each available level. Bubblewrap must work if it is installed; a machine may forbid unshare."""
-    if request.param == "bwrap" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
-    try:
-        made = Sandbox(request.param)
-    except ConfigError as error:
-        if request.param == "unshare":
-            pytest.skip(str(error))
-        raise
-    with made:
+    """A sandbox of each available level."""
+    with open_sandbox(request.param) as made:
         yield made
 
 
@@ -54,24 +46,6 @@ def shut(box):
     if box.level.network:
         pytest.skip("this level has resource limits only")
     return box
-
-
-@pytest.fixture
-def tight(box):
-    """The strictest level."""
-    if box.level.name != "bwrap":
-        pytest.skip("only bubblewrap keeps this from programs")
-    return box
-
-
-def verdict(box, solution, test="", limits=LIMITS):
-    outcome = box.run(solution, test, limits)
-    return outcome.verdict, outcome.error
-
-
-def attack(box, code, limits=LIMITS):
-    """Runs code that must run to its end; it asserts that what it tries fails."""
-    assert verdict(box, code, "", limits) == ("passed", "")
 
 
 def processes():
@@ -161,28 +135,6 @@ def test_early_end_fails(usual_box, solution):
     assert outcome.verdict in ("failed", "killed"), outcome
 
 
-ALWAYS = """class A{0}:
-    def __eq__(self, other): return True
-    __ne__ = __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __eq__
-{1}
-"""
-
-
-@pytest.mark.parametrize(
-    "solution",
-    [
-        ALWAYS.format("", "def f(): return A()"),
-        ALWAYS.format("", "def f(): return [1, (2, {3: A()})]"),
-        ALWAYS.format("(int)", "f = lambda: A(3)"),
-        ALWAYS.format("(type)", "class B(metaclass=A): pass\ndef f(): return B"),
-        "class L(list):\n    __getattribute__ = lambda self, name: None\ndef f(): return L()",
-    ],
-)
-def test_result_that_equals_everything_fails(usual_box, solution):
-    outcome = usual_box.run(solution, "def check(f):\n    f() == 4\ncheck(f)", LIMITS, entry_point="f")
-    assert outcome.verdict == "failed" and "redefines" in outcome.error, outcome
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -238,8 +190,7 @@ def test_replaced_functions_do_not_change_the_verdict(box):
 
 
 def test_time_limits_end_programs(box):
-    spins = ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
-    for spin in spins if box.level.name == "bwrap" else spins[:1]:
+    for spin in ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"):
         assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == (
             "timeout",
             "more than 1 s of CPU time",
@@ -336,14 +287,7 @@ def test_network_is_unreachable(shut):
         attack(shut, reach.format(here.getsockname()))
     attack(shut, reach.format(("192.0.2.1", 80)))
     attack(
-        shut,
-        "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry: s.sendto(b'x', ('192.0.2.1', 53))\n"
-        "except OSError: pass\nelse: raise SystemExit",
-    )
-    attack(
-        shut,
-        "import socket\nassert all(name == 'lo' or not name.startswith(('e', 'w')) for _, name in"
-        " socket.if_nameindex())",
+        shut, "assert {line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]} <= {'lo', 'sit0'}"
     )
     with socket.socket(socket.AF_UNIX) as here:  # a name that lives in the network namespace, not in the files
         here.bind("\0" + MARK)
@@ -365,10 +309,9 @@ def test_home_and_environment_are_hidden(shut, monkeypatch):
         "    except OSError: continue\n    assert b'SECRET' not in text",
     )
     python = levels.interpreter()
-    for home in levels.homes(Path("/tmp/none")):  # except the path of a Python in it
-        way = {Path(home) / python.relative_to(home).parts[0]} if python.is_relative_to(home) else set()
-        names = [entry.name for entry in way]
-        attack(shut, f"import os\nassert not os.path.exists({home!r}) or not set(os.listdir({home!r})) - set({names})")
+    for home in {Path("/root"), Path("/home"), Path(os.path.expanduser("~"))}:  # except the path of a Python in it
+        names = [python.relative_to(home).parts[0]] if python.is_relative_to(home) else []
+        attack(shut, f"import os\nassert not os.path.exists({str(home)!r}) or os.listdir({str(home)!r}) == {names}")
 
 
 def test_other_processes_are_hidden(shut):
@@ -404,16 +347,16 @@ def test_capabilities_are_dropped(shut):
     )
 
 
-def test_other_files_are_hidden(tight, tmp_path):
+def test_other_files_are_hidden(shut, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)
     for path in (secret, tmp_path, Path(__file__), "/etc/passwd", "/etc/shadow", "/var", "/run", "/sys", "/boot"):
-        attack(tight, f"import os\nassert not os.path.exists({str(path)!r})")
-    attack(tight, "import os\nassert os.listdir('/tmp') == []")
+        attack(shut, f"import os\nassert not os.path.exists({str(path)!r})")
+    attack(shut, "import os\nassert os.listdir('/tmp') == []")
 
 
-def test_only_the_scratch_folder_is_writable(tight):
+def test_only_the_scratch_folder_is_writable(shut):
     python = str(levels.interpreter())
     for path in (
         "/x",
@@ -426,17 +369,17 @@ def test_only_the_scratch_folder_is_writable(tight):
         python,
         os.path.dirname(python) + "/x",
     ):
-        attack(tight, f"try: open({path!r}, 'ab')\nexcept OSError: pass\nelse: raise SystemExit")
+        attack(shut, f"try: open({path!r}, 'ab')\nexcept OSError: pass\nelse: raise SystemExit")
     fill = (
         "n = 0\ntry:\n    for n in range(100): open(f'/dev/shm/{n}', 'wb').write(b'x' * (4 << 20))\nexcept OSError:"
         " pass\n"
     )
-    attack(tight, fill + "assert n < 5, n")
+    attack(shut, fill + "assert n < 5, n")
 
 
-def test_namespaces_are_refused_inside(tight):
+def test_namespaces_are_refused_inside(shut):
     new_user = 0x10000000
-    attack(tight, f"import ctypes\nassert ctypes.CDLL(None, use_errno=True).unshare({new_user}) == -1")
+    attack(shut, f"import ctypes\nassert ctypes.CDLL(None, use_errno=True).unshare({new_user}) == -1")
 
 
 # ---- the sandbox itself
@@ -487,6 +430,20 @@ def test_failed_start_is_a_harness_error(box, monkeypatch):
     monkeypatch.setattr(box, "level", missing)
     with pytest.raises(HarnessError, match="no program could be started"):
         box.run("", "", SHORT)
+
+
+def test_bubblewrap_elsewhere_on_the_path_is_used(tmp_path, monkeypatch):
+    found = shutil.which("bwrap")
+    if found is None:
+        pytest.skip("bubblewrap is not installed")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shutil.copy(found, tmp_path / "bwrap")
+    with Sandbox("bwrap") as made:
+        command = made.level.command(made._stage, 1)
+        assert found not in command and verdict(made, "x = 1", "assert x == 1") == ("passed", "")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(ConfigError, match="does not work here"):
+        Sandbox("bwrap")
 
 
 def test_failed_self_test_is_refused(monkeypatch):

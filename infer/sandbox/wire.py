@@ -1,0 +1,351 @@
+"""Messages between the judge and a program: values as plain data, rebuilt from their types and never unpickled.
+
+A message is two lengths, JSON text and bytes. In the text, numbers, strings, booleans, None and lists are themselves;
+every other value is an object of one member, whose name is the type: {"tuple": [...]}, {"dict": [keys, values]},
+{"set": [...]}. Containers that can be changed are numbered in the order of their appearance, and {"ref": number} is
+one that appeared before, so that shared and cyclic containers stay shared. {"bytes": [start, size]} is part of the
+bytes after the text.
+
+The sandbox passes the text of this file to interpreters that have no package; it imports the standard library alone.
+"""
+
+import builtins
+import collections
+import itertools
+import json
+import os
+import re
+import struct
+import sys
+
+MOST_TEXT, MOST_BYTES = 256 << 20, 1 << 30  # bytes of a message's JSON, and of the data beside it
+MOST_DEPTH = 100  # of nested containers
+FEWEST_ROWS, MOST_CODES = 4096, 256  # equal tuples of few values, in a long list, are written as codes of a byte
+LONGEST_INT = 4096  # in bits; longer ones are written in base 16, which takes linear time
+HEAD = struct.Struct("<IQ")
+SCALARS = frozenset({int, float, str, bool, type(None)})
+MAPPINGS = frozenset({dict, collections.Counter, collections.OrderedDict, collections.defaultdict})
+MUTABLE = MAPPINGS | {list, set, bytearray, collections.deque}
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+DTYPE = re.compile(r"[<>|=]?[biufcUSmM]\d+(\[\w+\])?", re.ASCII)
+# Programs may replace the functions of modules.
+_text_of, _value_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode, json.JSONDecoder().decode
+_write, _read = os.write, os.read
+
+
+class WireError(Exception):
+    """A message that is malformed, too long or too deep."""
+
+
+def send(handle, message):
+    """Writes a message, which is a list of bytes, to a file descriptor."""
+    for part in message:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[_write(handle, rest) :]
+
+
+def receive(handle):
+    """The next message of a file descriptor: JSON's values, and the bytes beside them; None at its end. Raises
+    WireError.
+    """
+    head = _exactly(handle, HEAD.size)
+    if head is None:
+        return None
+    size, more = HEAD.unpack(head)
+    if size > MOST_TEXT or more > MOST_BYTES:
+        raise WireError(f"a message of {size + more:,} bytes is too long")
+    body, data = _exactly(handle, size), _exactly(handle, more)
+    if body is None or data is None:
+        return None
+    try:
+        return _value_of(body.decode()), data
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a message is not JSON ({type(error).__name__})") from None
+
+
+def _exactly(handle, size):
+    parts = []
+    while size:
+        part = _read(handle, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def dump(make, known, unusual):
+    """The message of `make(writer)`, with the Writer of these arguments."""
+    for exact in (False, True):
+        writer = Writer(known, unusual, exact)
+        try:
+            text = _text_of(make(writer)).encode()
+            break
+        except ValueError:  # lone surrogates, and integers too long for decimal text
+            if exact:
+                raise
+    if len(text) > MOST_TEXT or writer.size > MOST_BYTES:
+        raise WireError(f"{len(text) + writer.size:,} bytes of data are too many")
+    return [HEAD.pack(len(text), writer.size), text, *writer.parts]
+
+
+class Writer:
+    """Makes JSON's values of Python's. known: containers with the numbers from 0. unusual: called with the writer, a
+    value of any other type and its depth, for its JSON.
+    """
+
+    def __init__(self, known, unusual, exact=False):
+        self.known, self.unusual, self.exact = [*known], unusual, exact
+        self.parts, self.size = [], 0
+        self.numbers = {id(value): number for number, value in enumerate(known)}
+
+    def __call__(self, value, depth=0):
+        kind = type(value)
+        if kind in SCALARS:
+            return self.scalar(value, kind) if self.exact else value
+        if depth > MOST_DEPTH:
+            raise WireError(f"data is nested more than {MOST_DEPTH} levels deep")
+        if kind in MUTABLE:
+            number = self.numbers.get(id(value))
+            if number is not None:
+                return {"ref": number}
+            self.number(value)
+        write = WRITERS.get(kind)
+        return self.unusual(self, value, depth) if write is None else write(self, value, depth + 1)
+
+    def number(self, value):
+        """Gives a container the next number."""
+        self.numbers[id(value)] = len(self.known)
+        self.known.append(value)
+
+    def items(self, values, depth):
+        if not self.exact and SCALARS.issuperset(map(type, values)):
+            return [*values]
+        return [self(value, depth) for value in values]
+
+    def scalar(self, value, kind):
+        if kind is int and value.bit_length() > LONGEST_INT:
+            return {"int": hex(value)}
+        if kind is str and not value.isascii():
+            return {"str": self.data(value.encode("utf-8", "surrogatepass"))}
+        return value
+
+    def data(self, part):
+        """Puts bytes beside the text."""
+        start, self.size = self.size, self.size + len(part)
+        self.parts.append(part)
+        return [start, len(part)]
+
+    def list(self, values, depth):
+        if len(values) >= FEWEST_ROWS and {*map(type, values)} == {tuple} and len({*map(len, values)}) == 1:
+            first, flat = values[: FEWEST_ROWS // 4], itertools.chain.from_iterable
+            if 0 < len({*flat(first)} if simple(flat(first)) else ()) <= MOST_CODES and simple(flat(values)):
+                found = [*{*flat(values)}]
+                # Equal numbers may differ: 0.0 and -0.0.
+                if len(found) <= MOST_CODES and (0.0 not in found or type(found[0]) is not float):
+                    codes = {value: code for code, value in enumerate(found)}
+                    data = self.data(bytes(map(codes.__getitem__, flat(values))))
+                    return {"rows": [len(values[0]), self.items(found, depth), data]}
+        return self.items(values, depth)
+
+    def mapping(self, value, depth):
+        return [self.items(dict.keys(value), depth), self.items(dict.values(value), depth)]
+
+
+def simple(values):
+    """Whether all are texts, all integers, or all floating-point numbers."""
+    kinds = {*map(type, values)}
+    return len(kinds) == 1 and kinds <= {str, int, float}
+
+
+def _default(factory):
+    return factory.__name__ if isinstance(factory, type) and TYPES.get(factory.__name__) is factory else None
+
+
+WRITERS = {
+    list: lambda w, value, depth: w.list(value, depth),
+    tuple: lambda w, value, depth: {"tuple": w.items(value, depth)},
+    set: lambda w, value, depth: {"set": w.items(value, depth)},
+    frozenset: lambda w, value, depth: {"frozenset": w.items(value, depth)},
+    dict: lambda w, value, depth: {"dict": w.mapping(value, depth)},
+    collections.Counter: lambda w, value, depth: {"Counter": w.mapping(value, depth)},
+    collections.OrderedDict: lambda w, value, depth: {"OrderedDict": w.mapping(value, depth)},
+    collections.defaultdict: lambda w, value, depth: {
+        "defaultdict": [_default(value.default_factory), *w.mapping(value, depth)]
+    },
+    collections.deque: lambda w, value, depth: {"deque": [value.maxlen, w.items(value, depth)]},
+    type({}.keys()): lambda w, value, depth: {"keys": w.items(value, depth)},
+    type({}.values()): lambda w, value, depth: {"values": w.items(value, depth)},
+    type({}.items()): lambda w, value, depth: {"items": w.items(value, depth)},
+    bytes: lambda w, value, depth: {"bytes": w.data(value)},
+    bytearray: lambda w, value, depth: {"bytearray": w.data(bytes(value))},
+    complex: lambda w, value, depth: {"complex": [value.real, value.imag]},
+    range: lambda w, value, depth: {"range": [w(value.start), w(value.stop), w(value.step)]},
+    type(...): lambda w, value, depth: {"ellipsis": 0},
+    type(NotImplemented): lambda w, value, depth: {"notimplemented": 0},
+}
+
+
+def write_library(writer, value):
+    """JSON of decimal and fractional numbers, of NumPy's arrays and numbers, and of built-in types; None for others."""
+    if isinstance(value, type):
+        return {"builtin": value.__name__} if TYPES.get(value.__name__) is value else None
+    numpy, decimal, fractions = map(sys.modules.get, ("numpy", "decimal", "fractions"))
+    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)) and DTYPE.fullmatch(value.dtype.str):
+        return {
+            "array": [value.dtype.str, isinstance(value, numpy.generic), [*value.shape], writer.data(value.tobytes())]
+        }
+    if decimal and isinstance(value, decimal.Decimal):
+        return {"Decimal": str(value)}
+    if fractions and isinstance(value, fractions.Fraction):
+        return {"Fraction": [writer(value.numerator), writer(value.denominator)]}
+    return None
+
+
+class Reader:
+    """Makes Python's values of JSON's. known: containers with the numbers from 0. unusual: called with any other type
+    and its content, for a value. beside: the bytes beside the JSON. Malformed data raises some exception.
+    """
+
+    def __init__(self, known, unusual, beside=b""):
+        self.known, self.unusual, self.beside = [*known], unusual, beside
+
+    def __call__(self, node):
+        kind = type(node)
+        if kind in SCALARS:
+            return node
+        if kind is list:
+            made = self.fresh([])
+            made += self.items(node)
+            return made
+        [(name, content)] = node.items()
+        read = READERS.get(name)
+        return self.unusual(name, content) if read is None else read(self, content)
+
+    def fresh(self, made):
+        """Gives a new container the next number."""
+        self.known.append(made)
+        return made
+
+    def items(self, nodes):
+        if type(nodes) is not list:
+            raise WireError(f"a list is a {type(nodes).__name__}")
+        return nodes if SCALARS.issuperset(map(type, nodes)) else [self(node) for node in nodes]
+
+    def update(self, made, content):
+        keys, values = content
+        made.update(zip(self.items(keys), self.items(values), strict=True))
+        return made
+
+    def data(self, content):
+        start, size = content
+        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(self.beside):
+            raise WireError(f"bytes {start!r} to {size!r} do not exist")
+        return self.beside[start : start + size]
+
+    def rows(self, content):
+        width, values, data = content
+        made, codes, values = self.fresh([]), self.data(data), self.items(values)
+        if type(width) is not int or width < 1 or len(codes) % width:
+            raise WireError(f"{len(codes)} codes are no rows of {width!r}")
+        made += zip(*[map(values.__getitem__, codes)] * width, strict=True)
+        return made
+
+    def array(self, content):
+        import numpy
+
+        dtype, is_number, shape, data = content
+        if not DTYPE.fullmatch(dtype):
+            raise WireError(f"a type of numbers is {dtype[:20]!r}")
+        made = numpy.frombuffer(bytearray(self.data(data)), dtype).reshape(shape)
+        return made[()] if is_number else made
+
+
+def _read_counter(reader, content):
+    made, (keys, values) = reader.fresh(collections.Counter()), content
+    dict.update(made, zip(reader.items(keys), reader.items(values), strict=True))  # Counter.update adds
+    return made
+
+
+def _read_set(reader, nodes):
+    made = reader.fresh(set())
+    made.update(reader.items(nodes))
+    return made
+
+
+def _read_deque(reader, content):
+    most, nodes = content
+    made = reader.fresh(collections.deque(maxlen=most))
+    made.extend(reader.items(nodes))
+    return made
+
+
+def _read_default(reader, content):
+    factory, *mapping = content
+    return reader.update(reader.fresh(collections.defaultdict(factory and TYPES[factory])), mapping)
+
+
+def _read_decimal(reader, text):
+    import decimal
+
+    return decimal.Decimal(text)
+
+
+def _read_fraction(reader, content):
+    import fractions
+
+    return fractions.Fraction(*map(reader, content))
+
+
+def _read_reference(reader, number):
+    if type(number) is not int or number < 0:
+        raise WireError(f"a reference is {number!r}")
+    return reader.known[number]
+
+
+READERS = {
+    "ref": _read_reference,
+    "int": lambda r, text: int(text, 16),
+    "str": lambda r, content: r.data(content).decode("utf-8", "surrogatepass"),
+    "rows": lambda r, content: r.rows(content),
+    "tuple": lambda r, nodes: tuple(r.items(nodes)),
+    "set": _read_set,
+    "frozenset": lambda r, nodes: frozenset(r.items(nodes)),
+    "dict": lambda r, content: r.update(r.fresh({}), content),
+    "Counter": _read_counter,
+    "OrderedDict": lambda r, content: r.update(r.fresh(collections.OrderedDict()), content),
+    "defaultdict": _read_default,
+    "deque": _read_deque,
+    "keys": lambda r, nodes: dict.fromkeys(r.items(nodes)).keys(),
+    "values": lambda r, nodes: dict(enumerate(r.items(nodes))).values(),
+    "items": lambda r, nodes: dict(r.items(nodes)).items(),
+    "bytes": lambda r, content: r.data(content),
+    "bytearray": lambda r, content: r.fresh(bytearray(r.data(content))),
+    "complex": lambda r, parts: complex(*parts),
+    "range": lambda r, parts: range(*map(r, parts)),
+    "ellipsis": lambda r, _: ...,
+    "notimplemented": lambda r, _: NotImplemented,
+    "array": lambda r, content: r.array(content),
+    "Decimal": _read_decimal,
+    "Fraction": _read_fraction,
+    "builtin": lambda r, name: TYPES[name],
+}
+
+
+def contents(value):
+    """The content of a container that can be changed, as a flat tuple; of a mapping the keys, then the values."""
+    return (*value, *value.values()) if type(value) in MAPPINGS else (*value,)
+
+
+def restore(value, content):
+    """Gives a container the content that `contents` returned."""
+    if type(value) in MAPPINGS:
+        half = len(content) // 2
+        value.clear()
+        dict.update(value, zip(content[:half], content[half:], strict=True))
+    elif type(value) in (list, bytearray):
+        value[:] = content
+    else:
+        value.clear()
+        (value.update if type(value) is set else value.extend)(content)
