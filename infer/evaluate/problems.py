@@ -27,7 +27,7 @@ HUB = {
 REPAIRS = (
     (
         "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32
-        "        assert abs(_poly(*inp, candidate(*inp))) <= 0.0001",
+        '        assert abs(_poly(*inp, candidate(*__import__("copy").deepcopy(inp)))) <= 0.0001',
         "no solution passed: coefficients and result in the wrong places",
     ),
     (
@@ -35,7 +35,18 @@ REPAIRS = (
         "        exact_match = exp == (out is not None)\n    assert exact_match\n\n",
         "every solution passed: compared, but not asserted",
     ),
+    (
+        "        assert np.allclose(out, exp, rtol=1e-07, atol=atol)\n",  # nearly all
+        "        assert np.shape(out) == np.shape(exp)\n        assert np.allclose(out, exp, rtol=1e-07, atol=atol)\n",
+        "an empty list passed for numbers: it was repeated to their shape",
+    ),
+    (
+        "(*inp), ref_func(*inp), 0)",  # HumanEval/14, Mbpp/88 and others
+        '(*__import__("copy").deepcopy(inp)), ref_func(*inp), 0)',
+        "a solution could change the reference's input",
+    ),
 )
+MOST_NAMES = 10  # of problems in a note
 URL = re.compile(r"https?://\S+")
 BASE_SECONDS, PLUS_SECONDS = 5.0, 60.0
 
@@ -117,19 +128,26 @@ def load_problems(source: str | Path) -> ProblemSet:
         raise InputError(f"{name} contains no problems: get the file again")
     kind, read = _format(rows, name)
     try:
-        problems, notes = [], []
+        problems, changed = [], {why: [] for _, _, why in REPAIRS}
         for row in rows:
             problem = read(row, kind)
             for broken, repaired, why in REPAIRS:
                 if broken in problem.test:
                     problem = replace(problem, test=problem.test.replace(broken, repaired))
-                    notes.append(f"{problem.task_id}: test repaired ({why})")
+                    changed[why].append(problem.task_id)
             problems.append(problem)
     except (LookupError, TypeError, AttributeError, SyntaxError, StopIteration) as error:
         raise InputError(
             f"{name} is not a complete {kind} file ({type(error).__name__}: {error}): get it again"
         ) from None
-    return ProblemSet(name, kind, tuple(problems), hashlib.sha256(raw).hexdigest(), tuple(notes))
+    notes = tuple(_note(names, why) for why, names in changed.items() if names)
+    return ProblemSet(name, kind, tuple(problems), hashlib.sha256(raw).hexdigest(), notes)
+
+
+def _note(names: list[str], why: str) -> str:
+    if len(names) > MOST_NAMES:
+        return f"{len(names)} problems: tests repaired ({why})"
+    return f"{', '.join(names)}: {'test' if len(names) == 1 else 'tests'} repaired ({why})"
 
 
 def task_name(task_id: str | int) -> str:

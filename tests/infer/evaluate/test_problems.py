@@ -43,7 +43,7 @@ def test_plus_sets_are_read(tmp_path):
 
 
 def test_defective_tests_are_repaired(tmp_path):
-    (none_passed, _, _), (all_passed, _, _) = REPAIRS
+    (none_passed, _, _), (all_passed, _, _), *_ = REPAIRS
     roots = "def check(candidate):\n    inputs = [[[2, 1]]]\n    for inp in inputs:\n"
     find_zero = {
         **ADD,
@@ -77,6 +77,30 @@ def test_defective_tests_are_repaired(tmp_path):
     for wrong in ("def found(s): return object()", "def found(s): return None", "def found(s): return True"):
         assert not outcome(problems[737], wrong)
     assert "every solution passed" in problems.notes[0]
+
+
+def test_loose_comparisons_are_repaired(tmp_path):
+    """As EvalPlus's evaluator, which compares lengths and copies inputs: both kinds of programs passed before."""
+    (close, _, _), (reference, _, _) = REPAIRS[2:]
+    test = (
+        "import numpy as np\ndef assertion(out, exp, atol):\n    if out != exp and atol != 0:\n"
+        f"{close}    else:\n        assert out == exp\n"
+    )
+    half = {**LEAST, "code": "def least(xs):\n    return min(xs) / 3", "test_list": ["assert least([3]) == 1"]}
+    half["test"] = (
+        test + "for inp, exp in (([[1, 2]], 0.333333), ([[6, 9]], 2.0)):\n    assertion(least(*inp), exp, 1e-3)\n"
+    )
+    problem = load_problems(write_jsonl(tmp_path / "a.jsonl", [half]))[7]
+    for right in (problem.reference, "import numpy\ndef least(xs): return numpy.float64(min(xs) / 3)"):
+        assert outcome(problem, right)
+    for wrong in ("[]", "[min(xs) / 3]", "__import__('numpy').array([[min(xs) / 3]])", "[[]]"):
+        assert not outcome(problem, f"def least(xs): return {wrong}")
+    total = {**LEAST, "code": "def least(xs):\n    return sorted(xs)", "test_list": ["assert least([3]) == [3]"]}
+    total["test"] = f"{test}ref_func = sorted\nfor inp in ([[2, 1]], [[5, 4]]):\n    assertion(least{reference}\n"
+    problems = load_problems(write_jsonl(tmp_path / "b.jsonl", [total]))
+    assert outcome(problems[7], problems[7].reference)
+    assert not outcome(problems[7], "def least(xs):\n    xs.clear()\n    return []")
+    assert len(problems.notes) == 2 and problems.notes[1].startswith("Mbpp/7: test repaired")
 
 
 def outcome(problem, solution):
