@@ -132,6 +132,8 @@ class Program:
             else:
                 raise WireError(f"a reply is {answer!r}")
             for number, content in changed:
+                if type(number) is not int or number < 0:
+                    raise WireError(f"a container is {number!r}")
                 restore(known[number], reader(content))
         except (MemoryError, Ended):
             raise

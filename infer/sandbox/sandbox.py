@@ -171,24 +171,23 @@ class Sandbox:
         spec = {"test": test, "context": context, "entry_point": entry_point, **common}
         spec["program"] = {"solution": solution, "path": [self.level.site(self._stage)], **common}
         with contextlib.ExitStack() as stack:
-            open_file = lambda: stack.enter_context(tempfile.TemporaryFile())  # noqa: E731
-            file, stderr = open_file(), open_file()
+            file = stack.enter_context(tempfile.TemporaryFile())
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self._stage))
             file.write(json.dumps(spec).encode())
             file.flush()
             modes = itertools.cycle(("rb", "wb"))
-            ends = [stack.enter_context(open(end, next(modes), 0)) for _ in range(3) for end in os.pipe()]
-            take_request, send_request, take_reply, send_reply, take_report, send_report = ends
+            ends = [stack.enter_context(open(end, next(modes), 0)) for _ in range(4) for end in os.pipe()]
+            take_request, send_request, take_reply, send_reply, take_report, send_report, take_error, send_error = ends
+            os.set_blocking(take_error.fileno(), False)
             began = time.monotonic()
             judge.take(file, send_request, take_reply, send_report)
-            process = self._start(self._command("child"), folder, take_request, send_reply, stderr)
+            process = self._start(self._command("child"), folder, take_request, send_reply, send_error)
             for end in ends:
-                if end is not take_report:
+                if end not in (take_report, take_error):
                     end.close()
             report, status = self._wait(process, take_report.fileno(), began + limits.wall_seconds)
             took = time.monotonic() - began
-            stderr.seek(0)
-            return _outcome(report, stderr.read(REPORT_BYTES) + judge.error(), status, limits, took)
+            return _outcome(report, (take_error.read(REPORT_BYTES) or b"") + judge.error(), status, limits, took)
 
     def close(self) -> None:
         """Kills running programs; no more can be run."""
