@@ -31,6 +31,8 @@ class Options:
     """Port to listen on; 0 for any free one."""
     model_name: str = ""
     """Name of the model for clients; by default that of the checkpoint's folder."""
+    any_model_name: bool = False
+    """Accept requests for any model name, and answer with this model."""
     api_key_file: File = None
     """File with the key that clients must send; or set the environment variable LANEFORMER_API_KEY."""
     insecure: bool = False
@@ -41,6 +43,8 @@ class Options:
     """Chat template (Jinja) instead of the checkpoint's."""
     max_waiting: int = 16
     """Maximum number of waiting requests; more are refused."""
+    connections_per_address: int = 256
+    """Maximum number of connections from one address. Raise it behind a proxy, whose address all clients share."""
     timeout: float = 120.0
     """Maximum time of a request, including the queue, s."""
     stream_interval_ms: float = 0.0
@@ -52,7 +56,9 @@ class Options:
 def run(options: Options) -> int:
     try:
         import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+        from infer.serve import connections
         from infer.serve.application import Api
         from infer.serve.engine import EngineProcess, Limits
         from infer.serve.guard import is_loopback
@@ -83,10 +89,15 @@ def run(options: Options) -> int:
             engine.close()  # first: otherwise uvicorn waits for open streams
             await super().shutdown(sockets)
 
-    app = Api(engine, metrics, name, options.stream_interval_ms / 1000).app(key, {options.host, *options.allowed_host})
+    api = Api(engine, metrics, name, options.stream_interval_ms / 1000, options.any_model_name)
+    limit = connections.Limits(options.connections_per_address, connections.most_connections())
+    clients = connections.Connections(limit)
     server = Server(
         uvicorn.Config(
-            app,
+            clients.app(api.app(key, {options.host, *options.allowed_host})),
+            http=clients.protocol(AutoHTTPProtocol),
+            backlog=connections.BACKLOG,
+            proxy_headers=False,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -119,7 +130,12 @@ def check(options: Options) -> None:
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must be from 1 to 65535, or 0 for any free port, got {options.port}")
     options.engine.check()
-    for name, least in (("max_waiting", 0), ("stream_interval_ms", 0), ("tokens_per_dispatch", 1)):
+    for name, least in (
+        ("max_waiting", 0),
+        ("connections_per_address", 1),
+        ("stream_interval_ms", 0),
+        ("tokens_per_dispatch", 1),
+    ):
         value = getattr(options, name)
         if value is not None and not value >= least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

@@ -1,5 +1,6 @@
-"""The HTTP application: OpenAI-compatible completions by one engine. Reading order: protocol (requests), engine (the
-queue and the engine process), worker (inside that process), responses (answers), guard (access).
+"""The HTTP application: OpenAI-compatible completions by one engine. Reading order: body and protocol (requests),
+engine (the queue and the engine process), worker (inside that process), responses (answers), guard and connections
+(access).
 """
 
 import asyncio
@@ -15,25 +16,39 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from infer.serve.body import NESTED, ApiError, printable, read_json
+from infer.serve.connections import ARRIVAL_SECONDS
 from infer.serve.engine import EngineProcess, Job, Update
 from infer.serve.guard import Guard, error_response
 from infer.serve.metrics import Metrics
 from infer.serve.pages import FOLDER, INDEX, Pages, is_page
-from infer.serve.protocol import ApiError, read_call, read_json
+from infer.serve.protocol import read_call
 from infer.serve.responses import Answer
 
 log = logging.getLogger("infer")
 
 MOST_BYTES = 1 << 20  # of a request
-BODY_SECONDS = 30.0  # for the request to arrive
+DISCARD_SECONDS = (
+    2.0  # during which the rest of a refused body is read, as most clients read no answer before they sent all
+)
 
 
 class Api:
     """The routes of the server."""
 
-    def __init__(self, engine: EngineProcess, metrics: Metrics, model: str, stream_interval: float):
-        """model: its name. stream_interval: minimum seconds between two events of a stream."""
+    def __init__(
+        self,
+        engine: EngineProcess,
+        metrics: Metrics,
+        model: str,
+        stream_interval: float = 0.0,
+        any_model_name: bool = False,
+    ):
+        """model: its name. stream_interval: minimum seconds between two events of a stream. any_model_name: requests
+        may name any model.
+        """
         self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
+        self._any_model_name = any_model_name
         self._pages = Pages()
 
     def app(self, key: str | None, hosts: Collection[str]) -> Starlette:
@@ -107,9 +122,13 @@ class Api:
         return {"id": self._model, "object": "model", "created": 0, "owned_by": "laneformer", **context, **known}
 
     def _require(self, model: str | None) -> None:
-        if model is not None and model != self._model:
+        if model not in (None, self._model) and not self._any_model_name:
             raise ApiError(
-                404, f"unknown model {model!r}: this server has {self._model!r}", param="model", code="model_not_found"
+                404,
+                f"unknown model {printable(model)!r}: this server has {self._model!r}; --any-model-name makes it accept"
+                " every name",
+                param="model",
+                code="model_not_found",
             )
 
     async def completions(self, request: Request) -> Response:
@@ -122,8 +141,12 @@ class Api:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # Browsers let any web page send other types without asking the server first (CORS preflight).
             raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
-        call = read_call(read_json(await _body(request)), chat)
+        try:
+            call = read_call(read_json(await _body(request)), chat)
+        except RecursionError:
+            raise ApiError(400, NESTED) from None
         self._require(call.model)
+        call = call.warned(*call.without_effect(self._engine.facts.get("template_variables", ())))
         job = await self._engine.submit(call)
         answer = Answer(job, self._model, self._engine.facts["fingerprint"])
         if call.stream:
@@ -176,23 +199,40 @@ async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIt
         engine.cancel(job)
 
 
+class _Refusal(Response):
+    """An answer to a body that is too long. It is sent at once; the connection is closed when the rest has arrived, or
+    after DISCARD_SECONDS.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def _body(request: Request) -> bytes:
-    """The body of the request. Raises ApiError as soon as it is too long."""
+    """The body of the request. Raises ApiError as soon as it is known to be too long."""
     body = bytearray()
+    too_long = ApiError(
+        413, f"the request has more than {MOST_BYTES} bytes: shorten it", headers={"Connection": "close"}
+    )
+    declared = request.headers.get("content-length", "0")
+    if len(declared) > len(str(MOST_BYTES)) or int(declared) > MOST_BYTES:
+        raise too_long
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(ARRIVAL_SECONDS):
             async for piece in request.stream():
                 body += piece
                 if len(body) > MOST_BYTES:
-                    raise ApiError(
-                        413,
-                        f"the request has more than {MOST_BYTES} bytes: shorten it",
-                        headers={"Connection": "close"},
-                    )
+                    raise too_long
     except TimeoutError:
         raise ApiError(
             408,
-            f"the request did not arrive within {BODY_SECONDS:g} s: send it faster",
+            f"the request did not arrive within {ARRIVAL_SECONDS:g} s: send it faster",
             headers={"Connection": "close"},
         ) from None
     except ClientDisconnect:
@@ -201,7 +241,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, _Refusal if error.status == 413 else Response)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -14,8 +14,9 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from infer.serve import worker
+from infer.serve.body import NESTED, ApiError
 from infer.serve.metrics import Metrics
-from infer.serve.protocol import NESTED, ApiError, Call
+from infer.serve.protocol import Call
 from infer.serve.worker import End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
@@ -96,7 +97,7 @@ class EngineProcess:
         self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
         self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
         self.facts: dict[str, Any] = {}
-        """Facts that the engine reports: name, conditions, chat, fingerprint."""
+        """Facts that the engine reports: name, conditions, chat, template_variables, fingerprint."""
         self.failure: str | None = None
         self._numbers = 0
         self._checks: dict[int, asyncio.Future[list[int]]] = {}
@@ -162,7 +163,9 @@ class EngineProcess:
             )
         self._numbers += 1
         number = self._numbers
-        question = Question(call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop))
+        question = Question(
+            call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop), call.template_values
+        )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
             self._send_message("check", number, question)

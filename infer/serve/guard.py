@@ -3,14 +3,15 @@
 import hashlib
 import hmac
 import ipaddress
+import json
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from infer.serve.body import ApiError
 from infer.serve.pages import is_page
-from infer.serve.protocol import ApiError
 
 OPEN = ("/health",)  # for process supervisors
 
@@ -64,8 +65,9 @@ class Guard:
             )
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+def error_response(error: ApiError, kind: type[Response] = Response) -> Response:
+    """The error in ASCII, so that no text of a request can make it fail."""
+    return kind(json.dumps(error.body), error.status, error.headers, media_type="application/json")
 
 
 def host_name(header: str) -> str:

@@ -1,15 +1,17 @@
-"""Requests in OpenAI's forms, read and checked, and errors in OpenAI's form. A parameter is obeyed or refused, never
-ignored.
+"""Requests in OpenAI's forms, read and checked. A parameter is obeyed; or refused, where the answer depends on it; or
+named in the answer's warnings, where it does not.
 """
 
 import json
-import math
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
+from infer.serve.body import ApiError, printable
+
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
+LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
 SAMPLING = {
@@ -20,16 +22,9 @@ SAMPLING = {
     "repetition_penalty": float,
     "seed": int,
 }
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    504: "timeout",
-}
-# Parameters that are not supported, with the values that have no effect, which clients send by default.
+# Parameters that would change the answer and are not supported, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
+    # OpenAI
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -45,35 +40,73 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
+    "web_search_options": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
-    "verbosity": (),
-    "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    # llama.cpp
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "json_schema": (),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_probs": (0,),
+    "reasoning_format": ("none", "auto"),
+    "repeat_penalty": (1,),
+    "samplers": (),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    # other servers and routers
+    "format": ("",),
+    "options": ({},),
+    "safe_prompt": (False,),
+    "think": (False,),
+    "transforms": ([],),
+}
+# Parameters on which no answer depends, which are about storage, accounting, caches, the queue, or a feature that is
+# off; with the values for which that holds, None for all.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("metadata", "prediction", "prompt_cache_retention", "service_tier", "store", "verbosity")),
+    "web_search_options": ({},),
+    **dict.fromkeys(("cache_salt", "kv_transfer_params", "mm_processor_kwargs", "priority", "request_id")),
+    **dict.fromkeys(("spaces_between_special_tokens", "vllm_xargs")),
+    **dict.fromkeys(("cache_prompt", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers")),
+    **dict.fromkeys(("dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_keep", "repeat_last_n")),
+    **dict.fromkeys(("return_progress", "slot_id", "timings_per_token", "xtc_threshold")),
+    **dict.fromkeys(("caching", "keep_alive", "models", "plugins", "provider", "route", "usage")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
-NESTED = "the request is nested too deeply"
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
-
-
-class ApiError(Exception):
-    """An error as answer: HTTP status, and a body that OpenAI's clients can read."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
-        kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
+TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
+MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "timestamp"}  # nothing depends on them
 
 
 @dataclass(frozen=True)
@@ -99,6 +132,19 @@ class Call:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    template_values: dict[str, Any]
+    """Variables of the chat template besides the messages."""
+    warnings: tuple[str, ...]
+    """Parameters without effect, a line for each."""
+
+    def warned(self, *names: str) -> "Call":
+        """The same request with these parameters among its warnings."""
+        return replace(self, warnings=(*self.warnings, *(f"{name} has no effect" for name in names)))
+
+    def without_effect(self, template_variables: Collection[str]) -> list[str]:
+        """Names of the parameters that the chat template does not read."""
+        unread = [name for name in self.template_values if not self.chat or name not in template_variables]
+        return [name if name == EFFORT else f"chat_template_kwargs.{printable(name)}" for name in unread]
 
     @property
     def prompt_param(self) -> str:
@@ -106,60 +152,53 @@ class Call:
         return "messages" if self.chat else "prompt"
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises ApiError."""
-    try:
-        fields = json.loads(body, parse_constant=_no_constant)
-    except RecursionError:
-        raise ApiError(400, NESTED) from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, 'the body must be a JSON object, as in {"prompt": "..."}')
-    return fields
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def read_call(fields: dict[str, Any], chat: bool) -> Call:
     """The request in the fields of a body. Raises ApiError, which names the parameter."""
     left = {name: value for name, value in fields.items() if value is not None}
-    prompt = _messages(left) if chat else _prompt(left)
+    ignored: list[str] = []
+    prompt = _messages(left, ignored) if chat else _prompt(left)
     stream = _take(left, "stream", bool, False)
-    usage, continuous = _stream_options(left, stream)
+    usage, continuous = _stream_options(left, stream, ignored)
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
-    limit = _max_tokens(left, chat)
+    if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
+        given["top_k"] = 0
+    template_values = _template_values(left)
     call = Call(
         chat=chat,
         prompt=prompt,
         model=_take(left, "model", str),
-        max_tokens=limit if chat or limit else COMPLETION_TOKENS,
+        max_tokens=_max_tokens(left, None if chat else COMPLETION_TOKENS),
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
         stop=_stop(left),
         stop_token_ids=_stop_token_ids(left),
         ignore_eos=_take(left, "ignore_eos", bool, False),
-        logprobs=_chat_logprobs(left) if chat else _count(left, "logprobs", None, 0, MOST_TOP_LOGPROBS),
+        logprobs=_chat_logprobs(left) if chat else _completion_logprobs(left),
         return_token_ids=_take(left, "return_token_ids", bool, False),
         return_timeline=_take(left, "return_timeline", bool, False),
         stream=stream,
         include_usage=usage,
         continuous_usage=continuous,
+        template_values=template_values,
+        warnings=(),
     )
     for name in LABELS:
         _take(left, name, str)
     for name, value in left.items():
-        if name not in ABSENT:
-            raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
-        if value not in ABSENT[name]:
+        if value in ABSENT.get(name, ()):
+            continue
+        if name in WITHOUT_EFFECT and (WITHOUT_EFFECT[name] is None or value in WITHOUT_EFFECT[name]):
+            ignored.append(name)
+        elif name in ABSENT:
             raise ApiError(
                 400,
                 f"{name} = {_shown(value)} is not supported: leave {name} out",
                 param=name,
                 code="unsupported_parameter",
             )
-    return call
+        else:
+            shown = printable(name)
+            raise ApiError(400, f"unknown parameter {shown}", param=shown, code="unknown_parameter")
+    return call.warned(*ignored)
 
 
 def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
@@ -168,7 +207,7 @@ def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> A
     if value is default:
         return value
     right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if not right or (kind is float and not math.isfinite(value)):
+    if not right:
         wanted = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[kind]
         raise _wrong(name, value, wanted)
     return value
@@ -214,8 +253,10 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
     return prompt
 
 
-def _messages(left: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, without null fields and with the parts of a text joined, as templates expect."""
+def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
+    """The messages, without null fields and with the parts of a text joined, as templates expect. Adds the names of
+    fields without effect to `ignored`.
+    """
     messages = left.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of at least one message")
@@ -224,13 +265,12 @@ def _messages(left: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _wrong(f"messages[{i}]", message, "an object with a role and content")
         kept = {name: value for name, value in message.items() if value is not None and value != []}
-        for name in kept.keys() - MESSAGE_FIELDS:
-            raise ApiError(
-                400,
-                f"messages[{i}].{name} is not supported: leave it out",
-                param=f"messages[{i}].{name}",
-                code="unsupported_parameter",
-            )
+        for name in [name for name in kept if name not in MESSAGE_FIELDS]:
+            path = f"messages[{i}].{printable(name)}"
+            if name not in MESSAGE_LABELS:
+                raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
+            ignored.append(path)
+            del kept[name]
         if "content" in kept:
             kept["content"] = _content(kept["content"], f"messages[{i}].content")
         elif "tool_calls" not in kept:
@@ -249,16 +289,27 @@ def _content(content: Any, name: str) -> str:
     return "\n".join(texts)
 
 
-def _max_tokens(left: dict[str, Any], chat: bool) -> int | None:
-    limit = _count(left, "max_tokens", None, 1)
-    newer = _count(left, "max_completion_tokens", None, 1) if chat else None
-    if limit is not None and newer is not None and limit != newer:
-        raise ApiError(
-            400,
-            f"max_tokens = {limit} and max_completion_tokens = {newer} mean the same: give only one",
-            param="max_tokens",
-        )
-    return limit if newer is None else newer
+def _template_values(left: dict[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template: `chat_template_kwargs`, and `reasoning_effort`."""
+    values = _take(left, "chat_template_kwargs", dict, {})
+    for name in TEMPLATE_FIELDS & values.keys():
+        path = f"chat_template_kwargs.{name}"
+        raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
+    effort = _take(left, EFFORT, str)
+    return values if effort in (None, "none") else {EFFORT: effort, **values}
+
+
+def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
+    """Most tokens of the answer; None for as many as fit into the context, in a request -1."""
+    given = {name: value for name in LIMITS if (value := _take(left, name, int)) is not None}
+    for name, value in given.items():
+        if value < 1 and value != -1:
+            raise _wrong(name, value, "a whole number of at least 1, or -1 to fill the context")
+    if len({*given.values()}) > 1:
+        both = " and ".join(f"{name} = {value}" for name, value in given.items())
+        raise ApiError(400, f"{both} mean the same: give only one", param="max_tokens")
+    limit = next(iter(given.values()), default)
+    return None if limit == -1 else limit
 
 
 def _stop(left: dict[str, Any]) -> tuple[str, ...]:
@@ -287,16 +338,24 @@ def _chat_logprobs(left: dict[str, Any]) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _stream_options(left: dict[str, Any], stream: bool) -> tuple[bool, bool]:
-    """Whether to report usage at the end, and with each event."""
+def _completion_logprobs(left: dict[str, Any]) -> int | None:
+    for name, absent in (("logprobs", False), ("top_logprobs", 0)):  # values of chats that ask for none
+        if left.get(name) is absent:
+            del left[name]
+    return _count(left, "logprobs", None, 0, MOST_TOP_LOGPROBS)
+
+
+def _stream_options(left: dict[str, Any], stream: bool, ignored: list[str]) -> tuple[bool, bool]:
+    """Whether to report usage at the end, and with each event. Without a stream the options have no effect."""
     options = _take(left, "stream_options", dict, {})
     if options and not stream:
-        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
+        ignored.append("stream_options")
+        return False, False
     options = {f"stream_options.{name}": value for name, value in options.items() if value is not None}
     usage = _take(options, "stream_options.include_usage", bool, False)
     continuous = _take(options, "stream_options.continuous_usage_stats", bool, False)
     if options.pop("stream_options.include_obfuscation", False) is not False:
         raise ApiError(400, "stream_options.include_obfuscation is not supported: leave it out", param="stream_options")
-    for name in options:
+    for name in map(printable, options):
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return usage, continuous

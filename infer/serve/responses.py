@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from infer.serve.body import ApiError
 from infer.serve.engine import Alive, Job, Queued, Update
-from infer.serve.protocol import ApiError
 from infer.serve.worker import End, Named, Token
 
 DONE = b"data: [DONE]\n\n"
@@ -149,14 +149,16 @@ class Answer:
         }
 
     def _measured(self, end: End) -> dict[str, Any]:
-        """The seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`, measured in the
-        engine's process.
+        """Warnings, if any; the seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`,
+        measured in the engine's process.
         """
         first, decoding = end.time_to_first_token, None
         if first is not None:
             decoding = end.total_time - first
         prompt, rate = len(self._job.ids), 1 / end.time_per_token if end.time_per_token else None
+        warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
         return {
+            **warnings,
             "seed": self._call.sampling["seed"],
             "timings": {
                 "prompt_n": prompt,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.engine.options import JobEngineOptions
-from infer.serve.protocol import NESTED
+from infer.serve.body import NESTED
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Question(NamedTuple):
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
     """Whether the request has stop strings."""
+    template_values: dict[str, Any]
+    """Variables of the chat template besides the messages."""
 
 
 class Order(NamedTuple):
@@ -153,6 +155,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         "name": engine.name,
         "conditions": conditions,
         "chat": chat is not None,
+        "template_variables": [] if chat is None else sorted(chat.variables - chat.tokens.keys()),
         "fingerprint": (
             "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10]
         ),
@@ -273,7 +276,7 @@ class _Worker:
             if self._chat is None:
                 self._send("refused", number, f"this model cannot chat: {self._no_chat}", "no_chat_template")
                 return
-            prompt = self._chat.encode(prompt, add_generation_prompt=True)
+            prompt = self._chat.encode(prompt, add_generation_prompt=True, values=question.template_values)
         elif isinstance(prompt, str) and engine.tokenizer is not None:
             prompt = engine.tokenizer.encode(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:

@@ -105,7 +105,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            names = _names(environment.parse(source))
+            names = frozenset(_names(environment.parse(source)))
         except Exception as error:  # TemplateSyntaxError, and others for files that are not templates
             line = getattr(error, "lineno", None)
             raise InputError(
@@ -113,6 +113,8 @@ class ChatTemplate:
             ) from None
         if "eos_token" in names and "eos_token" not in tokens:
             raise InputError(f"{name} uses eos_token, which needs a {CONFIG}: put that beside the {TOKENIZER}")
+        self.variables = names
+        """Names that the template reads."""
         self.says_answers = MARKS in names
         """Whether {% generation %} blocks mark what the assistant wrote."""
         self.says_date = "strftime_now" in names
@@ -225,9 +227,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
         tools: Sequence[Any] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; errors as `render`."""
-        [(ids, _)] = self.encode_rendered([self._rendered(messages, tools, add_generation_prompt)])
+        """Token ids of a conversation; errors as `render`. values: further variables of the template, as in
+        {"enable_thinking": False}; like messages they are data.
+        """
+        [(ids, _)] = self.encode_rendered([self._rendered(messages, tools, add_generation_prompt, values=values)])
         return ids.tolist()
 
     def encode_rendered(self, conversations: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -276,9 +281,10 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
         find_answers: bool = False,
+        values: Mapping[str, Any] | None = None,
     ) -> Rendered:
         check_messages(messages)
-        everything = json.dumps([messages, tools, self.source], ensure_ascii=False, default=str)
+        everything = json.dumps([messages, tools, values, self.source], ensure_ascii=False, default=str)
         try:
             everything.encode()
         except UnicodeEncodeError:  # JSON can contain lone surrogates
@@ -290,7 +296,7 @@ class ChatTemplate:
             )
         marks = Marks(*free)
         messages, tools = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
-        text = self._run(messages, tools, add_generation_prompt, marks)
+        text = self._run(messages, tools, add_generation_prompt, marks, self._marked(values or {}, marks.cut))
         if find_answers:
             text = self._mark_answers(text, messages, tools, marks)
         return self._read_marks(text, marks)
@@ -315,10 +321,18 @@ class ChatTemplate:
 
         return self._first.sub(at, text)
 
-    def _run(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool, marks: Marks) -> str:
+    def _run(
+        self,
+        messages: list[Any],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        marks: Marks,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
         try:
             return self._template.render(
                 {
+                    **(values or {}),
                     **self.tokens,
                     "messages": messages,
                     "tools": tools,

@@ -232,6 +232,8 @@ def test_disconnected_client_leaves_the_queue(server):
         ({"prompt": [5, 258]}, "prompt", None, "token ids must be from 0 to 257"),
         ({"prompt": [10**40]}, "prompt", None, "token ids must be from 0 to 257"),
         ({"prompt": "\ud83d"}, "prompt", None, "not valid Unicode"),
+        ({"prompt": "a", "\udfff": 1}, "\\udfff", None, "not a name in valid Unicode"),
+        ({"prompt": "a", "temperature": 10**399}, "temperature", None, "give a finite number"),
         ({"prompt": "a", "top_p": 2}, "top_p", None, "top_p = 2.0"),
         ({"prompt": "a", "seed": -1}, "seed", None, "seed = -1"),
         ({"prompt": "a", "stop_token_ids": [258]}, "stop_token_ids", None, "give ids from 0 to 257"),
@@ -269,6 +271,8 @@ def test_invalid_bodies_and_paths_are_errors(server):
         (400, "POST", "/v1/completions", "[]", {"Content-Type": "application/json; charset=utf-8"}),
         (413, "POST", "/v1/completions", long, JSON),
         (413, "POST", "/v1/completions", iter([long.encode()]), JSON),  # in chunks, of unknown length
+        (413, "POST", "/v1/completions", 20 * long, JSON),
+        (400, "POST", "/v1/completions", '{"prompt": "a", "n": ' + "[" * 960 + "]" * 960 + "}", JSON),
         (415, "POST", "/v1/completions", '{"prompt": "a"}', {"Content-Type": "text/plain"}),
         (404, "POST", "/v1/completions", '{"prompt": "a", "model": "gpt"}', JSON),
         (404, "GET", "/v1/models/gpt", None, {}),
@@ -285,6 +289,33 @@ def test_invalid_bodies_and_paths_are_errors(server):
         )
     assert server.get("/v1/models", {"Host": "My.Example:80"})[0] == 200
     assert server.get("/v1/models")[2].get("access-control-allow-origin") is None
+
+
+def test_declared_length_is_refused_at_once(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        began = time.monotonic()
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 1048577\r\n\r\n"
+        )
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ") and time.monotonic() - began < 1
+
+
+def test_parameters_without_effect_are_named_in_the_answer(server):
+    asked = {"store": True, "max_tokens": 3, "chat_template_kwargs": {"thinking": True, "bos_token": "x"}}
+    warnings = [
+        f"{name} has no effect" for name in ("store", *(f"chat_template_kwargs.{x}" for x in ("thinking", "bos_token")))
+    ]
+    assert server.complete(PROMPT, **asked)["warnings"] == warnings
+    assert "warnings" not in server.complete(PROMPT, max_tokens=3, top_k=-1, user="me")
+    status, whole = server.post("/v1/chat/completions", messages=TALK, **asked)
+    assert status == 200 and whole["warnings"] == warnings
+    for usage in (False, True):
+        with server.stream(
+            "/v1/chat/completions", messages=TALK, stream_options={"include_usage": usage}, **asked
+        ) as stream:
+            *chunks, last, _ = stream
+        assert last["warnings"] == warnings and not any("warnings" in chunk for chunk in chunks)
 
 
 def test_routes_answer(server):

@@ -88,6 +88,22 @@ def test_signal_ends_both_processes_and_fails_requests(server):
     assert not Path(f"/proc/{engine}").exists()
 
 
+def test_options_of_models_and_templates(checkpoint, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{% if thinking %}!{% endif %}{{ reasoning_effort }}")
+    server = Server(checkpoint, "--backend", BACKEND, "--any-model-name", "--chat-template", template).wait_until(200)
+    try:
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_token_ids": True}
+        asked |= {"model": "gpt-4", "chat_template_kwargs": {"thinking": True, "other": 1}, "reasoning_effort": "l"}
+        status, body = server.post("/v1/chat/completions", **asked)
+        plain = server.post("/v1/completions", prompt="a!l", max_tokens=1, return_token_ids=True, model="")[1]
+        assert status == 200 and body["prompt_token_ids"] == plain["prompt_token_ids"]
+        assert body["model"] == "small" and body["warnings"] == ["chat_template_kwargs.other has no effect"]
+        assert server.get("/v1/models/gpt-4")[1]["id"] == "small"
+    finally:
+        server.kill()
+
+
 def test_control_c_while_loading_ends_the_server(checkpoint):
     server = Server(checkpoint)
     server.wait_until(503)
@@ -120,6 +136,7 @@ def test_missing_checkpoint_is_one_line(tmp_path):
         (("--host", "0.0.0.0"), "LANEFORMER_API_KEY or --api-key-file"),
         (("--port", "70000"), "got 70000"),
         (("--max-waiting", "-1"), "--max-waiting must be at least 0, got -1"),
+        (("--connections-per-address", "0"), "--connections-per-address must be at least 1, got 0"),
         (("--timeout", "0"), "--timeout must be above 0 seconds, got 0.0"),
         (("--stream-interval-ms", "nan"), "got nan"),
         (("--host", "192.0.2.1", "--insecure"), "--host 192.0.2.1 --port 8000"),

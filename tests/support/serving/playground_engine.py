@@ -88,7 +88,7 @@ class Chat:
 
     ends = ()
 
-    def encode(self, messages, add_generation_prompt):
+    def encode(self, messages, add_generation_prompt, values):
         return list(messages[-1]["content"].encode())
 
 
@@ -119,7 +119,14 @@ def worker(connection, model):
     connection.send(
         (
             "ready",
-            {"name": "echo", "conditions": conditions, "chat": chat is not None, "fingerprint": "fp", "seconds": 0.0},
+            {
+                "name": "echo",
+                "conditions": conditions,
+                "chat": chat is not None,
+                "template_variables": ["messages"],
+                "fingerprint": "fp",
+                "seconds": 0.0,
+            },
         )
     )
     serve_worker._Worker(connection, Engine(), chat, "it has no template", {}).run()

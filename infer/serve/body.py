@@ -1,0 +1,116 @@
+"""The body of a request as JSON, and errors in OpenAI's form."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout",
+}
+NESTED = "the request is nested too deeply"
+MOST_DIGITS = 100  # of a number
+# What only a closer look can judge: halves of surrogate pairs, long numbers, large exponents, words that are no JSON.
+SUSPECT = re.compile(rf"\\u[dD][89a-fA-F]|\d{{{MOST_DIGITS + 1}}}|[eE]\+?\d{{3}}|NaN|Infinity")
+
+
+class ApiError(Exception):
+    """An error as answer: HTTP status, and a body that OpenAI's clients can read."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        kind = ERROR_TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Unusable(str):
+    """A number of the request, as it is written there, that no parameter can take."""
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body: UTF-8, every name once, text without halves of surrogate pairs, finite numbers of at
+    most MOST_DIGITS digits. Raises ApiError, which names the parameter.
+    """
+    try:
+        text = body.decode()
+        if SUSPECT.search(text):
+            fields = json.loads(
+                text, object_pairs_hook=_object, parse_constant=_Unusable, parse_int=_integer, parse_float=_number
+            )
+            for name, problem in _problems(fields, ""):
+                raise ApiError(400, f"{name or 'the body'} {problem}", param=name or None)
+        else:
+            fields = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ApiError(400, NESTED) from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}: send JSON in UTF-8") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, 'the body must be a JSON object, as in {"prompt": "..."}')
+    return fields
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = printable(next(name for name in made if names.count(name) > 1))
+        raise ApiError(400, f"{twice} appears twice in one object: give it once", param=twice)
+    return made
+
+
+def _integer(text: str) -> int | _Unusable:
+    return int(text) if len(text) <= MOST_DIGITS else _Unusable(text)
+
+
+def _number(text: str) -> float | _Unusable:
+    return value if math.isfinite(value := float(text)) else _Unusable(text)
+
+
+def _problems(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Name and fault of each part of a request that is not usable anywhere."""
+    if isinstance(value, _Unusable):
+        shown = value if len(value) <= 40 else f"{value[:20]}... ({len(value)} characters)"
+        yield name, f"= {shown}: give a finite number of at most {MOST_DIGITS} digits"
+    elif isinstance(value, str) and not _is_unicode(value):
+        yield name, "is not valid Unicode: it has half of a surrogate pair; send whole characters"
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            path = f"{name}.{printable(key)}" if name else printable(key)
+            if not _is_unicode(key):
+                yield path, "is not a name in valid Unicode: it has half of a surrogate pair; send whole characters"
+            yield from _problems(each, path)
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from _problems(each, f"{name}[{i}]")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(name: str) -> str:
+    """A name from the request as part of a message: with escapes and of at most 80 characters."""
+    text = name if name.isprintable() and _is_unicode(name) else json.dumps(name)[1:-1]
+    return text if len(text) <= 80 else text[:80] + "..."

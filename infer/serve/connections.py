@@ -1,0 +1,195 @@
+"""Limits on connections: how many there are at once, and the time until the header of a request has arrived.
+
+A connection that is not being answered is closed to make room for a new one, longest idle first, those that never
+completed a request before others. So half-open connections keep no client out.
+"""
+
+import asyncio
+import http
+import json
+import resource
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.serve.body import ApiError
+from infer.serve.guard import error_response
+
+ARRIVAL_SECONDS = 30.0  # for the header of a request to arrive, and again for its body
+MOST_CONNECTIONS = 2048  # of all addresses together
+BACKLOG = 1024  # connections that the system may hand over at once
+OTHER_FILES = 64  # of the process: pipes, sockets, libraries
+
+Peer = tuple[str, int]
+
+
+def most_connections() -> int:
+    """Connections that fit into the limit of open files, which is raised as far as needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = MOST_CONNECTIONS + BACKLOG + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY or soft >= needed else max(1, soft // 2)
+
+
+class _Connection:
+    """A connection and what it is doing."""
+
+    def __init__(self, peer: Peer, transport: asyncio.Transport):
+        self.peer, self.transport = peer, transport
+        self.since = 0.0
+        """When it began to wait for a request, in seconds of the event loop."""
+        self.answering = False
+        """Whether a complete request is being answered."""
+        self.used = False
+        """Whether a request was answered before."""
+        self.heard = False
+        """Whether bytes of the next request have arrived."""
+        self.excess = False
+        """Whether it was opened when all others were being answered and their number had reached a limit."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def close(self, error: ApiError) -> None:
+        """Closes the connection, with the error unless the client just keeps it for later."""
+        self.timer.cancel()
+        if self.transport.is_closing():
+            return
+        if self.heard or not self.used:
+            self.transport.write(_written(error))
+        self.transport.close()
+
+
+class Limits(NamedTuple):
+    """Limits on connections."""
+
+    per_address: int
+    """Connections from one address."""
+    total: int
+    """Connections from all addresses."""
+    seconds: float = ARRIVAL_SECONDS
+    """Time for the header of a request to arrive."""
+
+
+class Connections:
+    """The open connections of a server. Both `protocol` and `app` must be in use for the limits to hold."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._open: dict[Peer, _Connection] = {}
+        self._addresses: dict[str, dict[Peer, _Connection]] = {}
+
+    def protocol(self, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+        """A class of uvicorn's that reads requests, with limits."""
+        connections = self
+
+        class Limited(base):
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                super().connection_made(transport)
+                self._peer = connections._opened(transport)
+
+            def data_received(self, data: bytes) -> None:
+                if connection := connections._open.get(self._peer):
+                    connection.heard = True
+                super().data_received(data)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                connections._closed(self._peer)
+                super().connection_lost(exc)
+
+        return Limited
+
+    def app(self, inner: ASGIApp) -> ASGIApp:
+        """The application, with notes of when requests have arrived and when they are answered."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            connection = self._open.get(tuple(scope.get("client") or ()))
+            if scope["type"] != "http" or connection is None:
+                await inner(scope, receive, send)
+                return
+
+            async def watched() -> Message:
+                message = await receive()
+                if message["type"] == "http.request" and not message.get("more_body", False):
+                    connection.answering = True
+                return message
+
+            connection.timer.cancel()
+            try:
+                if connection.excess and (crowd := self._crowds(connection.peer[0], 1)):
+                    await error_response(crowd[0][1])(scope, watched, send)
+                else:
+                    await inner(scope, watched, send)
+            finally:
+                connection.used, connection.heard, connection.excess = True, False, False
+                self._wait(connection)
+
+        return run
+
+    def _opened(self, transport: asyncio.Transport) -> Peer | None:
+        """Counts a connection, and closes one that waits for a request where there are too many. Where all others are
+        being answered, the new one is refused with its first request.
+        """
+        peer = transport.get_extra_info("peername")
+        if peer is None:  # closed already
+            transport.close()
+            return None
+        peer = (peer[0], peer[1])
+        connection = _Connection(peer, transport)
+        for others, error in self._crowds(peer[0]):
+            idle = [each for each in others.values() if not each.answering]
+            if idle:
+                oldest = min(idle, key=lambda each: (each.used, each.since))
+                self._closed(oldest.peer)
+                oldest.close(error)
+            connection.excess |= not idle
+        self._open[peer] = self._addresses.setdefault(peer[0], {})[peer] = connection
+        self._wait(connection)
+        return peer
+
+    def _crowds(self, host: str, more: int = 0) -> list[tuple[dict[Peer, _Connection], ApiError]]:
+        """Groups of connections that have reached their limit, or exceed it by `more`, each with the error for it."""
+        groups = (
+            (self._addresses.get(host, {}), self.limits.per_address, "from this address"),
+            (self._open, self.limits.total, "to this server"),
+        )
+        return [
+            (
+                group,
+                ApiError(
+                    429,
+                    f"{most} connections {whose} are open, as many as there may be: close some",
+                    headers={"Connection": "close"},
+                ),
+            )
+            for group, most, whose in groups
+            if len(group) >= most + more
+        ]
+
+    def _closed(self, peer: Peer | None) -> None:
+        if connection := self._open.pop(peer, None):
+            connection.timer.cancel()
+            address = self._addresses[peer[0]]
+            del address[peer]
+            if not address:
+                del self._addresses[peer[0]]
+
+    def _wait(self, connection: _Connection) -> None:
+        """Starts the time for the next request."""
+        if connection.peer not in self._open:
+            return
+        loop = asyncio.get_running_loop()
+        connection.answering, connection.since = False, loop.time()
+        error = ApiError(
+            408, f"the header of the request did not arrive within {self.limits.seconds:g} s: send it faster"
+        )
+        connection.timer = loop.call_later(self.limits.seconds, connection.close, error)
+
+
+def _written(error: ApiError) -> bytes:
+    """The error as a whole HTTP response."""
+    body = json.dumps(error.body)
+    return (
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+    ).encode()
