@@ -1,0 +1,165 @@
+"""The figures of the playground in a real browser: tokens and their times, and the replay."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+from infer.bench import schema
+from tests.support.serving.playground import (  # noqa: F401
+    CODE,
+    FIELDS,
+    browser,
+    complete,
+    expect,
+    number,
+    open_page,
+    record_of,
+    seconds_busy,
+    server,
+    shown,
+)
+from tests.support.serving.playground_engine import RATE, answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_timeline_has_every_token(server, path):
+    prompt = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
+    status, whole = server.post(path, max_tokens=40, return_timeline=True, **prompt)
+    [choice] = whole["choices"]
+    timeline = choice["timeline"]
+    with server.stream(path, max_tokens=40, return_timeline=True, **prompt) as stream:
+        streamed = [each for chunk in stream if chunk != "[DONE]" for each in chunk["choices"][0].get("timeline", [])]
+    times = [ms for _, ms in timeline]
+    for each in (timeline, streamed):
+        assert "".join(text for text, _ in each) == answer(CODE, 40) and len(each) == 40
+    assert (
+        status == 200
+        and times == sorted(times)
+        and times[0] == pytest.approx(whole["metrics"]["time_to_first_token_ms"], abs=1e-3)
+    )
+    assert times[-1] - times[0] == pytest.approx(whole["timings"]["predicted_ms"], abs=2e-3)
+    status, refused = server.post(path, return_timeline=1, **prompt)
+    assert status == 400 and refused["error"]["param"] == "return_timeline"
+
+
+def test_fast_stream_shows_every_token(server, open_page):
+    page = open_page(server)
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    complete(page, CODE, 30)  # what is compiled at first
+    before = seconds_busy(session)
+    complete(page, CODE, 4500)
+    busy, elapsed = np.subtract(seconds_busy(session), before)
+    assert shown(page) == answer(CODE, 4500) and page.locator("#answer .prompt").text_content() == CODE
+    assert page.locator("#count").text_content() == "4,500"
+    record = record_of(page)
+    assert record["timings"]["predicted_per_second"] > 0.8 * RATE, "the stream was too slow for this test"
+    assert elapsed > 4500 / RATE and busy < 0.5 * elapsed, f"{busy:.2f} of {elapsed:.2f} s"
+
+
+def test_figures_match_the_record(server, open_page):
+    page = open_page(server)
+    complete(page, CODE, 1200, seed=5, top_k=7, min_p="", temperature=0.8)
+    record = record_of(page)
+    schema._check(record, FIELDS, "record", "")
+    assert (record["schema"], record["status"], record["complete"]) == ("laneformer.playground/1", "simulated", True)
+    body = {
+        "model": "echo",
+        "prompt": CODE,
+        "max_tokens": 1200,
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "top_k": 7,
+        "seed": 5,
+        "stream": True,
+        "return_timeline": True,
+    }
+    assert record["request"] == {"path": "v1/completions", "body": body} and record["seed"] == 5
+    assert record["conditions"] == server.get("/v1/models")[1]["data"][0]["conditions"]
+    units = len(record["text"].encode("utf-16-le")) // 2
+    times, ends = np.array(record["tokens"]["time_ms"]), record["tokens"]["end"]
+    assert (
+        record["text"] == answer(CODE, 1200)
+        and len(times) == len(ends) == 1200
+        and (ends[-1], ends) == (units, sorted(ends))
+    )
+
+    gaps = np.diff(times)
+    found = record["between_arrivals_ms"]
+    assert found["n"] == 1199 and found["max"] == pytest.approx(gaps.max())
+    for percent in (50, 95, 99):
+        assert found[f"p{percent}"] == pytest.approx(np.percentile(gaps, percent))
+        assert number(page, f"#p{percent}") == pytest.approx(found[f"p{percent}"], rel=0.006)
+    bars = page.locator("#histogram rect").evaluate_all("bars => bars.map((bar) => Number(bar.dataset.count))")
+    assert sum(bars) == 1199 and len(bars) > 3
+
+    timings, metrics, client = record["timings"], record["metrics"], record["client"]
+    assert number(page, "#rate") == pytest.approx(timings["predicted_per_second"], abs=0.5)
+    assert timings["predicted_per_second"] == pytest.approx(1199e3 / (times[-1] - times[0]), rel=1e-3)
+    for selector, value in (
+        ("#first", metrics["time_to_first_token_ms"]),
+        ("#prompt-ms", timings["prompt_ms"]),
+        ("#decode-ms", timings["predicted_ms"]),
+        ("#mean-ms", metrics["mean_itl_ms"]),
+        ("#queue-ms", metrics["queue_time_ms"]),
+    ):
+        assert number(page, selector) == pytest.approx(value, rel=0.006), selector
+    assert number(page, "#prompt-n") == timings["prompt_n"] == len(CODE.encode())
+    arrivals, counts = client["arrival_ms"], client["tokens"]
+    assert (
+        len(arrivals) == len(counts)
+        and counts[-1] == 1200
+        and arrivals == sorted(arrivals)
+        and arrivals[-1] <= client["elapsed_ms"]
+    )
+    assert client["tokens_per_second"] == pytest.approx(1e3 * (1200 - counts[0]) / (arrivals[-1] - arrivals[0]))
+    assert number(page, "#client-rate") == pytest.approx(client["tokens_per_second"], abs=0.5)
+
+    conditions = page.locator(".conditions")
+    for words in (
+        "simulated",
+        "2B parameters",
+        "weights bfloat16, compute bfloat16",
+        "8 × no device",
+        "backend none",
+        "batch 1",
+        f"prompt {len(CODE.encode())} tokens",
+        "temperature 0.8, top_p 0.95, top_k 7, seed 5",
+    ):
+        expect(conditions).to_contain_text(words)
+    expect(page.locator("mark")).to_have_text(["simulated"])
+
+
+def test_replay_has_the_text_and_the_speed(server, open_page):
+    page = open_page(server)
+    complete(page, CODE, 301)
+    expect(page.locator("#replay-title")).to_contain_text("of the same text, not another model")
+    for rate, name in ((300, "300"), (1000, "1,000")):
+        page.click(f"#presets >> text='{name}'")
+        expect(page.locator("#speed-value")).to_have_text(f"{name} tok/s")
+        began = time.monotonic()
+        page.click("#play")
+        expect(page.locator("#replay-state")).to_contain_text("took")
+        elapsed = time.monotonic() - began
+        found = re.fullmatch(rf"{name} tok/s took ([\d.]+) s", page.locator("#replay-state").text_content())
+        assert 300 / rate - 0.01 <= float(found[1]) < 300 / rate + 0.25 and float(found[1]) <= elapsed + 0.01
+        expect(page.locator("#announcement")).to_have_text("Replay finished.")
+        assert shown(page) == shown(page, "replay") == answer(CODE, 301)
+    page.click("#presets >> text='30'")
+    page.click("#play")
+    expect(page.locator("#replay-state")).to_contain_text("of 10.00 s")
+    expect(page.locator("#replay .text")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(page.locator("#replay-state")).to_have_text("stopped")
+    assert answer(CODE, 301).startswith(shown(page, "replay")) and len(shown(page, "replay")) < 200
+    page.click("#play")
+    expect(page.locator("#replay .text")).not_to_be_empty()
+    complete(page, "another ", 20)
+    page.wait_for_timeout(100)  # frames in which the replay that was given up could still write
+    assert shown(page) == answer("another ", 20) and page.locator("#replay").text_content() == ""
+    slider = page.locator("#speed")
+    for key, value in (("Home", "30 tok/s"), ("End", "3,000 tok/s")):
+        slider.press(key)
+        expect(slider).to_have_attribute("aria-valuetext", value)

@@ -1,0 +1,117 @@
+"""The look of the playground in a real browser: keys, colours, widths, motion, and text that is no HTML."""
+
+import re
+
+import pytest
+
+from tests.support.serving.playground import CODE, EVIL, browser, complete, expect, open_page, server, shown  # noqa: F401
+from tests.support.serving.playground_engine import answer
+
+
+def test_keys_focus_and_announcements(server, open_page):
+    page = open_page(server)
+    page.fill("[name=max_tokens]", "50")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#state")).to_have_text("complete")
+    expect(page.locator("#announcement")).to_contain_text(
+        re.compile(r"^Finished: 50 tokens at [\d,]+ tokens per second\.$")
+    )
+    for pane in ("#answer", "#replay"):
+        expect(page.locator(pane)).to_have_attribute("aria-live", "off")
+    page.keyboard.press("Meta+Enter")
+    expect(page.locator("#state")).to_have_text("complete")
+    reached = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate("""() => {
+            const e = document.activeElement;
+            return [e.id || e.name || e.textContent, getComputedStyle(e.name === 'mode' ? e.nextElementSibling : e).outlineStyle];
+        }""")
+        if page.evaluate("document.activeElement !== document.body"):
+            assert outline == "solid", f"{name}: nothing shows that it has the focus"
+            reached.append(name)
+    for name in (
+        "LRU cache",
+        "mode",
+        "temperature",
+        "seed",
+        "run",
+        "stop",
+        "answer",
+        "copy-text",
+        "download",
+        "play",
+        "speed",
+        "3,000",
+    ):
+        assert name in reached
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('button, input, textarea, pre')]
+        .filter((e) => !(e.textContent || e.labels?.length || e.getAttribute('aria-labelledby'))).map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+@pytest.mark.slow
+def test_html_of_the_model_is_text(server, open_page):
+    page = open_page(server)
+    dialogs = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    complete(page, EVIL, 60)
+    page.click("#presets >> text='3,000'")
+    page.click("#play")
+    expect(page.locator("#announcement")).to_have_text("Replay finished.")
+    assert shown(page) == shown(page, "replay") == answer(EVIL, 60) and "<script>" in shown(page)
+    assert page.locator("pre :not(span)").count() == 0 and dialogs == []
+
+
+def test_colours_do_not_change_the_text(server, open_page):
+    page = open_page(server)
+    long = CODE * 60  # several blocks
+    complete(page, long, 1500)
+    assert shown(page) == answer(long, 1500)
+    assert set(page.locator("#answer .keyword").all_text_contents()) == {"def", "return"}
+    assert set(page.locator("#answer .name").all_text_contents()) == {"add"}
+    assert '"""Sum of é and 😀."""' in page.locator("#answer .string").all_text_contents()
+    page.check("[name=mode][value=chat]", force=True)
+    prose = "for if not ```python\nreturn 1\n``` or "
+    complete(page, prose, 24)
+    assert page.locator("#answer .keyword").all_text_contents() == ["return"] and shown(page) == answer(prose, 24)
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_narrow_windows_have_no_overflow(server, open_page, width):
+    page = open_page(server, viewport={"width": width, "height": 700})
+    widths = """[document.documentElement.scrollWidth,
+                 ...[...document.querySelectorAll('body *')].map((e) => e.getBoundingClientRect().right)]"""
+    assert max(page.evaluate(widths)) <= width + 0.5
+    complete(page, "x" * 500, 300)
+    page.click("#play")
+    assert max(page.evaluate(widths)) <= width + 0.5
+
+
+def test_themes_follow_system_and_button(server, open_page):
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    light, dark = (open_page(server, color_scheme=scheme) for scheme in ("light", "dark"))
+    colours = light.evaluate(ground), dark.evaluate(ground)
+    assert colours == ("rgb(246, 247, 246)", "rgb(15, 18, 19)")
+    for theme, colour in (("light", colours[0]), ("dark", colours[1]), ("auto", colours[1]), ("light", colours[0])):
+        dark.click("#theme")
+        expect(dark.locator("#theme")).to_have_text(f"Theme: {theme}")
+        assert dark.evaluate(ground) == colour
+
+
+@pytest.mark.slow
+def test_reduced_motion_writes_rarely(server, open_page):
+    writes = {}
+    for motion in ("reduce", "no-preference"):
+        page = open_page(server, reduced_motion=motion)
+        page.evaluate("""() => {
+            window.writes = 0;
+            new MutationObserver(() => window.writes++).observe(document.getElementById('answer'), { childList: true, subtree: true });
+        }""")
+        complete(page, CODE, 1500)
+        writes[motion] = page.evaluate("window.writes")
+        assert shown(page) == answer(CODE, 1500)
+    assert 1 <= writes["reduce"] <= 5 and writes["no-preference"] >= 10
