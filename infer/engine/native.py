@@ -184,6 +184,8 @@ def plan_of(source: Source) -> Plan:
 
 def pack(session: DecodeSession, source: Source) -> None:
     """All weights, one at a time, with a progress bar for large models."""
+    # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
+    tqdm.set_lock(threading.RLock())
     names = tqdm(
         source.weights(),
         "packing weights",

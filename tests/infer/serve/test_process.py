@@ -113,6 +113,20 @@ def test_control_c_while_loading_ends_the_server(checkpoint):
     assert code == 0 and err == "stopped\n" and seconds < 3
 
 
+def test_loading_leaves_no_semaphore(checkpoint):
+    """One with a name, as spawned processes make them, would stay behind and be reported after a kill."""
+    code = (
+        "import multiprocessing, sys\n"
+        "from multiprocessing import resource_tracker\n"
+        "multiprocessing.set_start_method('spawn')\n"
+        "resource_tracker.register = lambda name, kind: sys.exit(f'{kind} {name}')\n"
+        "from infer import Engine\n"
+        f"Engine.load({str(checkpoint)!r}, {BACKEND!r}).warmup(4, 4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_missing_checkpoint_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
