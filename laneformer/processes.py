@@ -66,6 +66,10 @@ def join_job() -> None:
             f"cannot join the other processes ({' '.join(str(error).split())}): start them through SLURM, Open MPI or"
             f" Kubernetes, or set {found}"
         ) from None
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # Process 0 alone would find its programs in the cache, and gloo does not match a program that was loaded with
+        # one that was compiled: the job aborts.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def job_index() -> int:

@@ -53,6 +53,16 @@ def test_a_complete_job_is_joined_quietly(joining, caplog):
     assert asked == [(os.environ[JOB[0]], 2, 1)] and not caplog.records
 
 
+def test_job_on_cpus_compiles_without_a_cache(tmp_path):
+    """In which only process 0 would find its programs: loaded ones exchange in another order than compiled ones."""
+    code = (
+        "import jax; from laneformer.processes import join_job; join_job();"
+        " print('cached', jax.config.jax_enable_compilation_cache)"
+    )
+    job = [several.start(environment, "-c", code) for environment in several.environments(2)]
+    assert all("cached False\n" in process.communicate(timeout=60)[0] for process in job)
+
+
 def test_a_wrong_job_is_reported_with_its_variables(joining, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("already\nrunning")
