@@ -1,6 +1,5 @@
 """Opens any checkpoint: an HF folder, a training run, or one saved step of a run."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
+from laneformer.files import parse_json, read_file, refuse_link_loops
 from laneformer.formats import KERNEL_FORMATS
 from laneformer.hf import config_from_hf, read_hf_config
 from laneformer.hf.folder import HfFolder
@@ -81,6 +81,7 @@ def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
 
 def _step_folder(path: Path) -> Path | None:
     """The saved step in `path`, None for an HF folder. Raises CheckpointError for neither."""
+    refuse_link_loops(path)
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder; choose an HF folder (config.json + safetensors) or a training run"
@@ -127,7 +128,7 @@ def newest_step(run: Path) -> Path:
 def read_meta(step: Path) -> dict:
     """A step's record: config, step, versions, tokenizer. Raises CheckpointError if it is unreadable."""
     try:
-        meta = json.loads((step / META / "metadata").read_text(encoding="utf-8"))
+        meta = parse_json(read_file(step / META / "metadata"))
         wanted = {"config": dict, "param_dtype": str, "fingerprint": dict}
         if not isinstance(meta, dict) or not all(isinstance(meta.get(name), kind) for name, kind in wanted.items()):
             raise ValueError(f"{META} lacks config, param_dtype or fingerprint")

@@ -10,6 +10,19 @@ from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
 from laneformer.ops import Activation
 
+# Far above any model, and small enough that every table of a model is made in a second.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**31 - 1,
+    "num_lanes": 2**10,
+}
+LARGEST_OTHER = 2**40  # of other sizes in a config.json
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 LATER = {"recorded": "unless it has its default"}
@@ -240,17 +253,9 @@ class ModelConfig:
     """Tokens that end a text."""
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-            "num_lanes",
-        ):
-            _require_int(name, getattr(self, name), at_least=1)
+        for name, most in LARGEST.items():
+            if name != "head_dim":
+                _require_int(name, getattr(self, name), at_least=1, at_most=most)
         _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
         _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
         for field in dataclasses.fields(self):
@@ -289,7 +294,7 @@ class ModelConfig:
                     f" {self.num_attention_heads}; change one of them or set head_dim"
                 )
         else:
-            _require_int("head_dim", self.head_dim, at_least=2)
+            _require_int("head_dim", self.head_dim, at_least=2, at_most=LARGEST["head_dim"])
         if self.head_size % 2:
             raise ConfigError(
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
@@ -340,7 +345,10 @@ class ModelConfig:
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
         for name in ("unclamped_layers", "swa_layers", "nope_layers"):
-            for layer in getattr(self, name) or ():
+            listed = getattr(self, name) or ()
+            if len(listed) > LARGEST["num_hidden_layers"]:
+                raise ConfigError(f"{name} has {len(listed):,} entries: list each layer once")
+            for layer in listed:
                 _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
             raise ConfigError(

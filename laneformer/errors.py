@@ -40,7 +40,12 @@ def one_line(error: Exception) -> str:
         " ".join(re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)", str(error))[0].split())
         or type(error).__name__
     )
-    return text if len(text) <= 300 else f"{text[:100]} ... {text[-190:]}"
+    return _shortened(text, 300)
+
+
+def _shortened(text: str, most: int) -> str:
+    """A text of at most that many characters, the longer part of them from its end."""
+    return text if len(text) <= most else f"{text[: most // 3]} ... {text[10 + most // 3 - most :]}"
 
 
 @contextmanager
@@ -106,7 +111,10 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (LaneformerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shortened(' '.join(str(error).splitlines()), 2000)}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"error: out of memory ({one_line(error)}); use a smaller model or a larger machine", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 
 from laneformer.errors import CheckpointError, InputError
+from laneformer.files import parse_json, read_file
 
 TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -137,14 +138,16 @@ class ChatTemplate:
         """
         folder = Path(folder)
         try:
-            tokenizer = tokenizer or tokenizers.Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
+            tokenizer = tokenizer or tokenizers.Tokenizer.from_buffer(read_file(folder / TOKENIZER))
+        except CheckpointError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{folder / TOKENIZER} is not a readable tokenizer.json ({error}): copy it again"
             ) from None
         try:
-            config = (folder / CONFIG).read_bytes() if (folder / CONFIG).exists() else None
-            fields = json.loads(config or "{}")
+            config = read_file(folder / CONFIG) if (folder / CONFIG).exists() else None
+            fields = parse_json(config or "{}")
             tokens = {
                 key: value if isinstance(value, str) else value["content"]
                 for key, value in fields.items()
@@ -153,6 +156,8 @@ class ChatTemplate:
             own = fields.get("chat_template")
             if isinstance(own, list):
                 own = {each["name"]: each["template"] for each in own}["default"]
+        except CheckpointError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"cannot read {folder / CONFIG} ({type(error).__name__}: {error}): copy it again"
@@ -161,7 +166,7 @@ class ChatTemplate:
             file = folder / TEMPLATE
         if file is not None:
             try:
-                source, name = Path(file).read_bytes().decode(), str(file)
+                source, name = read_file(Path(file)).decode(), str(file)
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"cannot read the chat template {file}: {error}") from None
         elif own is not None:

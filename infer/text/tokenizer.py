@@ -9,6 +9,7 @@ import tokenizers
 
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError, InputError
+from laneformer.files import read_file
 
 FILE = "tokenizer.json"
 # Decoders whose text for a token depends only on whether there are tokens before it; others cannot be streamed.
@@ -34,7 +35,9 @@ class Tokenizer:
         file.
         """
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(Path(file).read_bytes())
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(read_file(Path(file)))
+        except CheckpointError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} is not a readable tokenizer.json ({error}): copy it again") from None
         self._tokenizer.no_truncation()
@@ -54,7 +57,7 @@ class Tokenizer:
     def find(cls, checkpoint: str | Path, bos_token_id: int | None = None) -> "Tokenizer | None":
         """The tokenizer of a checkpoint: an HF folder, a training run or one step of it. None if it has none."""
         file = checkpoint_files(checkpoint) / FILE
-        return cls(file, bos_token_id) if file.is_file() else None
+        return cls(file, bos_token_id) if file.exists() else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, after the begin-of-text token if the model has one."""

@@ -2,7 +2,6 @@
 FAMILIES. Does not import JAX; laneformer/hf/folder.py, which reads and writes folders, does.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
+from laneformer.files import parse_json, read_file
 from laneformer.hf import deepseek, exaone4, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
 from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
@@ -111,7 +111,9 @@ def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfi
 def read_values(file: Path) -> dict[str, Any]:
     """The parsed config.json. Raises CheckpointError."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(read_file(file))
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(
             f"{file} does not exist: a checkpoint folder needs a config.json beside its safetensors files"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from laneformer.config import LARGEST, LARGEST_OTHER
 from laneformer.errors import ConfigError
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -61,6 +62,8 @@ class Fields:
             raise ConfigError(f"{name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} = {value!r}: write a whole number of at least {least}")
+        if value > (most := LARGEST.get(name, LARGEST_OTHER)):
+            raise ConfigError(f"{name} = {value:,}: write a whole number of at most {most:,}")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:

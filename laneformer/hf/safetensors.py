@@ -3,8 +3,8 @@
 The format: 8 bytes with the header's length, a JSON header of dtype, shape and byte range per tensor, the bytes.
 """
 
-import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -14,12 +14,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from laneformer.errors import CheckpointError
+from laneformer.errors import CheckpointError, one_line
+from laneformer.files import parse_json, read_file
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
+_IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             found = read_header(folder / name)
         except FileNotFoundError:
-            raise CheckpointError(f"{folder / name} does not exist, but {INDEX} names it: copy it again") from None
+            named = f"but {INDEX} names it" if index.exists() else "the link leads nowhere"
+            raise CheckpointError(f"{folder / name} does not exist, {named}: copy it again") from None
         except (SafetensorError, OSError) as error:
             raise _damaged(folder / name, error) from None
         for tensor in found:
@@ -99,12 +102,15 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
 def _indexed_files(index: Path) -> list[str]:
     """Names of the files that an index lists, all of them inside its folder."""
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        names = sorted({str(name) for name in parse_json(read_file(index))["weight_map"].values()})
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error!r}): copy the folder again") from None
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"{index} is damaged ({what}): copy the folder again") from None
     for name in names:
         for path in (PurePosixPath(name), PureWindowsPath(name)):
-            if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
+            if path.anchor or ".." in path.parts or not path.parts or not name.isprintable():
                 raise CheckpointError(
                     f"{index} names {name!r}, which is not a file inside the folder: correct the index"
                 )
@@ -115,7 +121,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Tensor name -> where it is. Raises CheckpointError for a truncated file, SafetensorError or OSError for one that
     is damaged otherwise.
     """
-    size = file.stat().st_size
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} is not a regular file: copy it again")
+    size = found.st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         begin = 8 + length
@@ -145,7 +154,7 @@ def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
         return dict(pairs)
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        header = parse_json(text, object_pairs_hook=unique)
         header.pop("__metadata__", None)
         for entry in header.values():
             start, end = entry["data_offsets"]
@@ -184,9 +193,6 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
             raise CheckpointError(
                 f"{folder}: tensor {source.name} has dtype {tensor.dtype}; convert it to one of {', '.join(DTYPES)}"
             )
-
-
-_IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
 
 
 def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:

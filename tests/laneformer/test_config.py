@@ -3,14 +3,27 @@
 import ast
 import dataclasses
 import inspect
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
-from laneformer.config import LATER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
+from laneformer.config import (
+    LARGEST,
+    LARGEST_OTHER,
+    LATER,
+    AttentionOptions,
+    MlpOptions,
+    NormOptions,
+    Norms,
+    recorded_fields,
+)
+from laneformer.hf import config_from_hf
+from laneformer.hf.fields import Fields
 from laneformer.ops import Activation
+from laneformer.weights import parameter_count, parameter_table
 from tests.support import reference, tiny
 
 FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
@@ -19,6 +32,41 @@ FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_typ
 def make(**changes) -> ModelConfig:
     """A config from keyword arguments, as Python code makes it."""
     return ModelConfig(**(FIELDS | changes))
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_impossible_sizes_are_refused_before_tables_are_made(name):
+    for value in (LARGEST[name] + 1, 10**9 * LARGEST[name], 10**400):
+        with pytest.raises(ConfigError, match=f"^{name} = {value} must be a whole number .* at most {LARGEST[name]}$"):
+            make(**{name: value})
+        for family in ("laneformer", *(["llama", "mistral", "qwen2", "smollm3"] if name != "num_lanes" else [])):
+            with pytest.raises(ConfigError, match=f"^{name} = "):
+                config_from_hf(tiny.BASE | {"model_type": family, name: value})
+        with pytest.raises(ConfigError, match=f"^{name} = "):
+            Fields({name: value}).size(name)
+    for value in (LARGEST_OTHER + 1, 10**400):
+        with pytest.raises(ConfigError, match=r"^other = [0-9,]+: write a whole number of at most"):
+            Fields({"other": value}).size("other")
+
+
+def test_largest_models_to_come_have_tables():
+    """10^12 weights in 64 lanes, and the deepest config, at once."""
+    began = time.process_time()
+    large = ModelConfig(
+        vocab_size=2**18,
+        hidden_size=2**15,
+        intermediate_size=2**16,
+        num_hidden_layers=128,
+        num_attention_heads=256,
+        num_key_value_heads=64,
+        num_lanes=64,
+        max_position_embeddings=10**7,
+    )
+    assert parameter_count(large) > 1e12
+    deepest = make(num_hidden_layers=LARGEST["num_hidden_layers"], sliding_window=3, swa_layers=list(range(4096)))
+    assert len(parameter_table(deepest)) == 3 + 9 * 4096 and time.process_time() - began < 10
+    with pytest.raises(ConfigError, match="swa_layers has 5,000 entries"):
+        make(sliding_window=3, swa_layers=[0] * 5000)
 
 
 @given(

@@ -63,6 +63,9 @@ def test_run_command_returns_a_number_and_prints_other_results(capsys, result, s
     assert capsys.readouterr() == (out, "")
 
 
+LESS = "use a smaller model or a larger machine"
+
+
 def raises(error):
     def act():
         raise error
@@ -75,6 +78,9 @@ def raises(error):
     [
         (ConfigError("steps must be at least 1"), 2, "error: steps must be at least 1\n"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (ConfigError("a name\nof\rthree lines"), 2, "error: a name of three lines\n"),
+        (ConfigError("a" + "b" * 9000 + "c"), 2, f"error: a{'b' * 665} ... {'b' * 1323}c\n"),
+        (MemoryError("Unable to allocate 9 TiB"), 2, f"error: out of memory (Unable to allocate 9 TiB); {LESS}\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
     ],
 )

@@ -149,7 +149,19 @@ def test_an_index_of_files_that_are_not_there(folder, names):
     refused(folder, "model.safetensors.index.json")
 
 
-OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/../../x", "..", ".", "", "C:\\x", "..\\x", "a\0b"]
+OUTSIDE = [
+    "../model.safetensors",
+    "/etc/passwd",
+    "a/../../x",
+    "..",
+    ".",
+    "",
+    "C:\\x",
+    "..\\x",
+    "a\0b",
+    "a\nb",
+    "\udfff",
+]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -1,0 +1,94 @@
+"""Files that others wrote: pipes, devices, links and deep JSON are refused in a line, without waiting."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from laneformer import CheckpointError, files, load, save_hf
+from laneformer.files import DEEPEST, parse_json, read_file, refuse_link_loops
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_hf(tiny.random_model(tiny.values()), tmp_path_factory.mktemp("saved") / "model")
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def test_regular_files_are_read(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_file(file) == read_file(tmp_path / "link") == b"content"
+    monkeypatch.setattr(files, "MOST_BYTES", 6)
+    with pytest.raises(CheckpointError, match="file has 7 bytes, at most 6 are read"):
+        read_file(file)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a":', "}")])
+def test_json_has_a_depth(opening, closing):
+    text = opening * DEEPEST + "1" + closing * DEEPEST
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+    for depth in (DEEPEST + 1, 950, 100_000):
+        with pytest.raises(ValueError, match=f"nested deeper than {DEEPEST}"):
+            parse_json(opening * depth + "1" + closing * depth)
+
+
+NAMES = ["config.json", "model.safetensors", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pipes_and_devices_are_refused_at_once(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        load(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tokenizer.json"])
+def test_loop_of_links_names_the_link(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(folder / "second")
+    (folder / "second").symlink_to(name)
+    with pytest.raises(CheckpointError, match=f"(second|{name}) is a symbolic link that leads back to itself"):
+        load(folder)
+
+
+def test_loop_of_links_to_a_folder_names_the_link(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "loop" / "below" / "it"):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}/loop is a symbolic link"):
+            load(path)
+    (tmp_path / "away").symlink_to("nowhere")
+    refuse_link_loops(tmp_path / "away")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_deep_json_is_one_line(folder, name):
+    text = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    if name == "model.safetensors":
+        text = len(text).to_bytes(8, "little") + text
+    (folder / name).write_bytes(text)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert f"{folder / name}" in str(caught.value) and "nested deeper" in str(caught.value)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_link_to_a_missing_file_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist, the link leads nowhere"):
+        load(folder)
