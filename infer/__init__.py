@@ -1,7 +1,13 @@
 """Generation: engines that run a model, and the sampling they share."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[:1] == ["-m"]:  # `python -m` imports this package before the command
+    from laneformer.interrupts import end_at_interrupt
+
+    end_at_interrupt()
 
 if TYPE_CHECKING:
     from infer.engine.engine import BACKENDS as BACKENDS

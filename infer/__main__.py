@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tyro
 
 from laneformer.errors import run_command
+from laneformer.interrupts import importing
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
@@ -44,7 +45,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
 
     def command() -> int:
-        module = importlib.import_module(COMMANDS[name][0])  # seconds, during which Ctrl-C must be answered too
+        with importing():  # for seconds
+            module = importlib.import_module(COMMANDS[name][0])
         markers = (tyro.conf.FlagCreatePairsOff,)
         return run_command(module.run, module.Options, f"python -m infer {name}", rest, markers=markers)
 

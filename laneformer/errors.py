@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from laneformer.interrupts import LINE, interrupt_again, raise_at_interrupt
+
 
 class LaneformerError(Exception):
     """Base of every error that is about the user's input, not about a bug."""
@@ -61,12 +63,17 @@ def writing(path: Path, otherwise: str = "fix that and run the same command agai
 
 @functools.cache  # installs the hook once
 def say_errors_once() -> None:
-    """Silences the tracebacks that Orbax, asyncio and TensorStore print in addition to raising an error."""
+    """Silences the tracebacks that Orbax, asyncio and TensorStore print in addition to raising an error. Sends a Ctrl-C
+    again that arrived where Python ignores exceptions, as in JAX's callback of the garbage collector.
+    """
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(unraisable):
+        if unraisable.exc_type is KeyboardInterrupt:
+            interrupt_again()
+            return
         # A TensorStore thread may end after Orbax has stopped waiting for it.
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
@@ -82,7 +89,7 @@ def run_command(
     description: str | None = None,
     *,
     markers: Sequence[Any] = (),
-    interrupted: str = "error: interrupted",
+    interrupted: str = LINE,
 ) -> int:
     """Runs a command and returns its exit status; prints the text or path that `act` returns.
 
@@ -93,6 +100,7 @@ def run_command(
     when the reader of the output has gone, as with `| head`.
     """
     say_errors_once()
+    raise_at_interrupt()
     try:
         if options is None:
             result = act()

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from laneformer.interrupts import LINE, importing
+
 
 class Command(NamedTuple):
     """A command of the list."""
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:  # before the command answers it
-        print("error: interrupted", file=sys.stderr)
+        print(LINE, file=sys.stderr)
         return 130
 
 
@@ -72,7 +74,8 @@ def _run(arguments: list[str]) -> int:
         print(usage(), flush=True)
         return 0 if arguments else 2
     name, *rest = arguments
-    known = commands()
+    with importing():
+        known = commands()
     if name not in known:
         near = difflib.get_close_matches(name, known)
         remedy = f"did you mean {' or '.join(near)}?" if near else "laneformer --help lists all"
@@ -81,7 +84,8 @@ def _run(arguments: list[str]) -> int:
     if not {"", os.getcwd()} & {*sys.path}:  # python -m finds recipes written as MODULE:FUNCTION here
         sys.path.append(os.getcwd())
     command = known[name]
-    act = importlib.import_module(command.module).main
+    with importing():
+        act = importlib.import_module(command.module).main
     asks_help = not rest or {"-h", "--help"} & {*rest}
     with _renamed(command.program, f"laneformer {name}") if asks_help else contextlib.nullcontext():
         return act([*command.first, *rest])

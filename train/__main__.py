@@ -8,19 +8,22 @@ import sys
 from collections.abc import Sequence
 
 from laneformer.errors import run_command
+from laneformer.interrupts import importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 a user's mistake, 130 or 143 stopped by a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     resume = f"resume from the last checkpoint with: python -m train {shlex.join(arguments)}"
-    return run_command(lambda: _run(arguments), interrupted=f"stopped without saving; {resume}")
+    interrupted = f"stopped without saving; {resume}"
+    return run_command(lambda: _run(arguments, interrupted), interrupted=interrupted)
 
 
-def _run(arguments: Sequence[str]) -> int:
-    from train.loop import Interrupted, train  # seconds, during which Ctrl-C must be answered too
-    from train.planning.plan import dry_run
-    from train.recipes import parse
+def _run(arguments: Sequence[str], interrupted: str) -> int:
+    with importing(interrupted):  # for seconds
+        from train.loop import Interrupted, train
+        from train.planning.plan import dry_run
+        from train.recipes import parse
 
     try:
         if "--dry-run" in arguments:

@@ -14,6 +14,7 @@ import tyro
 
 from infer.engine.options import Integer, JobEngineOptions
 from laneformer.errors import ConfigError
+from laneformer.interrupts import importing
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 KEY = "LANEFORMER_API_KEY"
@@ -55,15 +56,16 @@ class Options:
 
 def run(options: Options) -> int:
     try:
-        import uvicorn
-        from uvicorn.protocols.http.auto import AutoHTTPProtocol
+        with importing():
+            import uvicorn
+            from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-        from infer.serve import connections
-        from infer.serve.application import Api
-        from infer.serve.engine import EngineProcess, Limits
-        from infer.serve.guard import is_loopback
-        from infer.serve.metrics import Metrics
-        from infer.serve.worker import ServedModel, follow
+            from infer.serve import connections
+            from infer.serve.application import Api
+            from infer.serve.engine import EngineProcess, Limits
+            from infer.serve.guard import is_loopback
+            from infer.serve.metrics import Metrics
+            from infer.serve.worker import ServedModel, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)

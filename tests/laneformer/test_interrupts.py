@@ -1,0 +1,88 @@
+"""Ctrl-C at moments in which libraries would swallow it."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from laneformer.interrupts import importing
+from tests.support.paths import ROOT
+
+DEFAULT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also in a background job
+COMMANDS = ("train", "train.ablate", "infer", "scripts", "scripts.convert", "scripts.tokenize", "scripts.plot")
+
+
+def run(code):
+    """Status, output and errors of a program."""
+    command = [sys.executable, "-c", DEFAULT + code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("swallow", ["except BaseException: pass", "except BaseException: raise ImportError('no')"])
+def test_interrupt_that_an_import_swallows_ends_the_process(tmp_path, swallow):
+    (tmp_path / "library.py").write_text(
+        f"import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n{swallow}\nprint('goes on')\n"
+    )
+    code = (
+        f"from laneformer.interrupts import importing\nsys.path.append({str(tmp_path)!r})\n"
+        "with importing('stopped'):\n    import library\nprint('goes on')"
+    )
+    assert run(code) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize("callback", ["gc.callbacks.append(callback); gc.collect()", "Deleted()"])
+def test_interrupt_in_a_callback_is_sent_again(callback):
+    """Python ignores exceptions there: a training run that was interrupted in JAX's went on to its end."""
+    code = (
+        "import gc, time\n"
+        "from laneformer.errors import run_command\n"
+        "class Deleted:\n"
+        "    def __del__(self): callback()\n"
+        "def callback(*_):\n"
+        "    gc.callbacks.clear()\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "def act():\n"
+        f"    {callback}\n"
+        "    print('goes on', flush=True)\n"
+        "    time.sleep(30)\n"
+        "sys.exit(run_command(act, interrupted='stopped'))"
+    )
+    assert run(code) == (130, "goes on\n", "stopped\n")
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_interrupt_while_a_command_starts_is_one_line(module):
+    """At the first import that takes long, which then swallows it."""
+    code = (
+        "import builtins, runpy\n"
+        "load = builtins.__import__\n"
+        "def stop(name, *rest, **more):\n"
+        "    if name in ('numpy', 'jax', 'tyro', 'matplotlib'):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except BaseException: print('swallowed')\n"
+        "    return load(name, *rest, **more)\n"
+        "builtins.__import__ = stop\n"
+        "sys.argv = ['-m']\n"
+        f"import {module.partition('.')[0]}\n"
+        "sys.argv = ['x', 'generate']\n"
+        f"runpy.run_module({module!r}, run_name='__main__')"
+    )
+    status, out, err = run(code)
+    assert (status, out, err.count("\n")) == (130, "", 1) and "Traceback" not in err
+
+
+def test_other_handlers_are_kept():
+    def mine(*_):
+        pass
+
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        with importing():
+            assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with importing():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
