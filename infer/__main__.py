@@ -1,5 +1,6 @@
 """Command line: python -m infer COMMAND --checkpoint DIR ..."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0 if args else 2
     name, *rest = args
     if name not in COMMANDS:
-        print(f"error: unknown command {name!r}\n{usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "python -m infer --help lists all"
+        print(f"error: unknown command {name!r}; {remedy}", file=sys.stderr)
         return 2
 
     def command() -> int:

@@ -105,11 +105,9 @@ def run_command(
         if options is None:
             result = act()
         else:
-            import tyro  # here, because the core raises these errors without a command line
+            from laneformer.options import read_options  # which raises errors of this file
 
-            result = act(
-                tyro.cli(options, args=arguments, prog=program, description=description, config=tuple(markers))
-            )
+            result = act(read_options(options, program, arguments, description=description, config=tuple(markers)))
         if isinstance(result, int):
             return result
         if result is not None:

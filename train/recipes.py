@@ -1,20 +1,16 @@
 """Finds a recipe by name and changes its fields from the command line."""
 
-import contextlib
 import importlib
-import io
-import itertools
 import json
-import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from laneformer import options
 from laneformer.config import RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.recipe import call_recipe
@@ -71,34 +67,9 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
     """`default` with the fields that the arguments change. markers: of tyro.conf. Raises ConfigError."""
-    message = io.StringIO()
-    width = contextlib.nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
-    try:
-        with contextlib.redirect_stderr(message), width, _SPELLINGS:
-            return tyro.cli(
-                type(default),
-                prog=program,
-                args=list(arguments),
-                default=default,
-                config=(*markers, tyro.conf.AvoidSubcommands),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise  # help
-        raise ConfigError(f"{_unboxed(message.getvalue())}; {program} --help lists all options") from None
-
-
-@contextlib.contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Lets tyro write a message in one line; it would wrap a long one anywhere, also inside a value."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "10000"
-    try:
-        yield
-    finally:
-        del os.environ["COLUMNS"]
-        if before is not None:
-            os.environ["COLUMNS"] = before
+    with _SPELLINGS:
+        config = (*markers, tyro.conf.AvoidSubcommands)
+        return options.read_options(type(default), program, arguments, default=default, config=config)
 
 
 _SPELLINGS = ConstructorRegistry()
@@ -144,14 +115,3 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         str_from_instance=write,
         is_instance=lambda value: value is None or isinstance(value, RopeScaling),
     )
-
-
-def _unboxed(text: str) -> str:
-    """The message in a box that tyro draws, in one line, with the options that it suggests."""
-    lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
-    message = parts[1] if len(parts) > 1 else " ".join(parts)
-    message = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", message)
-    offers = itertools.dropwhile(lambda line: not line.startswith(("Perhaps you meant", "Arguments similar to")), lines)
-    names = dict.fromkeys(line.split()[0] for line in offers if re.match(r"--\w", line))
-    return f"{message}; perhaps you meant {' or '.join(names)}" if names else message

@@ -93,8 +93,25 @@ def test_run_command_passes_bugs_and_exits_on():
     with pytest.raises(ZeroDivisionError):
         run_command(raises(ZeroDivisionError()))
     with pytest.raises(SystemExit) as stopped:
-        run_command(print, Options, "program", ["--number", "x"])
-    assert stopped.value.code == 2
+        run_command(print, Options, "program", ["--help"])
+    assert stopped.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--number", "x"], ("--number: invalid literal for int() with base 10: 'x'",)),
+        (["--number", "x" * 300], ("--number: invalid literal",)),
+        (["--numer", "3"], ("Unrecognized options: --numer, 3", "perhaps you meant --number")),
+        (["3"], ("Unrecognized options: 3",)),
+        (["--number"], ("--number", "1")),
+    ],
+)
+def test_option_mistakes_are_one_line(capsys, arguments, words):
+    assert run_command(print, Options, "program", arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.endswith("; program --help lists all options\n")
+    assert err.count("\n") == 1 and all(word in err for word in words)
 
 
 def test_run_command_without_a_reader_exits_with_141():
