@@ -263,10 +263,7 @@ void laneformer_close(int64_t id) { sessions.close(id); }
 
 int64_t laneformer_pack(int64_t id, int32_t weight, const void* data, int64_t count, int32_t dtype, char* error,
                         int64_t size) {
-  return guarded(error, size, [&] {
-    sessions.find(id)->pack(weight, data, count, (Dtype)dtype);
-    return 0;
-  });
+  return guarded(error, size, [&] { return 1 + sessions.find(id)->pack(weight, data, count, (Dtype)dtype); });
 }
 
 void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }

@@ -110,7 +110,8 @@ class Decoder {
 
   // Copies a weight, by its number in the plan, into its place; count: its elements, those of all lanes. Throws
   // std::runtime_error for one that the model does not have.
-  void pack(int weight, const void* data, int64_t count, Dtype dtype);
+  // Returns the place of the first value that is not finite, -1 if all are.
+  int64_t pack(int weight, const void* data, int64_t count, Dtype dtype);
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
@@ -149,7 +150,7 @@ class Decoder {
     int64_t first;  // row
     bool second;    // the partner of a gate
   };
-  void pack_rows(const Rows&, const plan::Weight&, const void* data, Dtype dtype);
+  int64_t pack_rows(const Rows&, const plan::Weight&, const void* data, Dtype dtype);
   void embed(int32_t token, float* row) const;
   const float* small(const plan::Vector& vector, int lane) const {
     return small_.data() + vector.offset + lane * vector.stride;

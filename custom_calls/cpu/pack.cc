@@ -1,7 +1,9 @@
 // Packs the weights: matrices as tiles in the order in which their worker reads them, vectors widened to float32, the
 // embedding table as it is stored.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -11,26 +13,83 @@ namespace laneformer {
 
 namespace {
 
+constexpr int64_t kPiece = 4096;  // values of the embedding table
+
 // The index of element k of row r in a tile.
 inline int64_t place(Dtype dtype, int64_t r, int64_t k) {
   return dtype == Dtype::bf16 ? k / 2 * 2 * kTile + 2 * r + k % 2 : k * kTile + r;
 }
 
+// An infinity or NaN has an exponent of ones: adding `one`, its lowest bit, to the exponent alone gives the sign bit.
 template <class T>
-void place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T* tile) {
+struct Exponent {
+  explicit Exponent(Dtype dtype) : one((T)(dtype == Dtype::f32 ? 1 << 23 : dtype == Dtype::bf16 ? 1 << 7 : 1 << 10)) {}
+  static constexpr T kSign = (T)((T)1 << (8 * sizeof(T) - 1));
+  T mask() const { return (T)(kSign - one); }
+  bool finite(T value) const { return (T)((value & mask()) + one) != kSign; }
+  const T one;
+};
+
+// Copies a row into its tile. Returns whether all values are finite, which is tested on the way.
+template <class T>
+bool place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T* tile) {
+  const Exponent<T> exponent(dtype);
   int64_t k = 0;
-  if (sizeof(T) == 2 && dtype == Dtype::bf16 && first % 2 == 0)
-    for (; k + 2 <= n; k += 2) std::memcpy(tile + place(dtype, r, first + k), row + k, 4);
-  for (; k < n; k++) tile[place(dtype, r, first + k)] = row[k];
+  uint32_t pairs = 0;
+  T found = 0;
+  if (sizeof(T) == 2 && dtype == Dtype::bf16 && first % 2 == 0) {
+    const uint32_t one = exponent.one * 0x10001u, mask = exponent.mask() * 0x10001u;
+    for (; k + 2 <= n; k += 2) {
+      uint32_t pair;
+      std::memcpy(&pair, row + k, 4);
+      pairs |= (pair & mask) + one;
+      std::memcpy(tile + place(dtype, r, first + k), &pair, 4);
+    }
+  }
+  for (; k < n; k++) {
+    found |= (T)((row[k] & exponent.mask()) + exponent.one);
+    tile[place(dtype, r, first + k)] = row[k];
+  }
+  return !(pairs & 0x80008000u) && !(found & exponent.kSign);
 }
+
+// Place of the first value that is not finite; n if there is none.
+template <class T>
+int64_t first_not_finite(Dtype dtype, const T* values, int64_t n) {
+  const Exponent<T> exponent(dtype);
+  T found = 0;
+  for (int64_t k = 0; k < n; k++) found |= (T)((values[k] & exponent.mask()) + exponent.one);
+  if (!(found & exponent.kSign)) return n;
+  return std::find_if(values, values + n, [&](T value) { return !exponent.finite(value); }) - values;
+}
+
+int64_t not_finite(Dtype dtype, const void* values, int64_t n) {
+  return dtype == Dtype::f32 ? first_not_finite(dtype, (const uint32_t*)values, n)
+                             : first_not_finite(dtype, (const uint16_t*)values, n);
+}
+
+// The least of the places that several threads find.
+class First {
+ public:
+  void found(int64_t place) {
+    int64_t before = place_.load();
+    while (place < before && !place_.compare_exchange_weak(before, place)) {
+    }
+  }
+  int64_t place() const { return place_.load(); }
+
+ private:
+  std::atomic<int64_t> place_{std::numeric_limits<int64_t>::max()};
+};
 
 }  // namespace
 
-// Packs all rows of a weight, for each lane.
-void Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
+// Packs all rows of a weight, for each lane. Returns the place of the first value that is not finite, or a larger number.
+int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
   const Product& product = *rows.product;
   const int64_t count = weight.shape[0], stretch = weight.shape[1];
   const int64_t stretches = product.columns / stretch;  // a head over all lanes: their columns one after the other
+  First first;
   on_all([&](int w) {
     std::vector<float> wide(stretch);
     std::vector<char> row(stretch * 4);
@@ -43,24 +102,26 @@ void Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void
           if (source < 0 || source >= count) continue;
           for (int64_t s = 0; s < stretches; s++) {
             const int64_t lane = stretches > 1 ? s : weight.lane_sharded ? share.lane : 0;
-            const char* from = (const char*)data + (lane * count + source) * stretch * bytes_of(dtype);
+            const int64_t begin = (lane * count + source) * stretch;
+            const char* from = (const char*)data + begin * bytes_of(dtype);
             if (dtype != weights_) {
               kernels_->widen(dtype, from, stretch, wide.data());
               kernels_->narrow(weights_, wide.data(), stretch, row.data());
               from = row.data();
             }
-            if (weights_ == Dtype::f32) {
-              place_row(weights_, r, s * stretch, (const float*)from, stretch, (float*)tile);
-            } else {
-              place_row(weights_, r, s * stretch, (const uint16_t*)from, stretch, (uint16_t*)tile);
-            }
+            const bool finite =
+                weights_ == Dtype::f32
+                    ? place_row(weights_, r, s * stretch, (const uint32_t*)from, stretch, (uint32_t*)tile)
+                    : place_row(weights_, r, s * stretch, (const uint16_t*)from, stretch, (uint16_t*)tile);
+            if (!finite) first.found(begin + not_finite(weights_, from, stretch));
           }
         }
       }
   });
+  return first.place();
 }
 
-void Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) {
+int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) {
   if (number < 0 || number >= (int)plan_.weights.size())
     throw std::runtime_error("the model has no weight " + std::to_string(number));
   const plan::Weight& weight = plan_.weights[number];
@@ -68,22 +129,32 @@ void Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) {
   if (count != lanes * each)
     throw std::runtime_error("weight " + std::to_string(number) + " has " + std::to_string(count) +
                              " elements, the model's has " + std::to_string(lanes * each));
+  First first;
   if (!weight.is_matrix())
-    for (int64_t lane = 0; lane < lanes; lane++)
-      kernels_->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each,
-                      small_.data() + weight.offset + lane * weight.stride);
-  for (const Rows& rows : places_[number]) pack_rows(rows, weight, data, dtype);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      float* to = small_.data() + weight.offset + lane * weight.stride;
+      kernels_->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each, to);
+      const int64_t finite = not_finite(Dtype::f32, to, each);
+      if (finite < each) first.found(lane * each + finite);
+    }
+  for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));
   if (number == plan_.embedding) {
     embedding_dtype_ = dtype;
     if (number != plan_.head.weight || dtype != weights_) {
       const int64_t bytes = each * bytes_of(dtype);
       embedding_ = Region(bytes);
       on_all([&](int w) {
-        const int64_t n = threads(), first = bytes * w / n, last = bytes * (w + 1) / n;
-        std::memcpy(embedding_.data + first, (const char*)data + first, last - first);
+        const int64_t size = bytes_of(dtype), last = each * (w + 1) / threads();
+        for (int64_t k = each * w / threads(); k < last; k += kPiece) {  // tested while it is in the cache
+          const int64_t n = std::min(kPiece, last - k);
+          std::memcpy(embedding_.data + k * size, (const char*)data + k * size, n * size);
+          const int64_t finite = not_finite(dtype, (const char*)data + k * size, n);
+          if (finite < n) first.found(k + finite);
+        }
       });
     }
   }
+  return first.place() < count ? first.place() : -1;
 }
 
 int64_t Decoder::packed_bytes() const {

@@ -7,6 +7,7 @@ import numpy as np
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import DecodeSession
+from laneformer.errors import CheckpointError
 from laneformer.ops import ProductName
 
 
@@ -50,14 +51,20 @@ class Session(DecodeSession):
 
     def pack(self, path: str, weight: np.ndarray) -> None:
         """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. Raises NativeError
-        if it does not fit.
+        if it does not fit, CheckpointError if it has a value that is not finite in the dtype of the packed weights.
         """
         weight = np.ascontiguousarray(weight)
         self._check_weight(path, weight.shape)
         name = weight.dtype.name
         if name not in Dtype.__members__:
             raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")
-        call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
+        number = call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
+        if number > 0:  # counted from 1
+            place = np.unravel_index(number - 1, weight.shape)
+            raise CheckpointError(
+                f"weight {path} has {weight[place]} at [{', '.join(map(str, place))}], which is not finite as packed:"
+                " copy the checkpoint again, or use an earlier one"
+            )
         self._missing.pop(path, None)
 
     @property

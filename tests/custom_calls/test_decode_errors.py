@@ -1,5 +1,6 @@
 """What a decode call refuses, and that the next one works all the same; answers as they come, and their end."""
 
+import re
 import threading
 from functools import partial
 
@@ -11,6 +12,7 @@ from jax.errors import JaxRuntimeError
 
 import custom_calls
 from custom_calls import ENDS, Session
+from laneformer import CheckpointError
 from tests.support import small
 
 pytestmark = small.needs_library
@@ -147,6 +149,41 @@ def test_a_session_may_be_closed_during_its_last_call(model):
 def test_refused_weights(name, rows, dtype, words, session):
     with pytest.raises(custom_calls.NativeError, match=words):
         session.pack(f"layers.0.attention.{name}", np.zeros((2, rows, 20), dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite_are_named(dtype, stored, model):
+    """As stored and as packed in the plan's dtype: matrices of one lane and of several, norms, the embedding table."""
+    config, weights = model
+    session = small.make_session(
+        config, {p: np.asarray(w).astype(jnp.dtype(dtype)) for p, w in weights.items()}, threads=3
+    )
+    for path in ("layers.1.attention.wq", "layers.0.feed_forward.w2", "norm", "tok_embeddings", "lm_head"):
+        good = np.asarray(weights[path]).astype(jnp.dtype(stored))
+        session.pack(path, good)
+        places = [(0,) * good.ndim, tuple(n - 1 for n in good.shape), tuple(n // 2 for n in good.shape)]
+        for place, value in zip(places, (np.nan, -np.inf, np.inf), strict=True):
+            bad = good.copy()
+            bad[place] = value
+            shown = re.escape(f"weight {path} has {bad[place]} at [{', '.join(map(str, place))}], which")
+            with pytest.raises(CheckpointError, match=shown):
+                session.pack(path, bad)
+        for place in places:
+            bad[place] = np.nan
+        with pytest.raises(CheckpointError, match=re.escape(f"at [{', '.join('0' * good.ndim)}], which")):
+            session.pack(path, bad)
+    large = np.zeros_like(np.asarray(weights["layers.0.attention.wq"]), np.float32)
+    large[1, 2, 3] = 1e30
+    if dtype == "float16":
+        with pytest.raises(CheckpointError, match=r"has 1\.0\d*e\+30 at \[1, 2, 3\], which is not finite as packed"):
+            session.pack("layers.0.attention.wq", large)
+    else:
+        session.pack("layers.0.attention.wq", large)
+    if dtype == stored:
+        largest = np.full_like(good, jnp.finfo(good.dtype).max)
+        session.pack("lm_head", largest)
+        session.pack("lm_head", -largest)
 
 
 def test_missing_weights_are_counted(model):

@@ -261,7 +261,10 @@ def request(**changes):
 
 def test_nan_weights_are_an_error():
     weights = model().weights()
-    weights["norm"] = weights["norm"].at[0].set(jnp.nan)
+    damaged = weights | {"norm": weights["norm"].at[1].set(jnp.nan)}
+    with pytest.raises(CheckpointError, match=r"weight norm has nan at \[1\]"):
+        Engine(laneformer.Laneformer(CONFIG, damaged), "cpu")
+    weights["norm"] = jnp.full_like(weights["norm"], 3e38)  # finite, but their products are not
     for sampling in (Sampling(), RANDOM):
         with pytest.raises(CheckpointError, match="position 8 is not a number"):
             next(Engine(laneformer.Laneformer(CONFIG, weights), "cpu").generate(PROMPT, sampling=sampling))
