@@ -17,14 +17,12 @@ class BuildNative(build_ext):
         spec = importlib.util.spec_from_file_location("build_native", HERE / "custom_calls" / "build.py")
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        if build.compiler() is None:
-            print("no C++ compiler: installing without the native kernels; see custom_calls/build.py", file=sys.stderr)
-            return
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = (HERE if in_place else Path(self.build_lib)) / "custom_calls" / "lib"
         for older in folder.glob("cpu-*.so"):
             older.unlink()
-        build.build(folder)
+        if problem := build.try_build(folder):
+            print(f"installing without the native kernels, which the first use compiles: {problem}", file=sys.stderr)
 
     def get_outputs(self):
         return []

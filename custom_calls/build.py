@@ -122,6 +122,17 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
     return out
 
 
+def try_build(folder: Path) -> str | None:
+    """Compiles the library into `folder`; the reason in one line where that is impossible, with a compiler that is
+    missing or broken. For installations, which go on without it.
+    """
+    try:
+        build(folder)
+    except (BuildError, OSError) as error:
+        return " ".join(str(error).split())[-500:]
+    return None
+
+
 def compile_objects(
     cxx: list[str],
     work: Path,

@@ -10,6 +10,8 @@ from custom_calls.session import DecodeSession
 from laneformer.errors import CheckpointError
 from laneformer.ops import ProductName
 
+MOST_THREADS = 1024
+
 
 class Session(DecodeSession):
     """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a
@@ -39,6 +41,8 @@ class Session(DecodeSession):
         """
         if threads is not None and threads < 1:
             raise NativeError(f"threads must be at least 1, got {threads}")
+        if threads is not None and threads > MOST_THREADS:
+            raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
         self._open(
             plan,
             timeout_ms,

@@ -169,3 +169,22 @@ def test_a_file_that_is_no_library_is_an_error(tmp_path, monkeypatch):
             library.library()
     finally:
         library.library.cache_clear()
+
+
+@pytest.mark.parametrize("broken", ["missing", "fails", "is no program", "says much"])
+def test_installation_goes_on_without_a_compiler_that_works(sources, tmp_path, monkeypatch, broken):
+    compiler = tmp_path / "compiler"
+    if broken != "missing":
+        compiler.write_text(
+            {"fails": "#!/bin/sh\nexit 1\n", "says much": "#!/bin/sh\nseq 9999 >&2; exit 1\n"}.get(broken, "x")
+        )
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    reason = build.try_build(tmp_path / "lib")
+    assert reason and "\n" not in reason and len(reason) <= 500 and not (tmp_path / "lib").exists()
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_installation_compiles_the_library(sources, tmp_path):
+    assert build.try_build(tmp_path / "lib") is None
+    assert len(list((tmp_path / "lib").glob("cpu-*.so"))) == 1

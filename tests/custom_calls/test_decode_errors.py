@@ -203,6 +203,8 @@ def test_missing_weights_are_counted(model):
 def test_refused_threads(model):
     with pytest.raises(custom_calls.NativeError, match="threads must be at least 1, got 0"):
         small.make_session(*model, threads=0)
+    with pytest.raises(custom_calls.NativeError, match="threads must be at most 1024, got 1000000"):
+        small.make_session(*model, threads=10**6)
 
 
 class running:

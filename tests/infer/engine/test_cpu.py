@@ -230,6 +230,14 @@ except KeyboardInterrupt:
     assert child.communicate(timeout=60)[0] == "cancelled 2\n" and child.returncode == 0
 
 
+def test_more_threads_than_cores_are_a_warning(caplog):
+    cores = custom_calls.default_threads()
+    for threads, lines in ((None, 0), (cores, 0), (cores + 1, 1)):
+        caplog.clear()
+        CpuBackend(ModelSource(model()), threads=threads)
+        assert [f"{cores + 1} threads on {cores} core" in r.getMessage() for r in caplog.records] == [True] * lines
+
+
 def test_reused_cache_does_not_change_tokens(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     list(engine.generate(np.arange(90), max_new_tokens=100, sampling=Sampling(temperature=3.0)))
