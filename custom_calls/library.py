@@ -70,16 +70,25 @@ _FUNCTIONS = {
 
 
 def unavailable() -> str | None:
-    """Why there is no native library here, and the remedy; None if there is one, or it can be compiled on first use."""
+    """Why there is no native library here, and the remedy; None if there is one, or it was compiled now."""
     try:
         if build.find() is None and build.compiler() is None:
             return (
                 "its library was not compiled, and no C++ compiler is here to do it: install g++ (Debian: apt install"
                 " g++)"
             )
+        if build.find() is None and (problem := _compile()):
+            return f"its library cannot be compiled ({problem}): repair the C++ compiler, or name another in CXX"
     except build.BuildError as error:
         return str(error)
     return None
+
+
+@cache
+def _compile() -> str | None:
+    """Compiles the library; the reason where the compiler cannot. Once, as it takes long."""
+    log.info("compiling the native library, once: some 20 seconds")
+    return build.try_build(build.cache())
 
 
 @cache

@@ -56,8 +56,8 @@ class CpuBackend(NativeBackend):
             )
             if threads is not None and threads > (cores := custom_calls.default_threads()):
                 log.warning(
-                    "%d threads on %d core%s: use at most one per core; 8, 32 and 128 on a core had 0.9, 0.4 and 0.2 of the"
-                    " speed of one",
+                    "%d threads on %d core%s: use at most one per core; 8, 32 and 128 on a core had 0.9, 0.4 and 0.2 of"
+                    " the speed of one",
                     *(threads, cores, "s" * (cores > 1)),
                 )
             pack(session, source)

@@ -280,18 +280,20 @@ def _choose(name: str, source: Source) -> type[Backend]:
     """The backend of that name, or for "auto" the first that can run the model."""
     if name not in ("auto", *NAMES):
         raise ConfigError(f"unknown backend = {name!r}: choose auto, {', '.join(NAMES)}")
-    reasons = {
-        known: "not built here" if known not in BACKENDS else BACKENDS[known].unavailable(source) for known in NAMES
-    }
-    able = [known for known in NAMES if reasons[known] is None]
+
+    def unavailable(known: str) -> str | None:  # may compile, so that only those in question are asked
+        return BACKENDS[known].unavailable(source) if known in BACKENDS else "not built here"
+
     if name == "auto":
-        for known in ORDER[: ORDER.index(able[0])]:
-            log.debug("backend %s: %s", known, reasons[known])
-        log.info("backend %s (auto)", able[0])
-        return BACKENDS[able[0]]
-    if reasons[name] is not None:
-        raise ConfigError(f"backend {name} is not available ({reasons[name]}): choose {', '.join(able)}, or auto")
-    return BACKENDS[name]
+        for known in ORDER:
+            if (reason := unavailable(known)) is None:
+                log.info("backend %s (auto)", known)
+                return BACKENDS[known]
+            log.debug("backend %s: %s", known, reason)
+    elif (reason := unavailable(name)) is None:
+        return BACKENDS[name]
+    able = [known for known in NAMES if unavailable(known) is None]
+    raise ConfigError(f"backend {name} is not available ({reason}): choose {', '.join(able)}, or auto")
 
 
 def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:

@@ -184,6 +184,19 @@ def test_installation_goes_on_without_a_compiler_that_works(sources, tmp_path, m
     assert reason and "\n" not in reason and len(reason) <= 500 and not (tmp_path / "lib").exists()
 
 
+def test_broken_compiler_makes_the_library_unavailable(sources, tmp_path, monkeypatch):
+    """So that backend auto takes another one."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    library._compile.cache_clear()
+    try:
+        assert custom_calls.unavailable().endswith("broken): repair the C++ compiler, or name another in CXX")
+    finally:
+        library._compile.cache_clear()
+
+
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_installation_compiles_the_library(sources, tmp_path):
     assert build.try_build(tmp_path / "lib") is None
