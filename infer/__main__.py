@@ -38,8 +38,7 @@ def usage() -> str:
 def main(args: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if args else 2
+        return run_command(lambda: print(usage(), flush=True) or (0 if args else 2))
     name, *rest = args
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS)

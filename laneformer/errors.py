@@ -101,6 +101,9 @@ def run_command(
     """
     say_errors_once()
     raise_at_interrupt()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as with `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  until the process ends
     try:
         if options is None:
             result = act()

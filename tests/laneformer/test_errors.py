@@ -114,6 +114,15 @@ def test_option_mistakes_are_one_line(capsys, arguments, words):
     assert err.count("\n") == 1 and all(word in err for word in words)
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_run_command_with_closed_output(closed):
+    code = "import sys, laneformer.errors as e; sys.exit(e.run_command(lambda: sys.stdout.isatty() or print('text')))"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"text\n" if closed == "2>&-" else b"", b"")
+
+
 def test_run_command_without_a_reader_exits_with_141():
     """The pipe is closed before the command prints."""
     code = "import sys, laneformer.errors as e; sys.stdin.read(); sys.exit(e.run_command(lambda: 'text' * 99999))"
