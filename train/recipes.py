@@ -10,7 +10,7 @@ from typing import TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from laneformer import options
+from laneformer import errors
 from laneformer.config import RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.recipe import call_recipe
@@ -69,7 +69,7 @@ def read_options(default: T, program: str, arguments: Sequence[str], *markers) -
     """`default` with the fields that the arguments change. markers: of tyro.conf. Raises ConfigError."""
     with _SPELLINGS:
         config = (*markers, tyro.conf.AvoidSubcommands)
-        return options.read_options(type(default), program, arguments, default=default, config=config)
+        return errors.read_options(type(default), program, arguments, default=default, config=config)
 
 
 _SPELLINGS = ConstructorRegistry()
