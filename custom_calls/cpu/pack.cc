@@ -84,7 +84,8 @@ class First {
 
 }  // namespace
 
-// Packs all rows of a weight, for each lane. Returns the place of the first value that is not finite, or a larger number.
+// Packs all rows of a weight, for each lane. Returns the place of the first value that is not finite, or a larger
+// number.
 int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
   const Product& product = *rows.product;
   const int64_t count = weight.shape[0], stretch = weight.shape[1];
