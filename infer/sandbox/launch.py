@@ -1,4 +1,4 @@
-"""Shuts the interpreter that runs this in: a mount tree of its own, no privileges, a filter of system calls.
+"""Shuts the interpreter that runs this in: its own mount tree, no privileges, a filter of system calls.
 
 Level `unshare` passes the text of this file before that of child.py or judge.py to `python -c`, in new namespaces that
 util-linux's unshare made. It runs as root of the machine or of the user namespace, before any text of a program

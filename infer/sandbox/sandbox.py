@@ -2,7 +2,7 @@
 
 Every program runs in a fresh interpreter without privileges, network or files of the machine, with limits on CPU time,
 memory, processes, open files and output; it can only write to 64 MiB of memory. A filter of system calls refuses
-sockets, namespaces and calls that reach into other processes. Tests run in a sandbox of their own (judge.py), which
+sockets, namespaces and calls that reach into other processes. Tests run in another sandbox (judge.py), which
 calls the program by message and compares its answers, so that a program reaches neither its tests nor its verdict.
 
 The sandbox shares the kernel: this does not protect against kernel exploits, and does not limit the memory of all

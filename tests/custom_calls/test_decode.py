@@ -137,8 +137,8 @@ def test_equal_logits_rank_by_token(model):
     assert outputs.tokens.tolist() == [0, 0] and outputs.top_tokens.tolist() == [[0, 1, 2]] * 2
 
 
-def test_a_damaged_model_is_noticed(model):
-    outputs, _ = run(model[0], model[1] | {"norm": np.full_like(model[1]["norm"], np.nan)}, [1, 2], 2, threads=3)
+def test_a_model_that_overflows_is_noticed(model):
+    outputs, _ = run(model[0], model[1] | {"norm": np.full_like(model[1]["norm"], 3e38)}, [1, 2], 2, threads=3)
     assert np.isnan(outputs.logprobs).all() and outputs.status[0] == 2
 
 

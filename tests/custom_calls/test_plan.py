@@ -235,9 +235,10 @@ def test_damaged_words_are_refused():
 
 
 def test_a_size_beyond_32_bits_is_refused():
-    config = small.make_config(max_position_embeddings=2**31)
+    config = small.make_config()
+    ops = dataclasses.replace(decoder_ops(config), context=2**31)
     with pytest.raises(ValueError, match=r"2147483648, which does not fit 32 bits"):
-        _ = make_plan(decoder_ops(config), config.schedule).words
+        _ = make_plan(ops, config.schedule).words
 
 
 @small.needs_library

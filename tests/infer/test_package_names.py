@@ -17,7 +17,7 @@ def test_names_match_type_checking_imports(name):
     assert {*package.__all__} <= {*dir(package)}
     seen = {}
     for node in ast.parse(Path(package.__file__).read_text()).body:
-        if isinstance(node, ast.If):  # TYPE_CHECKING
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             seen |= {each.asname: line.module for line in node.body for each in line.names}
     assert {*seen} == {*package.__all__}
     for each, module in seen.items():
