@@ -13,11 +13,6 @@ namespace {
 using laneformer::Attend;
 using laneformer::Dtype;
 
-template <int N>
-struct Count {
-  constexpr int operator()() const { return N; }
-};
-
 LF_INLINE vf element(Dtype dtype, const void* p, int64_t i) {
   switch (dtype) {
     case Dtype::bf16: return widen_bf16(load<vh>((const uint16_t*)p + i));

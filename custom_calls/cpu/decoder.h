@@ -97,7 +97,7 @@ struct Span {  // one op of one worker, for the trace
 
 class Worker;
 
-constexpr int kBlock = 32;   // positions of a prompt that go through the model together
+constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
 constexpr int kChunks = 18;  // parts of a lane's keys that are attended to apart
 
 class Decoder {

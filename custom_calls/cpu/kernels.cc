@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "product.h"
 #include "simd.h"
 
 #define LF_JOIN2(a, b) a##b
@@ -14,158 +15,7 @@ namespace LF_ISA {
 namespace {
 
 using laneformer::Activation;
-using laneformer::Activations;
 using laneformer::Best;
-using laneformer::Dtype;
-using laneformer::kTile;
-
-constexpr int kVectors = kTile / kWidth;                         // of one line of a tile
-constexpr int kBatch = kWidth == 16 ? 16 : kWidth == 8 ? 4 : 2;  // accumulators: kVectors x kBatch registers
-#if defined(__AVX512BF16__) || \
-    defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
-constexpr bool kHasDot = true;
-#else
-constexpr bool kHasDot = false;
-#endif
-
-bool uses_dot(Dtype dtype, Activations activations) {
-  return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
-}
-
-int group_of(int positions) {  // positions served together: 1, 2, 4, ... kBatch
-  int group = 1;
-  while (group < positions && group < kBatch) group *= 2;
-  return group;
-}
-
-// One line of a tile into the accumulators. The vector of each position lies beside the others': x[k][position].
-struct Bf16Line {
-  static constexpr int columns = 2, bytes = 4 * kTile, step = 2;  // step: x values per position
-  template <int N>
-  LF_INLINE void run(const char* w, const float* x, vf (&acc)[kVectors][N]) {
-    for (int v = 0; v < kVectors; v++) {
-      const vu pair = load<vu>(w + v * sizeof(vu));
-      const vf even = as_float(pair << 16), odd = as_float(pair & 0xffff0000);
-      for (int p = 0; p < N; p++) acc[v][p] += even * splat(x[p]);
-      for (int p = 0; p < N; p++) acc[v][p] += odd * splat(x[N + p]);
-    }
-  }
-};
-
-struct Bf16DotLine {
-  static constexpr int columns = 2, bytes = 4 * kTile, step = 1;
-  template <int N>
-  LF_INLINE void run(const char* w, const float* x, vf (&acc)[kVectors][N]) {
-    for (int v = 0; v < kVectors; v++) {
-      const vu pair = load<vu>(w + v * sizeof(vu));
-      for (int p = 0; p < N; p++) {
-        uint32_t both;
-        std::memcpy(&both, x + p, 4);
-        acc[v][p] = dot_bf16(acc[v][p], pair, splat_u(both));
-      }
-    }
-  }
-};
-
-struct F16Line {
-  static constexpr int columns = 1, bytes = 2 * kTile, step = 1;
-  template <int N>
-  LF_INLINE void run(const char* w, const float* x, vf (&acc)[kVectors][N]) {
-    for (int v = 0; v < kVectors; v++) {
-      const vf row = widen_f16(load<vh>(w + v * sizeof(vh)));
-      for (int p = 0; p < N; p++) acc[v][p] += row * splat(x[p]);
-    }
-  }
-};
-
-struct F32Line {
-  static constexpr int columns = 1, bytes = 4 * kTile, step = 1;
-  template <int N>
-  LF_INLINE void run(const char* w, const float* x, vf (&acc)[kVectors][N]) {
-    for (int v = 0; v < kVectors; v++) {
-      const vf row = load<vf>(w + v * sizeof(vf));
-      for (int p = 0; p < N; p++) acc[v][p] += row * splat(x[p]);
-    }
-  }
-};
-
-constexpr int kAhead =
-    1024;  // bytes; measured: 0.98 of a pure read of the same bytes with it, 0.91 without (Xeon, 2 threads, bf16)
-
-// T tiles side by side times N vectors. Several chains of sums hide the latency of a multiply-add, and several tiles
-// are as many streams from memory, for prefetchers that stop at the end of a page. A row's sums are the same for every
-// T.
-template <class Line, int N, int T, int kChains>
-void some_tiles(const char* w, const float* x, int64_t lines, int positions, float* y, int64_t ldy) {
-  vf acc[T][kChains][kVectors][N] = {};
-  const int64_t tile = lines * Line::bytes;
-  int64_t i = 0;
-  for (; i + kChains <= lines; i += kChains) {
-    const int64_t ahead =
-        kAhead +
-        (i * Line::bytes + kAhead < tile ? 0 : (T - 1) * tile);  // behind a tile comes that of the next T tiles
-    for (int c = 0; c < kChains; c++)
-      for (int t = 0; t < T; t++) {
-        const char* line = w + t * tile + (i + c) * Line::bytes;
-        __builtin_prefetch(line + ahead);
-        Line::run(line, x + (i + c) * Line::step * N, acc[t][c]);
-      }
-  }
-  for (; i < lines; i++)
-    for (int t = 0; t < T; t++) Line::run(w + t * tile + i * Line::bytes, x + i * Line::step * N, acc[t][0]);
-  for (int t = 0; t < T; t++)
-    for (int v = 0; v < kVectors; v++)
-      for (int p = 0; p < N && p < positions; p++) {
-        vf total = acc[t][0][v][p];
-        for (int c = 1; c < kChains; c++) total += acc[t][c][v][p];
-        storef(y + p * ldy + t * kTile + v * kWidth, total);
-      }
-}
-
-template <class Line, int N>
-void tiles_times(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
-  constexpr int kSums = kVectors * N, kChains = kSums >= 4 ? 1 : 2, kTiles = kSums == 1 ? 8 : 1;
-  const int64_t lines = (columns + Line::columns - 1) / Line::columns, tile = lines * Line::bytes;
-  const int64_t block = lines * Line::step * N;  // floats of x for N positions
-  int64_t t = 0;
-  const auto several = [&](auto count) {
-    for (int p = 0; p < positions; p += N)
-      some_tiles<Line, N, count(), kChains>(w + t * tile, x + p / N * block, lines, positions - p,
-                                            y + p * ldy + t * kTile, ldy);
-    t += count();
-  };
-  while (t + kTiles <= tiles) several(Count<kTiles>{});
-  if constexpr (kTiles > 1) {
-    if (t + kTiles / 2 <= tiles) several(Count<kTiles / 2>{});
-  }
-  while (t < tiles) several(Count<1>{});
-}
-
-template <class Line>
-void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
-  switch (group_of(positions)) {
-    case 1: return tiles_times<Line, 1>(w, x, columns, tiles, positions, y, ldy);
-    case 2: return tiles_times<Line, 2>(w, x, columns, tiles, positions, y, ldy);
-    case 4:
-      if constexpr (kBatch >= 4) return tiles_times<Line, 4>(w, x, columns, tiles, positions, y, ldy);
-    case 8:
-      if constexpr (kBatch >= 8) return tiles_times<Line, 8>(w, x, columns, tiles, positions, y, ldy);
-    default:
-      if constexpr (kBatch >= 16) return tiles_times<Line, 16>(w, x, columns, tiles, positions, y, ldy);
-  }
-}
-
-void product(Dtype dtype, Activations activations, const void* w, const void* x, int64_t columns, int64_t tiles,
-             int positions, float* y, int64_t ldy) {
-  const char* bytes = (const char*)w;
-  const float* xs = (const float*)x;
-  if (uses_dot(dtype, activations)) return product_of<Bf16DotLine>(bytes, xs, columns, tiles, positions, y, ldy);
-  switch (dtype) {
-    case Dtype::bf16: return product_of<Bf16Line>(bytes, xs, columns, tiles, positions, y, ldy);
-    case Dtype::f16: return product_of<F16Line>(bytes, xs, columns, tiles, positions, y, ldy);
-    case Dtype::f32: return product_of<F32Line>(bytes, xs, columns, tiles, positions, y, ldy);
-  }
-}
 
 float rounded(Dtype dtype, float x) {
   if (dtype == Dtype::bf16) {
@@ -181,7 +31,6 @@ float rounded(Dtype dtype, float x) {
 
 void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, int64_t columns, int positions,
              void* out) {
-  const int group = group_of(positions);
   const int64_t stored = laneformer::stored_columns(dtype, columns);
   const bool round = activations == Activations::rounded && dtype != Dtype::f32;
   float* to = (float*)out;
@@ -190,19 +39,29 @@ void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, 
     if (stored > columns) to[columns] = 0;
     return;
   }
-  for (int p0 = 0; p0 < positions; p0 += group) {
-    for (int64_t k = 0; k < stored; k++)
-      for (int p = p0; p < p0 + group; p++) {
-        const float value = k < columns && p < positions ? x[p * ldx + k] : 0.0f;
-        if (!uses_dot(dtype, activations)) {
-          to[k * group + p - p0] = round ? rounded(dtype, value) : value;
+  constexpr int kAtOnce = 16;  // columns, of which each position has them in a line of the cache
+  const int part = part_of(positions);
+  const bool dot = uses_dot(dtype, activations);
+  for (int first = 0; first < positions; first += part)
+    for (int64_t k = 0; k < stored; k += kAtOnce) {
+      const int count = stored - k < kAtOnce ? stored - k : kAtOnce;
+      for (int p = 0; p < part; p++) {
+        float values[kAtOnce] = {};
+        if (first + p < positions)
+          std::memcpy(values, x + (first + p) * ldx + k, (k + count > columns ? columns - k : count) * sizeof(float));
+        if (dot) {  // a word has two columns, the even one in the lower half
+          for (int c = 0; c < count; c += 2, to += part) {
+            const uint32_t both = narrow_bf16(values[c]) | (uint32_t)narrow_bf16(values[c + 1]) << 16;
+            std::memcpy(to, &both, sizeof both);
+          }
+          to -= count / 2 * part - 1;
         } else {
-          const uint16_t half = narrow_bf16(value);  // the even column in the lower half
-          std::memcpy((char*)(to + k / 2 * group + p - p0) + 2 * (k % 2), &half, 2);
+          for (int c = 0; c < count; c++, to += part) *to = round ? rounded(dtype, values[c]) : values[c];
+          to -= count * part - 1;
         }
       }
-    to += group * (uses_dot(dtype, activations) ? stored / 2 : stored);
-  }
+      to += (dot ? count / 2 - 1 : count - 1) * part;
+    }
 }
 
 void rms_norm(const float* x, const float* scale, float eps, int64_t n, float* y) {
@@ -402,6 +261,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),    LF_ISA::kBatch, LF_ISA::product, LF_ISA::prepare,  LF_ISA::rms_norm, LF_ISA::add_scaled,
-    LF_ISA::activate,   LF_ISA::gate,   LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,   LF_ISA::read,
-    LF_ISA::largest_of, LF_ISA::temper, LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};
+    LF_TEXT(LF_ISA), LF_ISA::product, LF_ISA::prepare,  LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::activate,
+    LF_ISA::gate,    LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,   LF_ISA::read,       LF_ISA::largest_of,
+    LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};

@@ -50,7 +50,6 @@ struct Best {
 
 struct Kernels {
   const char* name;
-  int batch;  // positions that one pass over a weight tile serves
 
   // Rows 16 t .. 16 t + 15 of `tiles` tiles times a prepared vector per position: y[p ldy + 16 t + r].
   void (*product)(Dtype, Activations, const void* w, const void* x, int64_t columns, int64_t tiles, int positions,
@@ -80,8 +79,10 @@ struct Kernels {
                int64_t last);
 };
 
-// Floats (4 bytes) that `prepare` may write for a block of positions.
-inline int64_t prepared_floats(int64_t columns, int positions) { return (columns + 1) * ((positions + 15) / 16 * 16); }
+// Floats (4 bytes) that `prepare` may write for a block of positions: every part of them is padded, by up to three.
+inline int64_t prepared_floats(int64_t columns, int positions) {
+  return (columns + 1) * (positions + positions / 2 + 3);
+}
 
 extern "C" {
 extern const Kernels laneformer_kernels_portable;

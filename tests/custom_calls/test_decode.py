@@ -209,12 +209,12 @@ def test_a_call_continues_where_the_last_one_ended(model, call):
     assert small.same(end, state)
 
 
-def test_a_prompt_may_come_in_parts(model, call):
+def test_a_prompt_may_come_in_parts_of_whole_blocks(model, call):
     config, _ = model
     prompt = small.prompt_of(config, 69)
     whole, end = call[0](small.make_inputs(prompt, 5, room=320), small.make_state(config, 320))
-    _, state = call[0](small.make_inputs(prompt[:32], 1, room=320), small.make_state(config, 320))
-    rest, state = call[0](small.make_inputs(prompt[32:], 5, start=32, room=320), state)
+    _, state = call[0](small.make_inputs(prompt[:48], 1, room=320), small.make_state(config, 320))
+    rest, state = call[0](small.make_inputs(prompt[48:], 5, start=48, room=320), state)
     assert small.same((whole.tokens[:5], whole.logits[:5]), (rest.tokens[:5], rest.logits[:5]))
     assert small.same((end.keys, end.values), (state.keys, state.values))
 

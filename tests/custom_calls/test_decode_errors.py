@@ -282,10 +282,10 @@ def test_cancelling_before_the_call_and_in_its_prompt(model, slow):
     session, call = slow
     session.begin()
     session.cancel()
-    outputs, state = call(small.make_inputs([1] * 40, 8), small.make_state(model[0], CAPACITY))
-    assert outputs.status.tolist() == [0, ENDS.index("cancelled"), 32]
-    assert not np.asarray(state.keys[2][:, :, 32:]).any()  # it ended after the first block of the prompt
-    outputs, _ = call(small.make_inputs([1] * 40, 8), small.make_state(model[0], CAPACITY))
+    outputs, state = call(small.make_inputs([1] * 56, 8), small.make_state(model[0], CAPACITY))
+    assert outputs.status.tolist() == [0, ENDS.index("cancelled"), 48]
+    assert not np.asarray(state.keys[2][:, :, 48:]).any()  # it ended after the first block of the prompt
+    outputs, _ = call(small.make_inputs([1] * 56, 8), small.make_state(model[0], CAPACITY))
     assert outputs.status[:2].tolist() == [8, ENDS.index("length")]
 
 

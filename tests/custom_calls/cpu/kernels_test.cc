@@ -148,6 +148,20 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
             "%s dtype %d %s: %ld columns, row %ld, position %d of %d: %g, not %g", k.name, (int)dtype,
             read_as == Dtype::f32 ? "exact" : "rounded", (long)columns, (long)r, p, positions, got, exact);
     }
+  // The same bits tile by tile and, for several positions, in a pair.
+  const int company = positions == 1 ? 1 : 2;
+  for (int p = 0; p + company <= positions; p++) {
+    k.prepare(dtype, activations, x.data() + p * ldx, ldx, columns, company, prepared.data());
+    for (int t = 0; t < tiles; t++) {
+      float alone[2 * kTile];
+      k.product(dtype, activations, packed.data() + t * tile_bytes(dtype, columns), prepared.data(), columns, 1,
+                company, alone, kTile);
+      for (int other = 0; other < company; other++)
+        CHECK(std::memcmp(alone + other * kTile, &y[(p + other) * ldy + t * kTile], kTile * sizeof(float)) == 0,
+              "%s dtype %d: %ld columns, tile %d of %d, position %d of %d depends on the others", k.name, (int)dtype,
+              (long)columns, t, tiles, p + other, positions);
+    }
+  }
 }
 
 void products(const Kernels& k) {
@@ -156,6 +170,13 @@ void products(const Kernels& k) {
       for (const int64_t columns : {1, 2, 3, 7, 16, 31, 64, 97, 130})
         for (int positions = 1; positions <= 16; positions++)
           product(k, dtype, activations, columns, 1 + positions % 3, positions);
+  for (const Dtype dtype : kDtypes) {
+    for (const int positions : {17, 24, 25, 33, 49, 97})  // in several parts, with some that are padded
+      product(k, dtype, Activations::rounded, 30, 2, positions);
+    for (const int tiles : {7, 8, 15, 25})  // side by side, and some that are left
+      for (const int positions : {1, 2}) product(k, dtype, Activations::rounded, 40, tiles, positions);
+    for (const int positions : {1, 3, 26}) product(k, dtype, Activations::rounded, 1100, 3, positions);  // in chunks
+  }
 }
 
 // Keys that query p sees among first..last - 1, one after the other in double.

@@ -1,0 +1,134 @@
+// The formats of weights: how a line of a tile, 16 rows of one column or of two, enters the sums of a product. Included
+// by kernels.cc alone, as simd.h is.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace LF_ISA {
+namespace {
+
+using laneformer::kTile;
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+constexpr int kVectors = kTile / kWidth;  // of one column of a tile
+
+#if defined(__AVX512BF16__) || \
+    defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
+constexpr bool kHasDot = true;
+#else
+constexpr bool kHasDot = false;
+#endif
+
+// x & 0xffff0000; the mask is read from memory where no register is left for it.
+template <bool kTight>
+LF_INLINE vu upper_half(vu x) {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+  if (kTight) {
+    alignas(sizeof(vu)) static const uint32_t mask[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
+                                                        ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+#if defined(__AVX2__)
+    __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(mask));
+#else
+    __asm__("pand %1, %0" : "+x"(x) : "m"(mask));
+#endif
+    return x;
+  }
+#endif
+  return x & 0xffff0000;
+}
+
+// sum += weights * x. Where registers are few, the compilers would choose forms that overwrite a factor or the product,
+// move the sums about, and so need more of them than there are.
+template <bool kTight>
+LF_INLINE void multiply_add(vf& sum, vf weights, vf x) {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+  if (kTight) {
+#if defined(__FMA__)
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(x));
+#else
+    const vf product = weights * x;
+    __asm__("addps %1, %0" : "+x"(sum) : "x"(product));
+#endif
+    return;
+  }
+#endif
+  sum += weights * x;
+}
+
+// add(): one line, times its value of each position, to the sums. The values of all positions are beside each other:
+// x[column][position].
+template <class Format>
+struct Line {
+  template <int N>
+  LF_INLINE void add(const char* w, const float* x, vf (&sums)[kVectors][N]) {
+    constexpr bool kTight = kVectors * N >= 8;
+    each<Format::columns>([&](auto c) LF_INLINED {
+      if constexpr (kWidth > 4 || kRegisters == 32) {
+        vf column[kVectors];
+        each<kVectors>([&](auto v) LF_INLINED { column[v()] = Format::template column<kTight>(w, v(), c()); });
+        each<N>([&](auto p) LF_INLINED {
+          const vf value = splat(x[c() * N + p()]);
+          each<kVectors>([&](auto v) LF_INLINED { multiply_add<kTight>(sums[v()][p()], column[v()], value); });
+        });
+      } else {
+        each<kVectors>([&](auto v) LF_INLINED {
+          const vf column = Format::template column<kTight>(w, v(), c());
+          each<N>([&](auto p) LF_INLINED { multiply_add<kTight>(sums[v()][p()], column, splat(x[c() * N + p()])); });
+          __asm__ volatile(
+              ""
+              : "+r"(w), "+r"(x)::"memory");  // one after the other: columns loaded ahead would not fit the registers
+        });
+      }
+      // The next column loads the line again: there is no register to keep it in.
+      if (kRegisters < 32 && kVectors * N > 8) __asm__("" : "+r"(w));
+    });
+  }
+};
+
+struct Bf16Line : Line<Bf16Line> {
+  static constexpr int columns = 2, bytes = 4 * kTile, step = 2;  // step: floats of x per position
+  template <bool kTight>
+  LF_INLINE vf column(const char* w, int v, int c) {
+    const vu pair = load<vu>(w + v * sizeof(vu));
+    return as_float(c == 0 ? pair << 16 : upper_half<kTight>(pair));
+  }
+};
+
+struct F16Line : Line<F16Line> {
+  static constexpr int columns = 1, bytes = 2 * kTile, step = 1;
+  template <bool kTight>
+  LF_INLINE vf column(const char* w, int v, int) {
+    return widen_f16(load<vh>(w + v * sizeof(vh)));
+  }
+};
+
+struct F32Line : Line<F32Line> {
+  static constexpr int columns = 1, bytes = 4 * kTile, step = 1;
+  template <bool kTight>
+  LF_INLINE vf column(const char* w, int v, int) {
+    return load<vf>(w + v * sizeof(vf));
+  }
+};
+
+struct Bf16DotLine {  // both columns at once
+  static constexpr int columns = 2, bytes = 4 * kTile, step = 1;
+  template <int N>
+  LF_INLINE void add(const char* w, const float* x, vf (&sums)[kVectors][N]) {
+    each<kVectors>([&](auto v) LF_INLINED {
+      const vu pair = load<vu>(w + v() * sizeof(vu));
+      each<N>([&](auto p) LF_INLINED {
+        uint32_t both;
+        std::memcpy(&both, x + p(), 4);
+        sums[v()][p()] = dot_bf16(sums[v()][p()], pair, splat_u(both));
+      });
+    });
+  }
+};
+
+}  // namespace
+}  // namespace LF_ISA

@@ -1,0 +1,100 @@
+"""The machine code of the products: no sum is kept in memory while weights are read."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from custom_calls import build
+from custom_calls.library import library
+from tests.support import small
+
+PREFETCH = re.compile(r"prefetch|prfm")  # only the loops over weights have one
+MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|fmla|fmul")
+# A store into the stack's frame: AT&T syntax has the target last, ARM's starts with st.
+STORE = re.compile(r"\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
+SOFTWARE = re.compile(r"portable::.*F16Line")  # converts with more values than SSE has registers
+X86 = build.INSTRUCTIONS["x86_64"]
+
+
+def functions(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    """Name and (address, instruction)s of each function in the output of objdump."""
+    for part in re.split(r"\n\n", text):
+        head, *lines = part.strip().splitlines()
+        if name := re.match(r"[0-9a-f]+ <(.*)>:$", head):
+            found = (re.match(r"\s*([0-9a-f]+):\s+(\S.*)$", line) for line in lines)
+            yield name[1], [(int(line[1], 16), line[2].strip()) for line in found if line]
+
+
+def inner_loops(lines: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The instructions of each loop without another in it: from the target of a jump back to the jump."""
+    places = {address: place for place, (address, _) in enumerate(lines)}
+    jumps = ((place, re.match(r"(?:j\w+|b\.?\w*|cbn?z\s+\w+,|tbn?z\s.*,)\s+([0-9a-f]+)\b", text))
+             for place, (_, text) in enumerate(lines))  # fmt: skip
+    spans = [(places[int(to[1], 16)], place) for place, to in jumps if to and places.get(int(to[1], 16), place) < place]
+    for first, last in spans:
+        if not any((first, last) != other and first <= other[0] and other[1] <= last for other in spans):
+            yield [text for _, text in lines[first : last + 1]]
+
+
+def weight_loops(path: Path, objdump: str = "objdump") -> Iterator[tuple[str, list[str]]]:
+    """The loops over weights in an object file or library, each with the name of its function."""
+    done = subprocess.run([objdump, "-d", "--no-show-raw-insn", "-C", path], capture_output=True, text=True, check=True)
+    for name, lines in functions(done.stdout):
+        if re.search(r"::multiply(_one)?<", name):
+            for loop in inner_loops(lines):
+                if any(map(PREFETCH.match, loop)) and any(map(MULTIPLY.match, loop)):
+                    yield name, loop
+
+
+def check(path: Path, sets, objdump: str = "objdump") -> None:
+    loops = [(name, loop) for name, loop in weight_loops(path, objdump) if not SOFTWARE.search(name)]
+    for name in sets:
+        lines = {"Bf16Line", "F32Line", *(["Bf16DotLine"] if name == "avx512_bf16" else [])}
+        found = {
+            line for function, _ in loops if f"{name}::" in function for line in lines if f"::{line}, " in function
+        }
+        assert found == lines, f"no loop over weights was found for {lines - found} of {name}"
+    spilled = [f"{name}: {text}" for name, loop in loops for text in loop if STORE.match(text)]
+    assert not spilled, "\n".join(spilled)
+
+
+@small.needs_library
+def test_no_sum_is_stored_between_weights():
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed (Debian: apt install binutils)")
+    library()  # compiled by now
+    check(build.find(), build.instruction_sets())
+
+
+def test_a_store_into_the_frame_is_found():
+    stored = ("vmovaps %ymm0,0x20(%rsp)", "vmovups %zmm1,-0x40(%rbp)", "incq   0x8(%rsp)", "str q0, [sp, #16]")
+    others = ("vmovaps 0x20(%rsp),%ymm0", "vmovups %ymm1,0x20(%rdi)", "prefetcht0 0x8(%rsp)", "ldr q0, [sp]")
+    assert all(STORE.match(text) for text in stored[:2] + stored[3:])
+    assert not any(STORE.match(text) for text in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cxx", "objdump", "sets"),
+    [
+        ("g++", "objdump", X86),
+        ("clang++", "objdump", X86),
+        ("clang++-14", "objdump", X86),
+        ("clang++-19", "objdump", X86),
+        ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump", {"portable": ()}),
+    ],
+)
+def test_every_compiler_keeps_sums_in_registers(tmp_path, cxx, objdump, sets):
+    for program in (cxx, objdump):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    source = build.HERE / "cpu" / "kernels.cc"
+    for name, flags in sets.items():
+        target = tmp_path / f"{name}.o"
+        command = [cxx, *build.FLAGS, *flags, f"-DLF_ISA={name}", "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True, capture_output=True)
+        check(target, [name], objdump)
