@@ -14,7 +14,7 @@
 
 #include "../common/plan.h"
 #include "exchange.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "sync.h"
 
 namespace laneformer {

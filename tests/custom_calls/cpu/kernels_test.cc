@@ -1,6 +1,6 @@
 // Every table of kernels that this machine runs, against sums in double and conversions by the definition of the
 // formats.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

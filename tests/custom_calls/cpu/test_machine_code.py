@@ -92,7 +92,7 @@ def test_every_compiler_keeps_sums_in_registers(tmp_path, cxx, objdump, sets):
     for program in (cxx, objdump):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-    source = build.HERE / "cpu" / "kernels.cc"
+    source = build.HERE / "cpu" / "kernels" / "kernels.cc"
     for name, flags in sets.items():
         target = tmp_path / f"{name}.o"
         command = [cxx, *build.FLAGS, *flags, f"-DLF_ISA={name}", "-c", str(source), "-o", str(target)]

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../common/activation.h"
+#include "../../common/activation.h"
 
 namespace laneformer {
 
