@@ -266,7 +266,7 @@ void failing(bool messages) {
         came += failed > 0;
       } catch (const std::runtime_error& error) {
         const std::string text = error.what();
-        CHECK(text.find(" within " + std::to_string(patience) + " ms") != std::string::npos, "%s", text.c_str());
+        CHECK(text.find(" " + std::to_string(patience) + " ms") != std::string::npos, "%s", text.c_str());
         CHECK(hasty.finished(), "a failed call goes on");
         failed++;
       }
