@@ -2,7 +2,14 @@
 
 from custom_calls.cpu.session import Session
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
-from custom_calls.library import NativeError, default_threads, instruction_sets, read_bandwidth, unavailable
+from custom_calls.library import (
+    NativeError,
+    arithmetic_peak,
+    default_threads,
+    instruction_sets,
+    read_bandwidth,
+    unavailable,
+)
 from custom_calls.plan import Plan, make_plan
 from custom_calls.session import DecodeSession, EmittedTokens
 
@@ -16,6 +23,7 @@ __all__ = [
     "Plan",
     "Session",
     "State",
+    "arithmetic_peak",
     "decode",
     "default_threads",
     "instruction_sets",

@@ -65,6 +65,7 @@ _FUNCTIONS = {
     "ring_slots": (_INT, _POINTER, _INT),
     "default_threads": (_INT,),
     "read_bandwidth": (ctypes.c_double, _LONG, _INT),
+    "arithmetic_peak": (ctypes.c_double, _LONG, _INT),
     "can_run": (ctypes.c_char_p, ctypes.c_char_p),
 }
 
@@ -159,3 +160,10 @@ def read_bandwidth(num_bytes: int, threads: int) -> float:
     calls.
     """
     return library().laneformer_read_bandwidth(num_bytes, threads)
+
+
+def arithmetic_peak(count: int, threads: int) -> float:
+    """Multiply-adds of float32 per second, in registers, of `threads` threads that make `count` of them each, with the
+    best instruction set of this machine.
+    """
+    return library().laneformer_arithmetic_peak(count, threads)

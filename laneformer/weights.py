@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
@@ -99,3 +100,27 @@ def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: f
     their window.
     """
     return sum(values_per_token(options, context) for layer in config.layers for options in layer) * bytes_per_value
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights that multiply every token: all matrices and the head, also a tied one, but not the embedding table."""
+    return sum(weight.read for weight in parameter_table(config).values() if weight.group != "vector")
+
+
+def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
+
+    Each block states its own, see `Block.context_flops`. Document boundaries are ignored.
+    """
+    return sum(
+        BLOCKS[type(options)].context_flops(options, sequence_length) for layer in config.layers for options in layer
+    )
+
+
+def prompt_multiply_adds(config: ModelConfig, length: int) -> float:
+    """Multiply-adds of a prompt of `length` tokens: the layers' matrices and the attention for every token, the head
+    for the last one alone.
+    """
+    head = sum(weight.read for weight in parameter_table(config).values() if weight.group == "embedding")
+    layers = matmul_parameters(config) - head
+    return head + length * (layers + attention_flops_per_token(config, length) / 2)

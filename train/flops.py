@@ -1,23 +1,7 @@
 """FLOPs per token of a model, counted from its config, and the share of the peak that a run reaches (MFU)."""
 
-from laneformer.blocks import BLOCKS
 from laneformer.config import ModelConfig
-from laneformer.weights import parameter_table
-
-
-def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that multiply every token: all matrices and the head, also a tied one, but not the embedding table."""
-    return sum(weight.read for weight in parameter_table(config).values() if weight.group != "vector")
-
-
-def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
-
-    Each block states its own, see `Block.context_flops`. Document boundaries are ignored.
-    """
-    return sum(
-        BLOCKS[type(options)].context_flops(options, sequence_length) for layer in config.layers for options in layer
-    )
+from laneformer.weights import attention_flops_per_token, matmul_parameters
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -215,7 +215,8 @@ class Decoder {
   int64_t spin_ns_ = kSpinNs;  // before a waiting worker sleeps
 };
 
-int default_threads();                              // the cores that this process may use
-double read_bandwidth(int64_t bytes, int threads);  // bytes per second of one pass over a buffer that stays allocated
+int default_threads();                               // the cores that this process may use
+double read_bandwidth(int64_t bytes, int threads);   // bytes per second of one pass over a buffer that stays allocated
+double arithmetic_peak(int64_t count, int threads);  // float32 multiply-adds per second, each thread making `count`
 
 }  // namespace laneformer

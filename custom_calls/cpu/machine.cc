@@ -1,4 +1,4 @@
-// The machine: its instruction sets, cores and memory bandwidth.
+// The machine: its instruction sets, cores, memory bandwidth and arithmetic.
 #include <sched.h>
 
 #include <algorithm>
@@ -38,6 +38,34 @@ int default_threads() {
   return std::max(1, cores);
 }
 
+namespace {
+
+// Seconds in which that many threads, which start together, do their parts job(0), job(1), ...
+template <class Job>
+double seconds_of(int threads, const Job& job) {
+  std::atomic<int> ready{0};
+  std::vector<int64_t> began(threads), ended(threads);
+  const auto part = [&](int i) {
+    for (ready++; ready.load() < threads;) std::this_thread::yield();
+    began[i] = now_ns();
+    job(i);
+    ended[i] = now_ns();
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(part, i);
+  part(0);
+  for (std::thread& thread : others) thread.join();
+  return 1e-9 * (double)(*std::max_element(ended.begin(), ended.end()) - *std::min_element(began.begin(), began.end()));
+}
+
+template <class T>
+void keep(const std::vector<T>& results) {  // so that their computation is not optimised away
+  volatile T total = 0;
+  for (const T result : results) total = total + result;
+}
+
+}  // namespace
+
 double read_bandwidth(int64_t bytes, int threads) {
   static std::mutex lock;
   static Region buffer;
@@ -45,25 +73,22 @@ double read_bandwidth(int64_t bytes, int threads) {
   const Kernels& kernels = *choose_kernels(nullptr);
   const int64_t each = bytes / threads / 256 * 256;
   const bool fresh = buffer.bytes < bytes;
-  if (fresh) buffer = Region(bytes);
-  std::atomic<int> ready{0};
-  std::vector<int64_t> began(threads), ended(threads);
+  if (fresh) {
+    buffer = Region(bytes);
+    seconds_of(threads, [&](int i) { std::memset(buffer.data + i * each, 1, each); });  // each on its own memory
+  }
   std::vector<uint64_t> sums(threads);
-  const auto pass = [&](int i) {
-    if (fresh) std::memset(buffer.data + i * each, 1, each);
-    for (ready++; ready.load() < threads;) std::this_thread::yield();
-    began[i] = now_ns();
-    sums[i] = kernels.read(buffer.data + i * each, each);
-    ended[i] = now_ns();
-  };
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; i++) others.emplace_back(pass, i);
-  pass(0);
-  for (std::thread& thread : others) thread.join();
-  volatile uint64_t keep = 0;  // so that the reads are not optimised away
-  for (const uint64_t sum : sums) keep = keep + sum;
-  const int64_t ns = *std::max_element(ended.begin(), ended.end()) - *std::min_element(began.begin(), began.end());
-  return (double)(each * threads) / (1e-9 * (double)ns);
+  const double seconds = seconds_of(threads, [&](int i) { sums[i] = kernels.read(buffer.data + i * each, each); });
+  keep(sums);
+  return (double)(each * threads) / seconds;
+}
+
+double arithmetic_peak(int64_t count, int threads) {
+  const Kernels& kernels = *choose_kernels(nullptr);
+  std::vector<float> sums(threads);
+  const double seconds = seconds_of(threads, [&](int i) { sums[i] = kernels.multiply_adds(count); });
+  keep(sums);
+  return (double)(count * threads) / seconds;
 }
 
 }  // namespace laneformer

@@ -1,5 +1,5 @@
-"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, and the memory's speed between
-them.
+"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, and between them how fast the
+machine reads and multiplies.
 
 Each figure names its measurement point. The engine's host records when a token arrived, alone or in a group; native
 backends also record when the kernel drew it.
@@ -8,6 +8,7 @@ backends also record when the kernel drew it.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 WINDOW = 256  # tokens of the fastest stretch
 MANY = 10_000  # samples that p99.9 needs
-READS = 5  # passes over the memory before and after a run, of which the median is used
+PASSES = 5  # measurements of the machine before and after a run, of which the median is used
 LARGEST_READ = 4 << 30  # bytes; far larger than any cache, and leaves room for the model
+MULTIPLY_ADDS = 1 << 28  # of each thread in a pass: some milliseconds
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,21 @@ class Case:
         return np.random.default_rng([self.sampling.seed, number]).integers(0, vocabulary, self.prompt_tokens, np.int32)
 
 
+class Speeds(NamedTuple):
+    """How fast the machine was before and after a run, the mean of both; None for what cannot be measured."""
+
+    bandwidth: float | None = None
+    """Bytes/s that the engine's threads read."""
+    multiply_adds: float | None = None
+    """Float32 multiply-adds/s that the engine's threads make in registers."""
+    read_pass: float | None = None
+    """Seconds in which the backend's workers only read a token's weights; None for backends that cannot do that."""
+
+    @classmethod
+    def mean(cls, before: "Speeds", after: "Speeds") -> "Speeds":
+        return cls(*(None if b is None else (b + a) / 2 for b, a in zip(before, after, strict=True)))
+
+
 @dataclass(frozen=True)
 class Run:
     """One measured request. Times in seconds from its acceptance, at the engine's host."""
@@ -67,18 +84,14 @@ class Run:
     """Tokens in each dispatch; the first one is alone."""
     drawn: np.ndarray | None
     """Time at which the kernel drew each token, from the first one, float64 [tokens]; None if unknown."""
-    bandwidth: float | None
-    """Memory bandwidth of the machine, bytes/s, mean of before and after; None if it cannot be measured."""
-    read_pass: float | None
-    """Seconds that the backend's workers take to only read a token's weights, mean of before and after; None for
-    backends that cannot do that.
-    """
+    speeds: Speeds = Speeds()  # noqa: RUF009  a tuple
+    """Of the machine around the run."""
 
     @classmethod
-    def of(cls, result: Result, drawn: np.ndarray | None, bandwidth: float | None, read_pass: float | None) -> "Run":
+    def of(cls, result: Result, drawn: np.ndarray | None, speeds: Speeds) -> "Run":
         counts = np.array(result.tokens_per_dispatch)
         arrivals = np.array(result.token_times)[np.cumsum(counts) - 1]
-        return cls(result.tokens, arrivals, counts, None if drawn is None else drawn - drawn[0], bandwidth, read_pass)
+        return cls(result.tokens, arrivals, counts, None if drawn is None else drawn - drawn[0], speeds)
 
     @property
     def seconds(self) -> float:
@@ -104,7 +117,7 @@ class Measured:
 
     engine: Engine
     case: Case
-    memory: "Memory"
+    machine: "Machine"
     first_request: float
     """Seconds of the first short request of this size, including compilation."""
     second_request: float
@@ -121,9 +134,9 @@ def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], Non
     measured = []
     for engine in engines:
         progress(f"prompt {case.prompt_tokens}, {engine.backend}: first request")
-        memory = Memory(engine, bytes_per_token(engine, case))
+        machine = Machine(engine, bytes_per_token(engine, case))
         measured.append(
-            Measured(engine, case, memory, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2)))
+            Measured(engine, case, machine, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2)))
         )
     for number in range(case.warmup_runs + case.runs):
         warm = number < case.warmup_runs
@@ -133,7 +146,7 @@ def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], Non
             else f"run {number + 1 - case.warmup_runs} of {case.runs}"
         )
         for one in measured:
-            run = _run(one.engine, case, number, None if warm else one.memory)
+            run = _run(one.engine, case, number, None if warm else one.machine)
             progress(f"prompt {case.prompt_tokens}, {one.engine.backend}: {which}, {run.rate:,.1f} tokens/s")
             if not warm:
                 one.runs.append(run)
@@ -142,9 +155,9 @@ def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], Non
     return measured
 
 
-def _run(engine: Engine, case: Case, number: int, memory: "Memory | None") -> Run:
+def _run(engine: Engine, case: Case, number: int, machine: "Machine | None") -> Run:
     prompt = case.prompt(number, engine.config.vocab_size)
-    before = memory.read() if memory else (None, None)
+    before = machine.speeds() if machine else Speeds()
     result = engine.generate(
         prompt,
         max_new_tokens=case.output_tokens,
@@ -152,13 +165,15 @@ def _run(engine: Engine, case: Case, number: int, memory: "Memory | None") -> Ru
         stop_tokens=(),
         tokens_per_dispatch=case.tokens_per_dispatch,
     ).result
-    after = memory.read() if memory else (None, None)
+    after = machine.speeds() if machine else Speeds()
     drawn = None if engine.session is None else engine.session.drawn(0, len(result.tokens)).times
-    return Run.of(result, drawn, *(None if b is None else (b + a) / 2 for b, a in zip(before, after, strict=True)))
+    return Run.of(result, drawn, Speeds.mean(before, after))
 
 
-class Memory:
-    """Measures how fast this machine reads as many bytes as an engine reads per token."""
+class Machine:
+    """Measures the bounds of an engine's speed: how fast this machine reads as many bytes as the engine reads per
+    token, and how fast it multiplies.
+    """
 
     def __init__(self, engine: Engine, num_bytes: float):
         self._session = engine.session
@@ -172,23 +187,28 @@ class Memory:
             self.unavailable, self.threads = str(error), 0
 
     @property
-    def source(self) -> str:
-        """How the bandwidth was measured."""
+    def sources(self) -> tuple[str, str]:
+        """How the bandwidth and the multiply-adds were measured."""
         return (
             f"custom_calls.read_bandwidth: {self.threads} threads over {self.num_bytes:,} bytes, before and after"
-            " each run"
+            " each run",
+            f"custom_calls.arithmetic_peak: {self.threads} threads, float32 in registers, before and after each run",
         )
 
-    def read(self) -> tuple[float | None, float | None]:
-        """Bytes/s over a buffer, and seconds over the backend's packed weights; None if one cannot be read."""
-        buffer = (
-            None if self.unavailable else _median(lambda: custom_calls.read_bandwidth(self.num_bytes, self.threads))
+    def speeds(self) -> Speeds:
+        """Medians of PASSES passes each: over a buffer, in registers, over the backend's packed weights."""
+        read_pass = None if self._session is None else _median(self._session.read_pass)
+        if self.unavailable:
+            return Speeds(read_pass=read_pass)
+        return Speeds(
+            _median(lambda: custom_calls.read_bandwidth(self.num_bytes, self.threads)),
+            _median(lambda: custom_calls.arithmetic_peak(MULTIPLY_ADDS, self.threads)),
+            read_pass,
         )
-        return buffer, None if self._session is None else _median(self._session.read_pass)
 
 
-def _median(read: Callable[[], float]) -> float:
-    return float(np.median([read() for _ in range(READS)]))
+def _median(measure: Callable[[], float]) -> float:
+    return float(np.median([measure() for _ in range(PASSES)]))
 
 
 def bytes_per_token(engine: Engine, case: Case) -> float:

@@ -15,7 +15,7 @@ from infer.bench.schema import RANDOM, SCHEMA, check
 from infer.engine.backend import on_host
 from laneformer.config import recorded_fields
 from laneformer.errors import InputError
-from laneformer.weights import parameter_count, parameters_per_token
+from laneformer.weights import parameter_count, parameters_per_token, prompt_multiply_adds
 
 SUSTAINED = 1000  # output tokens from which a rate counts as sustained
 HOST, KERNEL = "engine_host", "kernel"  # measurement points
@@ -48,9 +48,13 @@ def make_record(
 
 def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float | None) -> dict:
     """What the figures depend on."""
-    engine, case, memory = measured.engine, measured.case, measured.memory
+    engine, case = measured.engine, measured.case
     config, facts = engine.config, engine.conditions
-    bandwidths = [run.bandwidth for run in measured.runs if run.bandwidth is not None]
+    bandwidth, multiply_adds = (
+        [speed for run in measured.runs if (speed := getattr(run.speeds, name)) is not None]
+        for name in ("bandwidth", "multiply_adds")
+    )
+    of_bandwidth, of_multiply_adds = measured.machine.sources
     groups = np.concatenate([run.counts[1:] for run in measured.runs])
     settings = {name: value for name, value in asdict(config).items() if name in recorded_fields(config)}
     return {
@@ -104,8 +108,10 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
             "device": facts["device"],
             "count": facts["devices"],
             "memory_bw_spec_Bps": bandwidth_spec,
-            "memory_bw_effective_Bps": float(np.median(bandwidths)) if bandwidths else None,
-            "effective_source": memory.source if bandwidths else None,
+            "memory_bw_effective_Bps": float(np.median(bandwidth)) if bandwidth else None,
+            "effective_source": of_bandwidth if bandwidth else None,
+            "multiply_adds_per_s": float(np.median(multiply_adds)) if multiply_adds else None,
+            "multiply_adds_source": of_multiply_adds if multiply_adds else None,
             **hardware(),
         },
         "software": software(),
@@ -120,7 +126,11 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
 def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
     """The figures."""
     engine, case, runs = measured.engine, measured.case, measured.runs
-    num_bytes = latency.bytes_per_token(engine, case)
+    num_bytes, multiply_adds = (
+        latency.bytes_per_token(engine, case),
+        prompt_multiply_adds(engine.config, case.prompt_tokens),
+    )
+    prompt_rates = [case.prompt_tokens / run.arrivals[0] for run in runs]
     rates, totals = [run.rate for run in runs], [run.seconds for run in runs]
     gaps = [gaps for run in runs if (gaps := run.gaps) is not None]
     peaks = [found for run in runs if (found := latency.peak(run.arrivals, run.counts)) is not None]
@@ -128,6 +138,17 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
     devices = 1 if on_host() else engine.conditions["devices"]
     return {
         "ttft_ms": latency.summary([1e3 * run.arrivals[0] for run in runs]),
+        "prompt_tps": {"median": float(np.median(prompt_rates)), "min": min(prompt_rates), "samples": prompt_rates},
+        "arithmetic": {
+            "effective": latency.share(
+                [
+                    multiply_adds / run.arrivals[0] / run.speeds.multiply_adds
+                    for run in runs
+                    if run.speeds.multiply_adds is not None
+                ]
+            ),
+            "multiply_adds_per_prompt": multiply_adds,
+        },
         "itl_us": (
             {"point": HOST if engine.session is None else KERNEL, **latency.summary(1e6 * np.concatenate(gaps))}
             if gaps
@@ -156,9 +177,11 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
                 else latency.share([num_bytes * rate / (devices * bandwidth_spec) for rate in rates])
             ),
             "effective": latency.share(
-                [num_bytes * run.rate / run.bandwidth for run in runs if run.bandwidth is not None]
+                [num_bytes * run.rate / run.speeds.bandwidth for run in runs if run.speeds.bandwidth is not None]
             ),
-            "read_pass": latency.share([run.read_pass * run.rate for run in runs if run.read_pass is not None]),
+            "read_pass": latency.share(
+                [run.speeds.read_pass * run.rate for run in runs if run.speeds.read_pass is not None]
+            ),
             "bytes_per_token": num_bytes,
         },
     }
@@ -191,8 +214,8 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
         notes.append(
             f"{case.output_tokens} output tokens: fewer than the {SUSTAINED:,} from which a rate counts as sustained"
         )
-    if measured.memory.unavailable:
-        notes.append(f"no effective bandwidth: {measured.memory.unavailable}")
+    if measured.machine.unavailable:
+        notes.append(f"no effective bandwidth and arithmetic peak: {measured.machine.unavailable}")
     if session is not None:
         notes.append(
             "mbu.read_pass: time in which the workers only read one token's weights, over the time of a token; without"
@@ -214,8 +237,9 @@ def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> 
             arrays |= {f"{name}arrivals_s": run.arrivals, f"{name}tokens": run.counts}
             known = {
                 "gaps_us": None if run.gaps is None else 1e6 * run.gaps,
-                "bandwidth_Bps": run.bandwidth,
-                "read_pass_s": run.read_pass,
+                "bandwidth_Bps": run.speeds.bandwidth,
+                "multiply_adds_per_s": run.speeds.multiply_adds,
+                "read_pass_s": run.speeds.read_pass,
             }
             arrays |= {f"{name}{key}": np.asarray(value) for key, value in known.items() if value is not None}
     np.savez(raw, **arrays)

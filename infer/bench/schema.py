@@ -71,6 +71,8 @@ FIELDS = {
             "memory_bw_spec_Bps": Null(NUMBER),
             "memory_bw_effective_Bps": Null(NUMBER),
             "effective_source": Null(str),
+            "multiply_adds_per_s": Null(NUMBER),
+            "multiply_adds_source": Null(str),
             "interconnect": Null(str),
             "host_cpu": str,
             "host_cores": int,
@@ -96,6 +98,8 @@ FIELDS = {
     },
     "metrics": {
         "ttft_ms": STATISTICS,
+        "prompt_tps": {"median": NUMBER, "min": NUMBER, "samples": list},
+        "arithmetic": {"effective": SHARE, "multiply_adds_per_prompt": NUMBER},
         "itl_us": Null({"point": str, **STATISTICS}),
         "group_us": Null({"point": str, "per_token_p50": NUMBER, **STATISTICS}),
         "ici_us": Null(STATISTICS),

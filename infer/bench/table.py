@@ -12,6 +12,8 @@ HEADER = (
     "tokens/s median (min)",
     "fastest stretch",
     "first token ms p50 (max)",
+    "prompt tokens/s median (min)",
+    "of multiply-adds (min)",
     "token us p50 / p90 / p99 / max",
     "group us p50 / p99",
     "of bandwidth (min)",
@@ -91,23 +93,26 @@ def cells(record: dict) -> tuple[str, ...]:
     """One row; cells with a figure have the marks that `legend` explains."""
     c, m = record["conditions"], record["metrics"]
     marks = "".join(_marks(record))
-    rate, itl, group, ttft = m["decode_tps"], m["itl_us"], m["group_us"], m["ttft_ms"]
+    rate, itl, group, ttft, prompt = (m[name] for name in ("decode_tps", "itl_us", "group_us", "ttft_ms", "prompt_tps"))
     figures = (
         f"{rate['sustained_median']:,.1f} ({rate['sustained_min']:,.1f})",
         "" if rate["peak"] is None else f"{rate['peak']:,.1f} over {rate['peak_window_tokens']} tokens",
         f"{ttft['p50']:,.2f} ({ttft['max']:,.2f})",
+        f"{prompt['median']:,.1f} ({prompt['min']:,.1f})",
+        _share(m["arithmetic"]["effective"]),
         "" if itl is None else " / ".join(f"{itl[name]:,.0f}" for name in ("p50", "p90", "p99", "max")),
         "" if group is None else f"{group['p50']:,.0f} / {group['p99']:,.0f}",
-        *(
-            f"{100 * s['median']:.1f}% ({100 * s['min']:.1f}%)" if (s := m["mbu"][name]) else ""
-            for name in ("effective", "read_pass")
-        ),
+        *(_share(m["mbu"][name]) for name in ("effective", "read_pass")),
     )
     return (
         f"{c['model']['name']}, {c['engine']['backend']}",
         f"{c['prompt_tokens']} + {c['output_tokens']}",
         *(f"{figure} {marks}" if figure and marks else figure for figure in figures),
     )
+
+
+def _share(share: dict | None) -> str:
+    return f"{100 * share['median']:.1f}% ({100 * share['min']:.1f}%)" if share else ""
 
 
 def condition_line(record: dict) -> str:
@@ -119,7 +124,7 @@ def condition_line(record: dict) -> str:
     weights = "random weights" if model["weights"] == RANDOM else model["weights"]
     stored = "" if precision["stored"] == precision["weights"] else f" (stored as {precision['stored']})"
     dispatch, itl = c["tokens_per_dispatch"], m["itl_us"]
-    bandwidth = hardware["memory_bw_effective_Bps"]
+    bandwidth, multiply_adds = hardware["memory_bw_effective_Bps"], hardware["multiply_adds_per_s"]
     spec, specified = m["mbu"]["peak_spec"], hardware["memory_bw_spec_Bps"]
     parts = [
         *([] if record["status"] == "measured" else [record["status"].upper()]),
@@ -137,6 +142,8 @@ def condition_line(record: dict) -> str:
         *([] if itl is None else [f"{itl['n']:,} token gaps at the {itl['point'].replace('_', ' ')}"]),
         f"{m['mbu']['bytes_per_token'] / 1e6:,.3f} MB per token"
         + ("" if bandwidth is None else f" of {bandwidth / 1e9:,.2f} GB/s ({hardware['effective_source']})"),
+        f"{m['arithmetic']['multiply_adds_per_prompt'] / 1e9:,.3f} G multiply-adds per prompt"
+        + ("" if multiply_adds is None else f" of {multiply_adds / 1e9:,.1f} G/s ({hardware['multiply_adds_source']})"),
         *(
             []
             if spec is None
@@ -165,7 +172,8 @@ def legend(records: Sequence[dict]) -> list[str]:
         (
             "First token: from the acceptance of the request. Token: from one to the next, if each has its own time."
             " Group: between arrivals of tokens that arrived together. Of bandwidth: bytes per token times the rate,"
-            " over the memory's bandwidth around the run."
+            " over the memory's bandwidth around the run. Of multiply-adds: those of the prompt over the time to the"
+            " first token, over the float32 multiply-adds per second around the run."
         ),
         *(f"{mark} {text}." for mark, text in texts.items() if mark in used),
     ]

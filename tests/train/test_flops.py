@@ -4,13 +4,8 @@ import jax
 import pytest
 
 from laneformer import Laneformer, ModelConfig, parameter_count
-from train.flops import (
-    attention_flops_per_token,
-    forward_flops_per_token,
-    matmul_parameters,
-    model_flops_utilization,
-    train_flops_per_token,
-)
+from laneformer.weights import attention_flops_per_token, matmul_parameters
+from train.flops import forward_flops_per_token, model_flops_utilization, train_flops_per_token
 
 
 def model(**changes) -> ModelConfig:

@@ -13,9 +13,10 @@ import tyro
 import laneformer as lf
 from laneformer.errors import ConfigError, writing
 from laneformer.mesh import DATA, LANE
+from laneformer.weights import attention_flops_per_token
 from train.config import Phase, TrainConfig
 from train.data.packing import row_keys
-from train.flops import attention_flops_per_token, train_flops_per_token
+from train.flops import train_flops_per_token
 from train.planning.cluster import Device, find_device
 from train.planning.compile_only import OPTIONS, Compiler, compile_only_devices
 from train.program.program import Program, gigabytes, read_program

@@ -150,6 +150,18 @@ uint64_t read(const void* data, int64_t bytes) {
   return sum;
 }
 
+// In as many chains as hide the latency of two multiply-adds at a time. A chain changes its factor, so that no product
+// can be computed once for all, and differs from the others.
+float multiply_adds(int64_t count) {
+  constexpr int kChains = kRegisters == 32 ? 16 : 12;
+  vf sums[kChains];
+  each<kChains>([&](auto c) LF_INLINED { sums[c()] = splat((float)c()); });
+  for (int64_t i = 0; i < count; i += kChains * kWidth)
+    each<kChains>([&](auto c) LF_INLINED { sums[c()] = sums[c()] * splat(0.5f) + splat(1.0f); });
+  each<kChains>([&](auto c) LF_INLINED { sums[0] += c() ? sums[c()] : vf{}; });
+  return sum(sums[0]);
+}
+
 // NaN wins, so that a damaged model is noticed.
 float largest_of(const float* z, int64_t n) {
   vf best = splat(-INFINITY);
@@ -261,6 +273,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA), LF_ISA::product, LF_ISA::prepare,  LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::activate,
-    LF_ISA::gate,    LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,   LF_ISA::read,       LF_ISA::largest_of,
-    LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};
+    LF_TEXT(LF_ISA),    LF_ISA::product, LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::activate,
+    LF_ISA::gate,       LF_ISA::attend,  LF_ISA::widen,   LF_ISA::narrow,   LF_ISA::read,       LF_ISA::multiply_adds,
+    LF_ISA::largest_of, LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};

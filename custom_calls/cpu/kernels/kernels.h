@@ -68,6 +68,7 @@ struct Kernels {
   void (*narrow)(Dtype, const float* from, int64_t n, void* to);
 
   uint64_t (*read)(const void* data, int64_t bytes);  // every 64 bytes once, as fast as the machine reads
+  float (*multiply_adds)(int64_t count);              // of float32 in registers, as fast as the machine computes
 
   // Sampling over a range of the vocabulary (infer/sampling.py has the definition).
   float (*largest)(const float* z, int64_t n);

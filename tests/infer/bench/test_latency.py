@@ -11,7 +11,7 @@ import pytest
 import custom_calls
 from custom_calls.trace import spans_needed, write_perfetto
 from infer.bench import latency
-from infer.bench.latency import Case, Run
+from infer.bench.latency import Case, Run, Speeds
 from infer.engine.engine import Engine
 from infer.engine.sources import RandomSource, is_recipe, recipe_config
 from laneformer import ConfigError, ModelConfig, make_mesh
@@ -32,14 +32,7 @@ CONFIG = ModelConfig(
 
 def run_of(arrivals, counts, drawn=None) -> Run:
     tokens = tuple(range(sum(counts)))
-    return Run(
-        tokens,
-        np.array(arrivals, float),
-        np.array(counts),
-        None if drawn is None else np.array(drawn, float),
-        None,
-        None,
-    )
+    return Run(tokens, np.array(arrivals, float), np.array(counts), None if drawn is None else np.array(drawn, float))
 
 
 @pytest.mark.parametrize("count", [1, 2, 37, 9_999, 10_000])
@@ -56,7 +49,7 @@ def test_percentiles_match_numpy(count):
 def test_run_has_the_arrivals_of_dispatches():
     times = (0.5, 0.7, 0.7, 0.7, 1.5)
     result = SimpleNamespace(tokens=(5, 6, 7, 8, 9), token_times=times, tokens_per_dispatch=(1, 3, 1))
-    run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), 5e9, 0.25)
+    run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), Speeds(5e9, 3e9, 0.25))
     assert run.arrivals.tolist() == [0.5, 0.7, 1.5] and run.counts.tolist() == [1, 3, 1] and run.seconds == 1.5
     assert run.rate == pytest.approx(4 / 1.0)
     assert run.gaps == pytest.approx([0.1, 0.1, 0.2, 0.1])  # of the kernel's clock, which has other zero
@@ -88,7 +81,7 @@ class FakeEngine:
         )
 
 
-def test_engines_take_turns_between_memory_reads(monkeypatch):
+def test_engines_take_turns_between_measurements_of_the_machine(monkeypatch):
     log, speeds, passes = [], iter(range(100)), iter([9, 1, 2, 3, 4, 8, 6, 7, 5, 5] * 2)
     session = SimpleNamespace(
         read_pass=lambda: next(passes), drawn=lambda first, count: SimpleNamespace(times=2.0 * np.arange(count))
@@ -99,14 +92,17 @@ def test_engines_take_turns_between_memory_reads(monkeypatch):
     monkeypatch.setattr(
         custom_calls, "read_bandwidth", lambda size, threads: log.append("reads") or float(next(speeds))
     )
+    peaks = iter(range(100))
+    monkeypatch.setattr(custom_calls, "arithmetic_peak", lambda count, threads: float(next(peaks)))
     case = Case(prompt_tokens=4, output_tokens=6, runs=2, warmup_runs=1)
     a, b = latency.measure(engines, case, lambda line: None)
-    reads = ["reads"] * latency.READS
+    reads = ["reads"] * latency.PASSES
     turn = [*reads, "a runs", *reads, *reads, "b runs", *reads]
     assert log == ["a warms up"] * 2 + ["b warms up"] * 2 + ["a runs", "b runs"] + turn * 2
-    assert [run.bandwidth for run in a.runs] == [(2 + 7) / 2, (22 + 27) / 2]  # medians of five before, of five after
-    assert [run.bandwidth for run in b.runs] == [(12 + 17) / 2, (32 + 37) / 2]
-    assert [run.read_pass for run in b.runs] == [(3 + 6) / 2] * 2 and a.runs[0].read_pass is None
+    for name in ("bandwidth", "multiply_adds"):  # medians of five before, of five after
+        assert [getattr(run.speeds, name) for run in a.runs] == [(2 + 7) / 2, (22 + 27) / 2]
+        assert [getattr(run.speeds, name) for run in b.runs] == [(12 + 17) / 2, (32 + 37) / 2]
+    assert [run.speeds.read_pass for run in b.runs] == [(3 + 6) / 2] * 2 and a.runs[0].speeds.read_pass is None
     assert a.runs[0].gaps.tolist() == [1.0] * 5 and b.runs[0].gaps.tolist() == [2.0] * 5
     assert (a.first_request, len(a.load_after)) == (3.0, 3)
 
@@ -117,10 +113,10 @@ def test_missing_library_gives_a_reason(monkeypatch):
 
     monkeypatch.setattr(custom_calls, "unavailable", lambda: None)
     monkeypatch.setattr(custom_calls, "default_threads", fails)
-    memory = latency.Memory(FakeEngine("xla", []), 100)
-    assert memory.unavailable == "compiling failed" and memory.read() == (None, None)
+    machine = latency.Machine(FakeEngine("xla", []), 100)
+    assert machine.unavailable == "compiling failed" and machine.speeds() == (None, None, None)
     monkeypatch.setattr(custom_calls, "unavailable", lambda: "no compiler here")
-    assert latency.Memory(FakeEngine("xla", []), 100).unavailable == "no compiler here"
+    assert latency.Machine(FakeEngine("xla", []), 100).unavailable == "no compiler here"
 
 
 @pytest.mark.parametrize("largest", [1, 5])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infer.bench import machine, table
-from infer.bench.latency import Case, Measured, Memory, Run, bytes_per_token
+from infer.bench.latency import Case, Machine, Measured, Run, Speeds, bytes_per_token
 from infer.bench.record import make_record, read, write
 from infer.bench.schema import FIELDS, Null, check
 from infer.engine.engine import Engine
@@ -36,6 +36,8 @@ NULLABLE = {
             "memory_bw_spec_Bps",
             "memory_bw_effective_Bps",
             "effective_source",
+            "multiply_adds_per_s",
+            "multiply_adds_source",
             "interconnect",
             "driver",
             "power_cap_w",
@@ -49,6 +51,7 @@ NULLABLE = {
     "metrics.decode_tps.peak",
     "metrics.decode_tps.peak_window_tokens",
     *(f"metrics.mbu.{name}" for name in ("peak_spec", "effective", "read_pass")),
+    "metrics.arithmetic.effective",
     "correctness.matches_reference",
     "raw",
 }
@@ -59,10 +62,10 @@ def measured():
     """Two runs of known times: 1,001 tokens, one every millisecond and one every two."""
     engine = Engine(RandomSource(CONFIG), "xla", name="known")
     case = Case(prompt_tokens=100, output_tokens=1001, runs=2, warmup_runs=3)
-    made = Measured(engine, case, Memory(engine, bytes_per_token(engine, case)), 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
+    made = Measured(engine, case, Machine(engine, bytes_per_token(engine, case)), 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
     for seconds in (1e-3, 2e-3):
         arrivals = 0.25 + seconds * np.arange(1001)
-        made.runs.append(Run((7,) * 1001, arrivals, np.ones(1001, int), None, 1e9, None))
+        made.runs.append(Run((7,) * 1001, arrivals, np.ones(1001, int), None, Speeds(1e9, 1e8)))
     return made
 
 
@@ -157,6 +160,13 @@ def test_figures_of_known_times(complete):
     assert m["itl_us"]["point"] == "engine_host" and m["group_us"] is None
     assert m["e2e_ms"]["max"] == pytest.approx(2250)
     assert m["e2e_tps"]["min"] == pytest.approx(1001 / 2.25)
+    # Per layer q, out, k, v and three of the feed-forward; the head for the last of the 100 tokens; 50.5 keys on
+    # average, twice.
+    work = 100 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32 * 50.5) + 64 * 32
+    assert m["arithmetic"]["multiply_adds_per_prompt"] == work
+    assert m["prompt_tps"]["samples"] == pytest.approx([400, 400])
+    assert m["arithmetic"]["effective"]["median"] == pytest.approx(work / 0.25 / 1e8)
+    assert c["hardware"]["multiply_adds_per_s"] == 1e8
     size = m["mbu"]["bytes_per_token"]
     assert size == c["model"]["weight_bytes_per_token"] + 2 * 2 * 16 * 4 * (c["context_mean"] + 1)
     assert m["mbu"]["effective"]["samples"] == pytest.approx([size / 1e6, size / 2e6])
@@ -170,11 +180,11 @@ def test_figures_of_known_times(complete):
 
 
 def test_groups_have_no_figure_per_token(measured):
-    memory = Memory(measured.engine, 1)
-    memory.unavailable = "no compiler here"
-    grouped = Measured(measured.engine, measured.case, memory, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
+    machine = Machine(measured.engine, 1)
+    machine.unavailable = "no compiler here"
+    grouped = Measured(measured.engine, measured.case, machine, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
     counts = np.array([1] + [100] * 10)
-    grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, None, None, None))
+    grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, None))
     record = make_record(grouped, random_weights=False)
     m = record["metrics"]
     assert (
@@ -185,13 +195,13 @@ def test_groups_have_no_figure_per_token(measured):
     assert m["decode_tps"]["sustained_median"] == pytest.approx(100) and m["decode_tps"]["peak_window_tokens"] == 300
     assert record["conditions"]["tokens_per_dispatch"] == {"asked": None, "median": 100.0, "max": 100}
     assert m["mbu"]["effective"] is None and record["conditions"]["hardware"]["effective_source"] is None
-    assert "no effective bandwidth: no compiler here" in record["notes"]
+    assert "no effective bandwidth and arithmetic peak: no compiler here" in record["notes"]
 
 
 def test_kernel_times_are_used_for_grouped_tokens(measured):
-    grouped = Measured(measured.engine, measured.case, measured.memory, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
+    grouped = Measured(measured.engine, measured.case, measured.machine, 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
     counts = np.array([1] + [100] * 10)
-    grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, 5e-3 * np.arange(1001), None, 1e-3))
+    grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, 5e-3 * np.arange(1001), Speeds(read_pass=1e-3)))
     m = make_record(grouped, random_weights=False)["metrics"]
     assert m["itl_us"]["p99"] == pytest.approx(5000) and m["group_us"]["p50"] == pytest.approx(1e6)
     assert m["decode_tps"]["sustained_median"] == pytest.approx(100)  # at the host
@@ -237,7 +247,7 @@ def test_tables_have_marks_and_conditions(measured):
         assert len(rows) == 2
         for n in rows:
             below = text.splitlines()[n + 1]
-            assert text.splitlines()[n].count("†") == 5  # every cell with a figure
+            assert text.splitlines()[n].count("†") == 7  # every cell with a figure
             for part in (
                 "random weights",
                 "layout laneformer, 2 lanes",
@@ -255,7 +265,7 @@ def test_tables_have_marks_and_conditions(measured):
     trained = make_record(measured, random_weights=False)
     assert "†" not in table.markdown([trained]) and "checkpoint:known" in table.markdown([trained])
     simulated = trained | {"status": "simulated"}
-    assert table.terminal([simulated]).count("§") == 6 and "SIMULATED" in table.terminal([simulated])
+    assert table.terminal([simulated]).count("§") == 8 and "SIMULATED" in table.terminal([simulated])
 
 
 def test_commit_is_that_of_the_source_tree():

@@ -99,6 +99,14 @@ def test_each_context_and_backend_has_a_record(done):
         assert m["decode_tps"]["peak"] is None  # too few tokens for a window
         assert m["ttft_ms"]["max"] == pytest.approx(1e3 * max(arrivals[0] for arrivals, _ in runs))
         if NATIVE:
+            work, peaks = m["arithmetic"], [arrays[f"{prefix}run{i}.multiply_adds_per_s"] for i in range(RUNS)]
+            assert min(peaks) > 1e8 and c["hardware"]["multiply_adds_per_s"] == pytest.approx(np.median(peaks))
+            assert work["effective"]["samples"] == pytest.approx(
+                [
+                    work["multiply_adds_per_prompt"] * rate / c["prompt_tokens"] / peak
+                    for rate, peak in zip(m["prompt_tps"]["samples"], peaks, strict=True)
+                ]
+            )
             share = m["mbu"]["effective"]["samples"]
             assert share == pytest.approx(
                 [

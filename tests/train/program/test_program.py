@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import laneformer as lf
+from laneformer.weights import matmul_parameters
 from tests.support.tiny_recipe import changed, tiny
-from train.flops import matmul_parameters
 from train.program.hlo import Module
 from train.program.program import gigabytes, read_program, save_program
 from train.step import Trainer
