@@ -14,7 +14,7 @@ import sys
 import time
 import types
 
-from infer.sandbox.wire import MUTABLE, Reader, contents, dump, receive, send, write_library
+from infer.sandbox.wire import MUTABLE, TYPES, Reader, contents, dump, receive, send, write_library
 
 # The program may replace the originals.
 _getpid, _leave, _clock = os.getpid, os._exit, time.process_time
@@ -142,8 +142,11 @@ def done(objects, module, kind, target, values):
 
 
 def raised(error, longest):
-    """The reply that a request raised an exception: the names of its classes, its arguments if plain, its text."""
-    names = [kind.__name__ for kind in type(error).__mro__]
+    """The reply that a request raised an exception: the name of its class, those of the built-in classes that it is or
+    derives from, its arguments if plain, its text.
+    """
+    bases = (kind.__name__ for kind in type(error).__mro__ if TYPES.get(kind.__name__) is kind)
+    names = [type(error).__name__, *bases]
     try:
         text = str(error)[:longest]
     except BaseException:

@@ -21,8 +21,8 @@ from infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, restore, 
 
 EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 EXCEPTIONS = {name: kind for name, kind in EXCEPTIONS.items() if issubclass(kind, BaseException)}
-# Raised by a function these would end a loop of the test as if all had been compared.
-ENDS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
+# Raised by a function these, and classes derived from them, would end a loop of the test as if all had been compared.
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 MODULES = {"np": "numpy"}  # other names of modules
 LIBRARY = {*sys.stdlib_module_names, "numpy"}
 LONGEST_NAME = 100
@@ -183,12 +183,12 @@ class Program:
 
 
 def rebuilt(names, args, text, is_next):
-    """The exception of a reply: of the first built-in class among `names`, with the first name and the text."""
-    name, *_ = (str(each)[:LONGEST_NAME] for each in names)
+    """The exception of a reply: of the first built-in class among `names` after the first, which is its own name."""
+    name, *bases = (str(each)[:LONGEST_NAME] for each in names)
     text = str(text)
-    if name in ENDS and not (is_next and name == "StopIteration"):
+    kind = next((EXCEPTIONS[each] for each in bases if each in EXCEPTIONS), Exception)
+    if issubclass(kind, ENDS) and not (is_next and issubclass(kind, StopIteration)):
         return RuntimeError(f"the program raised {name}")
-    kind = next((EXCEPTIONS[each] for each in names if each in EXCEPTIONS), Exception)
     try:
         made = kind(*args)
         if name == kind.__name__ and str(made) == text:

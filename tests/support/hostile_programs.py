@@ -201,6 +201,21 @@ NAMES = {
         "import random\nfor _ in range(9): n = random.randint(0, 10**9); assert f(n) == n + 7",
     ),
     "end of a loop": ("def f(x): raise StopIteration", "", "assert all(map(lambda x: f(x) == x, range(9)))"),
+    "end of a loop by a class of its own": (
+        "class X(StopIteration): pass\nX.__name__ = 'ValueError'\ndef f(x): raise X",
+        "",
+        "assert all(map(lambda x: f(x) == x, range(9)))",
+    ),
+    "forged end of a loop": (
+        SPRAY + "f = lambda x: spray('[0.0,\"raised\",[[\"X\",\"StopIteration\"],[],\"\"],[]]')",
+        "",
+        "assert all(map(lambda x: f(x) == x, range(9)))",
+    ),
+    "name of a built-in exception": (
+        "class KeyError(Exception): pass\ndef f(x): raise KeyError",
+        "",
+        "try: f(1)\nexcept LookupError: pass",
+    ),
     "swallowed end": ("import os\nf = lambda x: os._exit(0)", "", "try: f(1)\nexcept BaseException: pass"),
     "swallowed nonsense": (
         SPRAY + "f = lambda x: spray('no reply')",
