@@ -13,6 +13,7 @@ from infer.serve.body import ApiError, printable
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
+WANTED = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", dict: "an object"}
 MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
@@ -44,15 +45,21 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
-    # vLLM
+    "background": (False,),
+    "include": ([],),
+    "reasoning": ({}, {"effort": "none"}, {"enabled": False}),
+    # vLLM and SGLang
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
+    "ebnf": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -62,9 +69,15 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "min_tokens": (0,),
+    "no_stop_trim": (False,),
     "prompt_logprobs": (),
+    "regex": (),
+    "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (False,),
     "skip_special_tokens": (True,),
+    "stop_regex": ([],),
+    "structural_tag": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -76,18 +89,27 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
+    "n_indent": (0,),
     "n_probs": (0,),
     "reasoning_format": ("none", "auto"),
     "repeat_penalty": (1,),
     "samplers": (),
+    "t_max_predict_ms": (0, -1),
     "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
     "typical_p": (1,),
     "xtc_probability": (0,),
     # other servers and routers
+    "enable_search": (False,),
     "format": ("",),
+    "images": ([],),
     "options": ({},),
+    "raw": (False,),
     "safe_prompt": (False,),
+    "search_parameters": ({}, {"mode": "off"}),
     "think": (False,),
+    "thinking": ({"type": "disabled"},),
+    "top_a": (0,),
     "transforms": ([],),
 }
 # Parameters on which no answer depends, which are about storage, accounting, caches, the queue, or a feature that is
@@ -95,12 +117,15 @@ ABSENT: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("metadata", "prediction", "prompt_cache_retention", "service_tier", "store", "verbosity")),
     "web_search_options": ({},),
-    **dict.fromkeys(("cache_salt", "kv_transfer_params", "mm_processor_kwargs", "priority", "request_id")),
-    **dict.fromkeys(("spaces_between_special_tokens", "vllm_xargs")),
+    **dict.fromkeys(("cache_salt", "data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern")),
+    **dict.fromkeys(("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "priority", "request_id", "rid")),
+    **dict.fromkeys(("session_params", "spaces_between_special_tokens", "stream_reasoning", "vllm_xargs")),
     **dict.fromkeys(("cache_prompt", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers")),
-    **dict.fromkeys(("dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_keep", "repeat_last_n")),
-    **dict.fromkeys(("return_progress", "slot_id", "timings_per_token", "xtc_threshold")),
-    **dict.fromkeys(("caching", "keep_alive", "models", "plugins", "provider", "route", "usage")),
+    **dict.fromkeys(("dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep")),
+    **dict.fromkeys(("post_sampling_probs", "repeat_last_n", "return_progress", "slot_id", "timings_per_token")),
+    "xtc_threshold": None,
+    **dict.fromkeys(("caching", "chat_id", "debug", "draft_model", "keep_alive", "models", "plugins", "provider")),
+    **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
@@ -208,8 +233,7 @@ def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> A
         return value
     right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if not right:
-        wanted = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[kind]
-        raise _wrong(name, value, wanted)
+        raise _wrong(name, value, WANTED[kind])
     return value
 
 

@@ -1,5 +1,6 @@
 """Requests to the server: what is accepted, and errors that name the parameter."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from infer.serve.body import ApiError
 from infer.serve.guard import host_name
-from infer.serve.protocol import ABSENT, LABELS, LIMITS, SAMPLING, WITHOUT_EFFECT, read_call
+from infer.serve.protocol import ABSENT, LABELS, LIMITS, SAMPLING, WITHOUT_EFFECT, Call, read_call
 from tests.support.paths import ROOT
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -134,6 +135,22 @@ def test_template_variables_are_read():
     assert refused({**CHAT, "chat_template_kwargs": {"tools": []}}, chat=True)["param"] == "chat_template_kwargs.tools"
 
 
+def test_no_value_of_a_parameter_is_an_error_of_the_server():
+    """Every parameter with values of every type: taken, or refused by its name."""
+    known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS)}
+    asked = {*Call.__dataclass_fields__, "stream_options", "chat_template_kwargs", "reasoning_effort", "top_logprobs"}
+    odd = ("", "x", 0, -1, 1, 10**99, 0.5, True, False, [], {}, [[]], [{}], {"a": {}}, {"include_usage": 3})
+    for name in {*known, *asked, "prompt", "messages", "unknown"}:
+        for value in odd:
+            for fields, chat in ((TEXT, False), (CHAT, True), ({**CHAT, "stream": True}, True)):
+                with contextlib.suppress(ApiError):
+                    read_call({**fields, name: value}, chat)
+    for field in ("role", "content", "tool_calls", "name", "other"):
+        for value in odd:
+            with contextlib.suppress(ApiError):
+                read_call({"messages": [{**CHAT["messages"][0], field: value}]}, chat=True)
+
+
 def test_documentation_names_every_parameter():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     assert [name for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS) if f"`{name}`" not in page] == []
@@ -145,6 +162,8 @@ def test_documentation_names_every_parameter():
         ({}, "prompt", "give a text, or a list of token ids"),
         ({"prompt": ["a", "b"]}, "prompt", "several prompts"),
         ({"prompt": [1, True]}, "prompt", "give a text"),
+        ({**TEXT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "give an object"),
+        ({**TEXT, "stream": True, "stream_options": "all"}, "stream_options", "give an object"),
         ({**TEXT, "temprature": 1}, "temprature", "unknown parameter temprature"),
         ({**TEXT, "n": 2}, "n", "n = 2 is not supported"),
         ({**TEXT, "echo": True}, "echo", "echo = true is not supported"),
