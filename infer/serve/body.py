@@ -81,7 +81,7 @@ def _integer(text: str) -> int | _Unusable:
 
 
 def _number(text: str) -> float | _Unusable:
-    return value if math.isfinite(value := float(text)) else _Unusable(text)
+    return value if len(text) <= MOST_DIGITS and math.isfinite(value := float(text)) else _Unusable(text)
 
 
 def _problems(value: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -70,6 +70,7 @@ def test_bodies_without_an_object_are_refused(body, message):
         (f'{{"seed": {LONG * 40}}}', "seed", "(4040 characters): give"),
         (f'{{"top_p": {LONG * 50}}}', "top_p", "(5050 characters): give"),
         (f'{{"unknown": {LONG * 4}.5}}', "unknown", "(406 characters): give"),
+        (f'{{"min_p": 0.{"1" * 400}}}', "min_p", "(402 characters): give"),
         ('{"seed": 1, "prompt": "x", "seed": 2}', "seed", "seed appears twice"),
         ('{"metadata": {"a": 1, "a": 1}}', "a", "a appears twice"),
     ],
