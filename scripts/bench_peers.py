@@ -4,17 +4,17 @@
     python -m scripts.bench_peers peers --json bench/peers.json
 
 All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
-with its lanes. They take turns, with the memory bandwidth measured in between; each is a separate process
-(scripts/peers), stopped while another one is measured.
+with its lanes. They take turns, with the machine's speed measured in between: tokens after a context with the memory
+bandwidth, first tokens of prompts with the arithmetic peak. Each is a separate process (scripts/peers), stopped while
+another one is measured.
 """
 
 import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +27,9 @@ from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
+from scripts.peers import prompts
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
+from scripts.peers.load import QUIET, beside, quiet
 from scripts.peers.ours import full_attention
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import Shape, Task
@@ -35,9 +37,7 @@ from scripts.peers.protocol import Shape, Task
 USUAL = "llama.cpp,torch,openvino"
 READ_BYTES = 1 << 30  # far larger than any cache, and small compared with the memory of an engine
 READS = 5  # passes before and after a sample; the median counts
-QUIET = 0.1  # cores that other processes may use during a sample
 SEPARATE = 0.75  # share of a perfect speedup of reading with all threads that implies separate memory links
-PROC_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,13 @@ class Options:
     tokens: int = 12
     """Tokens per sample; few, so that disturbances of seconds affect both engines."""
     rounds: int = 16
-    """Rounds of a sample of ours and one of the other engine."""
+    """Rounds of a sample of ours and one of the other engine; 0 to leave decoding out."""
+    prompts: str = "64,512,4096"
+    """Comma-separated lengths of prompts whose first token is timed; longer ones than the model's context are left
+    out.
+    """
+    prompt_rounds: int = 3
+    """Rounds for each of these lengths; 0 to leave them out."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads of every engine (default: one per available core)."""
     seconds: float = 900
@@ -90,6 +96,7 @@ def run(options: Options) -> str:
         "hardware": hardware(),
         "software": software(),
         "load_before": os.getloadavg(),
+        "prompt_lengths": lengths(options, config),
         "pairs": [],
         "not_measured": {},
     }
@@ -147,7 +154,8 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
     for name, value, least in (
         ("context", options.context, 1),
         ("tokens", options.tokens, 2),
-        ("rounds", options.rounds, 1),
+        ("rounds", options.rounds, 0),
+        ("prompt-rounds", options.prompt_rounds, 0),
         ("threads", threads, 1),
     ):
         if value < least:
@@ -159,9 +167,24 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
             f"--context {options.context} plus --tokens {options.tokens} must be at most the context of"
             f" {options.shape}, {config.max_position_embeddings}"
         )
+    if options.rounds == options.prompt_rounds == 0:
+        raise ConfigError("--rounds 0 and --prompt-rounds 0 leave nothing to measure; raise one of them")
+    longest = max(lengths(options, config), default=0)
     folder = options.folder.absolute() / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    return config, Task(options.shape, dense_shape(config, options.shape), positions, threads, str(folder))
+    task = Task(options.shape, dense_shape(config, options.shape), positions, threads, str(folder))
+    return config, replace(task, longest_prompt=longest)
+
+
+def lengths(options: Options, config: ModelConfig) -> list[int]:
+    """The prompts' lengths that the model's context has room for, in ascending order. Raises ConfigError."""
+    try:
+        wanted = sorted({int(word) for word in options.prompts.split(",")})
+    except ValueError:
+        wanted = []
+    if not wanted or wanted[0] < 1:
+        raise ConfigError(f"--prompts must be lengths separated by commas, as in 64,512, got {options.prompts!r}")
+    return [length for length in wanted if length <= config.max_position_embeddings] if options.prompt_rounds else []
 
 
 def dense_shape(config: ModelConfig, name: str) -> Shape:
@@ -193,8 +216,8 @@ def start(engine: Engine, python: str, task: Task, options: Options) -> Process:
 
 
 def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, threads: int) -> dict:
-    """Samples of both engines in turn, after an uncounted one of each that computes the prompt."""
-    for process in (ours, peer):
+    """Samples of both engines in turn, after an uncounted one of each that computes the prompt; then first tokens."""
+    for process in (ours, peer) if options.rounds else ():
         progress(f"{process.name}: first request, with its prompt")
         process.decode(options.context, options.tokens)
     rounds = []
@@ -207,16 +230,14 @@ def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, th
             f"{peer.name}, round {number + 1} of {options.rounds}: ours {a['tokens_per_s']:.2f}, {peer.name}"
             f" {b['tokens_per_s']:.2f} tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}"
         )
-    return {"peer": peer.name, "conditions": peer.conditions, "rounds": rounds}
+    first = prompts.measure(ours, peer, config, lengths(options, config), options.prompt_rounds, threads, progress)
+    return {"peer": peer.name, "conditions": peer.conditions, "rounds": rounds, "prompts": first}
 
 
 def sample(process: Process, config: ModelConfig, options: Options, threads: int) -> dict:
     """One request, with the memory bandwidth before and after it. Rates are over the tokens after the first."""
-    before, busy, cpu, start = read(threads), busy_seconds(), time.process_time(), time.perf_counter()
-    answer = process.decode(options.context, options.tokens)
-    seconds = time.perf_counter() - start
-    # Cores that other processes used meanwhile.
-    foreign = (busy_seconds() - busy - answer["cpu_seconds"] - (time.process_time() - cpu)) / seconds
+    before = read(threads)
+    answer, foreign = beside(lambda: process.decode(options.context, options.tokens))
     after = read(threads)
     rate = len(answer["gaps"]) / sum(answer["gaps"])
     bandwidth, one = ((before[n] + after[n]) / 2 for n in range(2))
@@ -254,14 +275,10 @@ def links(a: dict, b: dict, threads: int) -> str:
     return "mixed" if len(found) > 1 else "separate" if found.pop() else "shared"
 
 
-def busy_seconds() -> float:
-    """Processor time used by all processes, and withheld by the host of a virtual machine."""
-    user, nice, system, _, _, irq, soft, stolen = (int(word) for word in PROC_STAT.read_text().split()[1:9])
-    return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
-
-
 def table(record: dict) -> str:
-    """Markdown table: a row per engine and state of the memory links, with the conditions below it."""
+    """Markdown tables: a row per engine and state of the memory links, and one per engine and length of a prompt; with
+    the conditions below them.
+    """
     heads = (
         "ours over",
         "links",
@@ -274,15 +291,18 @@ def table(record: dict) -> str:
         "GB/s, all threads / 1",
         "foreign cores, most",
     )
-    lines = [heads, ("---",) * len(heads)]
-    for one in record["pairs"]:
-        for state in dict.fromkeys(r["links"] for r in one["rounds"]):
-            lines.append(_row(one["peer"], state, [r for r in one["rounds"] if r["links"] == state]))
+    decoding = [
+        _row(one["peer"], state, [r for r in one["rounds"] if r["links"] == state])
+        for one in record["pairs"]
+        for state in dict.fromkeys(r["links"] for r in one["rounds"])
+    ]
     size = record["sizes"]
     h, s = record["hardware"], record["software"]
-    text = ["| " + " | ".join(line) + " |" for line in lines] if record["pairs"] else []
+    text = []
+    for head, rows in ((heads, decoding), (prompts.HEADS, prompts.rows(record["pairs"]))):
+        if rows:
+            text += ["| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *rows)] + [""]
     text += [
-        "",
         (
             f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads,"
             f" {size['kv_heads']} key/value heads of {size['head_dim']}, feed-forward {size['ff']}, vocabulary"
@@ -299,22 +319,22 @@ def table(record: dict) -> str:
             f" bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after"
             " each sample."
         ),
+        (
+            "Prompts: random ids, nothing reused, tokens over the time to the first drawn one. Multiply-adds: those of"
+            f" the prompt over that time, and over what all threads make in float32 registers, medians of"
+            f" {prompts.PASSES} passes before and after each sample."
+        ),
     ]
     if record["pairs"]:
         text.append(f"- {OURS.name}: {_conditions(record['ours'], 'ours', record['pairs'][-1])}")
     text += [f"- {one['peer']}: {_conditions(one['conditions'], 'peer', one)}" for one in record["pairs"]]
-    if loud := sum(not quiet(r) for one in record["pairs"] for r in one["rounds"]):
-        rounds = sum(len(one["rounds"]) for one in record["pairs"])
+    rounds = [r for one in record["pairs"] for r in _all_rounds(one)]
+    if loud := sum(not quiet(r) for r in rounds):
         text.append(
-            f"- Not quiet: in {loud} of {rounds} rounds other processes used over {QUIET} cores; do not quote these."
+            f"- Not quiet: in {loud} of {len(rounds)} rounds others used over {QUIET} cores; do not quote these."
         )
     text += [f"- {name}: not measured, {reason}" for name, reason in record["not_measured"].items()]
     return "\n".join(text).strip()
-
-
-def quiet(one: dict) -> bool:
-    """Whether the machine was otherwise idle in a round."""
-    return all(one[who]["foreign_cores"] <= QUIET for who in ("ours", "peer"))
 
 
 def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
@@ -337,8 +357,12 @@ def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
     )
 
 
+def _all_rounds(pair: dict) -> list[dict]:
+    return [*pair["rounds"], *(r for one in pair["prompts"] for r in one["rounds"])]
+
+
 def _conditions(c: dict, who: str, pair: dict) -> str:
-    peak = pair["rounds"][-1][who]["peak_bytes"]
+    peak = max(r[who]["peak_bytes"] for r in _all_rounds(pair))
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
     return (
         f"{versions}; weights {c['weights']}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads;"

@@ -25,7 +25,7 @@ class LlamaCpp:
         of_model.n_gpu_layers, of_model.load_mode = 0, llama_cpp.LLAMA_LOAD_MODE_NONE
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), of_model)
         of_context = llama_cpp.llama_context_default_params()
-        of_context.n_ctx, of_context.n_batch = task.positions, BATCH
+        of_context.n_ctx, of_context.n_batch = max(task.positions, task.longest_prompt), BATCH
         of_context.n_threads = of_context.n_threads_batch = task.threads
         self._context = self._model and llama_cpp.llama_init_from_model(self._model, of_context)
         if not self._context:
@@ -45,18 +45,33 @@ class LlamaCpp:
     def decode(self, prompt: int, tokens: int) -> list[float]:
         ids = np.random.default_rng(0).integers(0, self._vocab, prompt).tolist()
         if self._absorbed != prompt:
-            llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
-            for start in range(0, prompt - 1, BATCH):
-                self._compute(ids[start : min(start + BATCH, prompt - 1)])
+            self._absorb(ids[:-1])
             self._absorbed = prompt
         llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1)
         times, token = [], ids[-1]
         for _ in range(tokens):
             self._compute([token])
-            logits = llama_cpp.llama_get_logits_ith(self._context, -1)
-            token = int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+            token = self._best()
             times.append(time.perf_counter())
         return times
+
+    def first(self, prompt: int) -> float:
+        ids = np.random.default_rng(1).integers(0, self._vocab, prompt).tolist()
+        self._absorbed = 0
+        start = time.perf_counter()
+        self._absorb(ids)
+        self._best()
+        return time.perf_counter() - start
+
+    def _absorb(self, ids: list[int]) -> None:
+        """Computes a prompt from the beginning."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
+        for start in range(0, len(ids), BATCH):
+            self._compute(ids[start : start + BATCH])
+
+    def _best(self) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
     def _compute(self, ids: list[int]) -> None:
         array = (llama_cpp.llama_token * len(ids))(*ids)

@@ -62,6 +62,7 @@ class OpenVino:
         )
         self._request = compiled.create_infer_request()
         self._kept: dict[int, list[np.ndarray]] = {}
+        self._vocab = task.shape.vocab
         compute, kv = (
             DTYPES[compiled.get_property(name).to_string()]
             for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
@@ -80,7 +81,7 @@ class OpenVino:
         before = max(1, prompt - 1)
         if before not in self._kept:
             self._request.reset_state()
-            self._compute(1, 0)
+            self._compute(np.array([1]), 0)
             # The cache of one token, repeated: a real prompt takes minutes where bfloat16 is emulated.
             self._kept = {
                 before: [np.repeat(state.state.data, before, axis=2) for state in self._request.query_state()]
@@ -89,17 +90,25 @@ class OpenVino:
             state.state = openvino.Tensor(kept)
         times, token = [], 1
         for position in range(before, before + tokens):
-            token = self._compute(token, position)
+            token = self._compute(np.array([token]), position)
             times.append(time.perf_counter())
         return times
 
-    def _compute(self, token: int, position: int) -> int:
-        """Computes the next token."""
+    def first(self, prompt: int) -> float:
+        ids = np.random.default_rng(1).integers(0, self._vocab, prompt)
+        self._request.reset_state()
+        start = time.perf_counter()
+        self._compute(ids, 0)
+        return time.perf_counter() - start
+
+    def _compute(self, tokens: np.ndarray, position: int) -> int:
+        """Computes the token after `tokens`, int64 [n], of which the first has that position."""
+        positions = np.arange(position, position + len(tokens))[None]
         self._request.infer(
             {
-                "input_ids": np.array([[token]]),
-                "attention_mask": np.ones((1, position + 1), np.int64),
-                "position_ids": np.array([[position]]),
+                "input_ids": tokens[None],
+                "attention_mask": np.ones((1, position + len(tokens)), np.int64),
+                "position_ids": positions,
                 "beam_idx": np.zeros(1, np.int32),
             }
         )

@@ -56,13 +56,20 @@ class Process:
 
     def decode(self, prompt: int, tokens: int) -> dict:
         """The engine's answer, see scripts/peers/protocol.py. Raises EngineError."""
+        return self._request(f"decode {prompt} {tokens}", f"decoding {tokens} tokens")
+
+    def first(self, prompt: int) -> dict:
+        """The engine's answer to a prompt of that many tokens. Raises EngineError."""
+        return self._request(f"first {prompt}", f"computing a prompt of {prompt} tokens")
+
+    def _request(self, line: str, doing: str) -> dict:
         self._signal(signal.SIGCONT)
         try:
-            self._process.stdin.write(f"decode {prompt} {tokens}\n".encode())
+            self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, which reading detects
-        answer = self._answer(f"decoding {tokens} tokens")
+        answer = self._answer(doing)
         self._signal(signal.SIGSTOP)
         return answer
 

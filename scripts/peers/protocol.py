@@ -1,9 +1,10 @@
 """The protocol between the driver and the engines' programs. Standard library only: every environment imports it.
 
 A program gets its task as JSON on the command line. It reports {"ready": conditions} when its model is loaded, and then
-answers every line `decode PROMPT TOKENS` on standard input, until that ends, with {"gaps": [...], "cpu_seconds": ...,
-"peak_bytes": ...}: seconds from each token to the next, processor time of the request, and peak resident memory so far.
-Output of libraries goes to standard error.
+answers every line on standard input, until that ends. To `decode PROMPT TOKENS` the answer is {"gaps": [...],
+"cpu_seconds": ..., "peak_bytes": ...}: seconds from each token to the next, processor time of the request, and peak
+resident memory so far. To `first PROMPT` it has "seconds", until the first token, in place of the gaps. Output of
+libraries goes to standard error.
 """
 
 import ctypes
@@ -55,12 +56,14 @@ class Task:
     """Recipe or folder with this shape."""
     shape: Shape
     positions: int
-    """Positions in the cache."""
+    """Positions in the cache while decoding."""
     threads: int
     folder: str
     """Folder for files that later runs reuse."""
     option: str = ""
     """Option of the program, one word."""
+    longest_prompt: int = 0
+    """Tokens of the longest prompt whose first token is measured."""
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -83,6 +86,9 @@ class Decoder(Protocol):
         May reuse the cache of an earlier request of the same size and compute only the prompt's last token.
         """
 
+    def first(self, prompt: int) -> float:
+        """Seconds from a request of `prompt` tokens to its first token; nothing of earlier requests is reused."""
+
 
 def serve(load: Callable[[Task], Decoder]) -> None:
     """Loads the model of the task on the command line and answers requests until standard input ends."""
@@ -100,12 +106,16 @@ def serve(load: Callable[[Task], Decoder]) -> None:
     load_seconds = time.perf_counter() - start
     send({"ready": model.conditions | {"load_seconds": load_seconds, "python": platform.python_version()}})
     for line in sys.stdin:
-        prompt, tokens = (int(word) for word in line.split()[1:])
+        verb, *sizes = line.split()
         cpu = time.process_time()
-        times = model.decode(prompt, tokens)
+        if verb == "first":
+            found = {"seconds": model.first(int(sizes[0]))}
+        else:
+            times = model.decode(*map(int, sizes))
+            found = {"gaps": [b - a for a, b in itertools.pairwise(times)]}
         send(
-            {
-                "gaps": [b - a for a, b in itertools.pairwise(times)],
+            found
+            | {
                 "cpu_seconds": time.process_time() - cpu,
                 "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             }

@@ -1,4 +1,7 @@
-"""PyTorch: a plain Llama with a cache of fixed size, compiled by inductor with frozen weights."""
+"""PyTorch: a plain Llama with a cache of fixed size, compiled by inductor with frozen weights; prompts run eagerly.
+
+A frozen program for each length of a prompt would hold a copy of all weights.
+"""
 
 import time
 
@@ -45,6 +48,23 @@ class Layer(nn.Module):
         # Query heads that share keys are passed as query positions, so that no key is repeated.
         grouped = rotate(q, cos, sin).view(1, s.kv_heads, s.heads // s.kv_heads, s.head_dim)
         x = x + F.linear(F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(1, -1), self.out)
+        return self._mlp(x)
+
+    def prompt(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [t, d] from position 0; cos and sin [t, 1, e]. Keys and values are computed and dropped."""
+        s, t = self.shape, len(x)
+        q, k, v = (
+            part.transpose(0, 1).unsqueeze(0)
+            for part in F.linear(self.attention_norm(x), self.qkv)
+            .view(t, -1, s.head_dim)
+            .split([s.heads, s.kv_heads, s.kv_heads], 1)
+        )
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+        keys, values = (part.repeat_interleave(s.heads // s.kv_heads, 1) for part in (rotate(k, cos, sin), v))
+        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, is_causal=True)
+        return self._mlp(x + F.linear(attended.squeeze(0).transpose(0, 1).reshape(t, -1), self.out))
+
+    def _mlp(self, x: Tensor) -> Tensor:
         gate, up = F.linear(self.mlp_norm(x), self.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
@@ -55,14 +75,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    def __init__(self, shape: Shape, positions: int):
+    def __init__(self, shape: Shape, positions: int, rotations: int):
+        """positions: in the cache; rotations: of the longest sequence, at least as many."""
         super().__init__()
         self.embedding = normal(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape)
         self.head = self.embedding if shape.tied else normal(shape.vocab, shape.hidden)
         frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
+        angles = torch.outer(torch.arange(rotations, dtype=torch.float32), frequencies).repeat(1, 2)
+        self.positions = positions
         self.register_buffer("cos", angles.cos().to(self.embedding.dtype))
         self.register_buffer("sin", angles.sin().to(self.embedding.dtype))
 
@@ -70,10 +92,18 @@ class Llama(nn.Module):
         """token and position int64 [1] -> the next token."""
         x = F.embedding(token, self.embedding)
         cos, sin = self.cos[position], self.sin[position]
-        mask = (torch.arange(len(self.cos)) <= position).view(1, 1, 1, -1)
+        mask = (torch.arange(self.positions) <= position).view(1, 1, 1, -1)
         for layer, k, v in zip(self.layers, keys, values, strict=True):
             x = layer(x, position, mask, cos, sin, k, v)
         return F.linear(self.norm(x), self.head).argmax(-1)
+
+    def first(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [t], a prompt -> the next token."""
+        x, rotation = F.embedding(tokens, self.embedding), (self.cos, self.sin)
+        cos, sin = (part[: len(tokens)].unsqueeze(1) for part in rotation)
+        for layer in self.layers:
+            x = layer.prompt(x, cos, sin)
+        return F.linear(self.norm(x[-1:]), self.head).argmax(-1)
 
 
 class Compiled:
@@ -84,7 +114,8 @@ class Compiled:
         wrapper = task.option == CPP_WRAPPER  # also the code around the kernels in C++
         torch._inductor.config.freezing = True
         torch._inductor.config.cpp_wrapper = wrapper
-        self._model = torch.compile(Llama(task.shape, task.positions).eval())
+        self._plain = Llama(task.shape, task.positions, max(task.positions, task.longest_prompt)).eval()
+        self._model, self._vocab = torch.compile(self._plain), task.shape.vocab
         size = (1, task.shape.kv_heads, task.positions, task.shape.head_dim)
         # A cache of full length with random contents, since computing a prompt would need a second compiled program.
         self._keys, self._values = ([torch.randn(size) for _ in range(task.shape.layers)] for _ in "kv")
@@ -95,7 +126,9 @@ class Compiled:
             "compute": "bfloat16",
             "kv": "bfloat16",
             "threads": torch.get_num_threads(),
-            "load": f"inductor, frozen{', cpp_wrapper' if wrapper else ''}, cache filled with random numbers",
+            "load": (
+                f"inductor, frozen{', cpp_wrapper' if wrapper else ''}, cache filled with random numbers; prompts eager"
+            ),
             "system": (
                 f"{torch.backends.cpu.get_cpu_capability()}, oneDNN bfloat16"
                 f" {torch.ops.mkldnn._is_mkldnn_bf16_supported()}"
@@ -110,6 +143,13 @@ class Compiled:
                 token = torch.tensor([token.item()])
                 times.append(time.perf_counter())
         return times
+
+    def first(self, prompt: int) -> float:
+        tokens = torch.randint(self._vocab, (prompt,))
+        start = time.perf_counter()
+        with torch.no_grad():
+            self._plain.first(tokens).item()
+        return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from laneformer.errors import ConfigError
 from scripts import bench_peers
 from scripts.peers import environments, gguf_file
 from scripts.peers.environments import Engine
+from scripts.peers.load import quiet
 from scripts.peers.ours import Ours
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import XLA, Shape, Task
@@ -73,6 +74,9 @@ class Fake:
             time.sleep(60)
         return [float(self.option) * n for n in range(tokens)]
 
+    def first(self, prompt):
+        return float(self.option) * prompt
+
 serve(Fake)
 """
 
@@ -114,6 +118,10 @@ def command(fakes, peers, *more):
             "5",
             "--rounds",
             "3",
+            "--prompts",
+            "16,4,999999",
+            "--prompt-rounds",
+            "2",
             "--threads",
             "2",
             "--json",
@@ -163,6 +171,13 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
     assert one["share"] == pytest.approx(25 * 2 * (weights + 2 * 32 * 2 * 11) / one["bandwidth"])
     assert one["gaps"] == pytest.approx([0.04] * 4) and one["bandwidth_1_thread"] > 0
+    # First tokens of the prompts that the context has room for; the head once, and 2.5 keys for a token on average.
+    assert "| slow | 4 | 2 | 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out and "| slow | 16 | 2 |" in out
+    assert record["prompt_lengths"] == [first["prompt_tokens"] for first in pair["prompts"]] == [4, 16]
+    two = pair["prompts"][0]["rounds"][1]["peer"]
+    work = 4 * 2 * (7 * 32 * 32 + 2 * 32 * 2.5) + 64 * 32
+    assert two["seconds"] == pytest.approx(0.16) and two["multiply_adds_per_s"] > 1e8
+    assert two["share"] == pytest.approx(work / 0.16 / two["multiply_adds_per_s"])
 
 
 def test_dead_engine_is_one_line_and_the_others_are_measured(fakes, capsys):
@@ -223,6 +238,8 @@ def test_engine_that_does_not_answer_is_killed(fakes):
         (["--peers", "absent"], "none of absent is installed; run python -m scripts.bench_peers --setup"),
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--prompts", "8,x"], "--prompts must be lengths"),
+        (["--rounds", "0", "--prompt-rounds", "0"], "leave nothing to measure"),
         (["--context", "5000"], "--context 5000"),
         (["--shape", "nosuch"], "nosuch"),
     ],
@@ -253,7 +270,7 @@ def test_noisy_rounds_are_reported():
     def one(*foreign):
         return dict(zip(("ours", "peer"), ({"foreign_cores": cores} for cores in foreign), strict=True))
 
-    assert bench_peers.quiet(one(0.05, -0.01)) and not bench_peers.quiet(one(0.0, 0.4))
+    assert quiet(one(0.05, -0.01)) and not quiet(one(0.0, 0.4))
 
 
 @pytest.fixture
@@ -273,6 +290,7 @@ def test_our_engine_decodes_with_all_layers_full(small, option):
     assert set(ours._backend.source.config.layer_windows) == {None}
     times = ours.decode(8, 5)
     assert len(times) == 5 and times == sorted(times) and times[0] < times[-1]
+    assert ours.first(8) > 0
 
 
 def test_prompt_is_computed_once(small):
