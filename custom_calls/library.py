@@ -27,7 +27,7 @@ class NativeError(RuntimeError):
     """The native library cannot be used, or has refused a call; the message says why."""
 
 
-# What a worker or a CTA did, for the trace: `Span` of cpu/decoder.h and of gpu/kernel/params.h.
+# What a worker or a CTA did, for the trace: `Span` of cpu/state.h and of gpu/kernel/params.h.
 SPAN = np.dtype([("op", np.int32), ("layer", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
 
 _ID, _INT, _LONG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p

@@ -86,13 +86,13 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   }
   const int drawn = decoder.drawn();
   for (const Operands& device : devices) {
-    std::memcpy(device.tokens, decoder.tokens.data(), drawn * sizeof(int32_t));
+    std::memcpy(device.tokens, decoder.answer().tokens.data(), drawn * sizeof(int32_t));
     std::memset(device.tokens + drawn, 0, (device.room - drawn) * sizeof(int32_t));
-    std::memcpy(device.logprobs, decoder.logprobs.data(), drawn * sizeof(float));
+    std::memcpy(device.logprobs, decoder.answer().logprobs.data(), drawn * sizeof(float));
     std::memset(device.logprobs + drawn, 0, (device.room - drawn) * sizeof(float));
     if (call.top) {
-      std::memcpy(device.top_tokens, decoder.top_tokens.data(), drawn * call.top * sizeof(int32_t));
-      std::memcpy(device.top_logprobs, decoder.top_logprobs.data(), drawn * call.top * sizeof(float));
+      std::memcpy(device.top_tokens, decoder.answer().top_tokens.data(), drawn * call.top * sizeof(int32_t));
+      std::memcpy(device.top_logprobs, decoder.answer().top_logprobs.data(), drawn * call.top * sizeof(float));
     }
     if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab_size);
     if (device.logits && device.logits != first.logits)
@@ -280,11 +280,11 @@ void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int
   const auto copy = [&](const auto& from, auto* to, int64_t each) {
     if (to && each) std::memcpy(to, from.data() + first * each, count * each * sizeof *to);
   };
-  copy(decoder->tokens, tokens, 1);
-  copy(decoder->logprobs, logprobs, 1);
-  copy(decoder->times_ns, times_ns, 1);
-  copy(decoder->top_tokens, top_tokens, top);
-  copy(decoder->top_logprobs, top_logprobs, top);
+  copy(decoder->answer().tokens, tokens, 1);
+  copy(decoder->answer().logprobs, logprobs, 1);
+  copy(decoder->answer().times_ns, times_ns, 1);
+  copy(decoder->answer().top_tokens, top_tokens, top);
+  copy(decoder->answer().top_logprobs, top_logprobs, top);
 }
 
 int64_t laneformer_packed_bytes(int64_t id) { return sessions.find(id)->packed_bytes(); }

@@ -16,7 +16,7 @@ void Worker::attention(const Attention& attention) {
   const int64_t size = 256 * ((high - low + 256 * 16 - 1) / (256 * 16)), first_chunk = low / size;
   const int chunks = (int)((high - 1) / size + 1 - first_chunk);
   int64_t first = (int64_t)first_lane_ * chunks, last = (int64_t)last_lane_ * chunks;
-  if (d_.lanes_shared_) {
+  if (d_.lanes_shared) {
     first = (int64_t)m_.lanes * chunks * index_ / count_;
     last = (int64_t)m_.lanes * chunks * (index_ + 1) / count_;
   }
@@ -31,7 +31,7 @@ void Worker::attention(const Attention& attention) {
   }
   attend_ = &op;
   chunks_ = chunks;
-  mark(Decoder::kAttend, attention.layer, began);
+  mark(kAttend, attention.layer, began);
 }
 
 // Applies the norm, of each head or of all, and the rotation to the heads at block position p, in place.
@@ -53,49 +53,49 @@ void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::
 }
 
 void Worker::queries(const plan::Attend& op, int lane) {
-  const int64_t n = (int64_t)op.heads * op.head_dim, stride = d_.projected_padded_;
+  const int64_t n = (int64_t)op.heads * op.head_dim, stride = d_.projected_padded;
   const float scale = op.scale;  // a copy: a write to q cannot change it
   for (int p = 0; p < positions_; p++) {
     float* q = q_.data() + p * n;
-    std::memcpy(q, d_.projected_.floats() + (lane * kBlock + p) * stride, n * sizeof(float));
+    std::memcpy(q, d_.projected.floats() + (lane * kBlock + p) * stride, n * sizeof(float));
     rotate(q, op.heads, op, op.q_norm, lane, p);
-    if (d_.activations_ == Activations::rounded) round_trip(q, n);
+    if (d_.activations == Activations::rounded) round_trip(q, n);
     for (int64_t i = 0; i < n; i++) q[i] *= scale;
   }
 }
 
 void Worker::round_trip(float* x, int64_t n) {
-  k_.narrow(d_.weights_, x, n, prepared_.data());
-  k_.widen(d_.weights_, prepared_.data(), n, x);
+  k_.narrow(d_.weights, x, n, prepared_.data());
+  k_.widen(d_.weights, prepared_.data(), n, x);
 }
 
 // Writes the new keys and values among first..last - 1 to the cache, then attends to these keys with all queries.
 void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window) {
   const plan::Attend& op = attention.op;
-  const int64_t e = op.head_dim, n = op.kv_heads, width = bytes_of(d_.cache_);
+  const int64_t e = op.head_dim, n = op.kv_heads, width = bytes_of(d_.cache);
   const auto cache = [&](const std::vector<void*>& caches, int lane) {
     return (char*)caches[attention.layer * m_.lanes + lane];
   };
-  char *keys = cache(d_.call_->keys, part.lane), *values = cache(d_.call_->values, part.lane);
+  char *keys = cache(d_.call->keys, part.lane), *values = cache(d_.call->values, part.lane);
   for (int64_t t = std::max(part.first, start_); t < part.last; t++) {
     const int p = (int)(t - start_);
-    const float* k = d_.projected_.floats() + (part.lane * kBlock + p) * d_.projected_padded_ + op.heads * e;
+    const float* k = d_.projected.floats() + (part.lane * kBlock + p) * d_.projected_padded + op.heads * e;
     std::memcpy(key_.data(), k, n * e * sizeof(float));
     rotate(key_.data(), op.kv_heads, op, op.k_norm, part.lane, p);
-    k_.narrow(d_.cache_, key_.data(), n * e, keys + t * n * e * width);
-    k_.narrow(d_.cache_, k + n * e, n * e, values + t * n * e * width);
+    k_.narrow(d_.cache, key_.data(), n * e, keys + t * n * e * width);
+    k_.narrow(d_.cache, k + n * e, n * e, values + t * n * e * width);
   }
-  float* out = d_.parts_.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * op.heads * (e + 2);
+  float* out = d_.parts.floats() + (int64_t)(part.lane * kChunks + chunk) * kBlock * op.heads * (e + 2);
   const int64_t ahead = next.first * n * e * width;
-  k_.attend({q_.data(), keys, values, out, d_.cache_, op.kv_heads, op.heads / op.kv_heads, (int)e, part.first,
-             part.last, start_, window, positions_, cache(d_.call_->keys, next.lane) + ahead,
-             cache(d_.call_->values, next.lane) + ahead, next.last - next.first});
+  k_.attend({q_.data(), keys, values, out, d_.cache, op.kv_heads, op.heads / op.kv_heads, (int)e, part.first, part.last,
+             start_, window, positions_, cache(d_.call->keys, next.lane) + ahead,
+             cache(d_.call->values, next.lane) + ahead, next.last - next.first});
 }
 
 // Merges the chunks' parts, in their order, into a[p][heads][head_dim], and applies the gates.
 void Worker::merge(int lane) {
   const int64_t e = attend_->head_dim, heads = attend_->heads, stride = (int64_t)kBlock * heads * (e + 2);
-  const float* parts = d_.parts_.floats() + (int64_t)lane * kChunks * stride;
+  const float* parts = d_.parts.floats() + (int64_t)lane * kChunks * stride;
   for (int64_t row = 0; row < positions_ * heads; row++) {
     const float* part = parts + row * (e + 2);
     float* a = a_.data() + row * e;
@@ -110,7 +110,7 @@ void Worker::merge(int lane) {
     for (int64_t i = 0; i < e; i++) a[i] /= sum;
   }
   for (int p = 0; p < positions_ && attend_->gated; p++)
-    k_.gate(d_.projected_.floats() + (lane * kBlock + p) * d_.projected_padded_ + attend_->values_end(), heads * e,
+    k_.gate(d_.projected.floats() + (lane * kBlock + p) * d_.projected_padded + attend_->values_end(), heads * e,
             a_.data() + p * heads * e);
 }
 

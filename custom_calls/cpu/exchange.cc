@@ -8,7 +8,7 @@
 namespace laneformer {
 
 float* Worker::kept_stream(int payload, int lane, int position) const {
-  return d_.streams_.floats() + (((int64_t)payload * m_.lanes + lane) * kBlock + position) * m_.hidden_size;
+  return d_.streams.floats() + (((int64_t)payload * m_.lanes + lane) * kBlock + position) * m_.hidden_size;
 }
 
 void Worker::keep_streams(int payload) {
@@ -62,7 +62,7 @@ void Worker::send(int module) {
 // The sum over all lanes of a payload, [B][hidden].
 const float* Worker::total(int payload) {
   const int width = m_.sums[payload].width;
-  if (!d_.mail_) {
+  if (!d_.mail) {
     wait_for(module_points_[m_.sums[payload].complete_at]);
     for (int p = 0; p < positions_; p++) {
       float* sum = total_.data() + p * m_.hidden_size;
@@ -92,22 +92,22 @@ const float* Worker::total(int payload) {
 
 void Worker::post(uint32_t tag, int64_t floats) {
   delay();
-  d_.mail_->push(index_, tag, total_.data(), floats);
+  d_.mail->push(index_, tag, total_.data(), floats);
 }
 
 void Worker::fetch(int from, uint32_t tag, int64_t floats) {
-  const int64_t began = now_ns(), limit = d_.options_.timeout_ms * 1'000'000LL;
-  const bool came = d_.mail_->pull(index_, from, tag, total_.data(), floats, [&](int64_t spins) {
+  const int64_t began = now_ns(), limit = d_.options.timeout_ms * 1'000'000LL;
+  const bool came = d_.mail->pull(index_, from, tag, total_.data(), floats, [&](int64_t spins) {
     if (spins < 64) {
       pause();
       return true;
     }
     std::this_thread::yield();
-    return !d_.stopped_.load(std::memory_order_relaxed) && now_ns() - began < limit;
+    return !d_.stopped.load(std::memory_order_relaxed) && now_ns() - began < limit;
   });
   if (!came) {
     d_.fail("lane " + std::to_string(from) + " sent nothing to lane " + std::to_string(index_) + " within " +
-            std::to_string(d_.options_.timeout_ms) + " ms");
+            std::to_string(d_.options.timeout_ms) + " ms");
     throw Stopped();
   }
   delay();
@@ -118,7 +118,7 @@ void Worker::apply(int time) {
   const int64_t began = clock(), d = m_.hidden_size;
   for (const plan::Event& event : m_.events[time]) {
     if (event.payload < 0) {
-      if (d_.lanes_shared_) wait_for(module_points_[event.module]);
+      if (d_.lanes_shared) wait_for(module_points_[event.module]);
       for (int lane = first_lane_; lane < last_lane_; lane++)
         for (int p = 0; p < positions_; p++)
           k_.add_scaled(stream(lane, p), added_output(event.module, lane, p), event.weight, d);
@@ -141,7 +141,7 @@ void Worker::apply(int time) {
         }
       }
   }
-  mark(Decoder::kExchange, time / 2, began);
+  mark(kExchange, time / 2, began);
 }
 
 }  // namespace laneformer

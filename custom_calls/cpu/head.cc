@@ -9,7 +9,7 @@ namespace laneformer {
 void Worker::head() {
   int64_t began = clock();
   const int64_t d = m_.hidden_size;
-  float* finals = d_.finals_.floats();
+  float* finals = d_.finals.floats();
   for (int lane = first_lane_; lane < last_lane_; lane++) {
     if (!owns(lane)) continue;
     const float* x = stream(lane, positions_ - 1);
@@ -19,7 +19,7 @@ void Worker::head() {
       k_.rms_norm(x, d_.small(m_.head.norm.gain, lane), m_.head.norm.eps, d, finals + lane * d);
     }
   }
-  if (d_.mail_ && m_.head.kind != plan::HeadKind::vocab_parallel) {
+  if (d_.mail && m_.head.kind != plan::HeadKind::vocab_parallel) {
     const uint32_t tag = token_tags_ + (uint32_t)m_.sums.size();
     std::memcpy(message(0), finals + index_ * d, d * sizeof(float));
     post(tag, d);
@@ -32,11 +32,11 @@ void Worker::head() {
   } else {
     meet();
   }
-  mark(Decoder::kExchange, m_.layers(), began);
+  mark(kExchange, m_.layers(), began);
 
   began = clock();
-  const char* weights = this->weights(d_.head_);
-  const int64_t rows = d_.head_.rows, columns = d_.head_.columns;
+  const char* weights = this->weights(d_.head);
+  const int64_t rows = d_.head.rows, columns = d_.head.columns;
   positions_ = 1;
   if (m_.head.kind == plan::HeadKind::replicate) {
     std::fill_n(total_.begin(), d, 0.0f);
@@ -48,13 +48,13 @@ void Worker::head() {
     }
     finals = total_.data();
   }
-  for (const Share& share : shares(d_.head_)) {
-    k_.prepare(d_.weights_, d_.activations_, finals + share.lane * d, columns, columns, 1, prepared_.data());
-    weights = times(d_.head_, share, weights, prepared_.data(), y_.data(), 0);
+  for (const Share& share : shares(d_.head)) {
+    k_.prepare(d_.weights, d_.activations, finals + share.lane * d, columns, columns, 1, prepared_.data());
+    weights = times(d_.head, share, weights, prepared_.data(), y_.data(), 0);
     const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
-    std::memcpy(d_.logits_.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
+    std::memcpy(d_.logits.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
   }
-  mark(Decoder::kHead, m_.layers(), began);
+  mark(kHead, m_.layers(), began);
 }
 
 }  // namespace laneformer

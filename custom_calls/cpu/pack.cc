@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "decoder.h"
 #include "worker.h"
 
 namespace laneformer {
@@ -84,6 +85,18 @@ class First {
 
 }  // namespace
 
+// Where each matrix lies.
+void Decoder::find_places() {
+  places_.resize(plan().weights.size());
+  for (size_t m = 0; m < state_.modules.size(); m++)
+    for (size_t i = 0; i < state_.modules[m].size(); i++)
+      if (const auto* product = std::get_if<Product>(&state_.modules[m][i]))
+        for (const plan::Matrix& matrix : std::get<plan::Product>(plan().modules[m][i]).matrices)
+          places_[matrix.weight].push_back(
+              {product, product->gated ? 0 : matrix.first, product->gated && matrix.first > 0});
+  places_[plan().head.weight].push_back({&state_.head, 0, false});
+}
+
 // Packs all rows of a weight, for each lane. Returns the place of the first value that is not finite, or a larger
 // number.
 int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
@@ -96,8 +109,8 @@ int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const v
     std::vector<char> row(stretch * 4);
     char* unit = workers_[w]->weights(product);
     for (const Share& share : workers_[w]->shares(product))
-      for (int64_t u = share.first; u < share.last; u++, unit += product.unit_bytes(weights_)) {
-        char* tile = unit + (rows.second ? tile_bytes(weights_, product.columns) : 0);
+      for (int64_t u = share.first; u < share.last; u++, unit += product.unit_bytes(state_.weights)) {
+        char* tile = unit + (rows.second ? tile_bytes(state_.weights, product.columns) : 0);
         for (int64_t r = 0; r < kTile; r++) {
           const int64_t source = u * kTile + r - rows.first;
           if (source < 0 || source >= count) continue;
@@ -105,16 +118,16 @@ int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const v
             const int64_t lane = stretches > 1 ? s : weight.lane_sharded ? share.lane : 0;
             const int64_t begin = (lane * count + source) * stretch;
             const char* from = (const char*)data + begin * bytes_of(dtype);
-            if (dtype != weights_) {
-              kernels_->widen(dtype, from, stretch, wide.data());
-              kernels_->narrow(weights_, wide.data(), stretch, row.data());
+            if (dtype != state_.weights) {
+              state_.kernels->widen(dtype, from, stretch, wide.data());
+              state_.kernels->narrow(state_.weights, wide.data(), stretch, row.data());
               from = row.data();
             }
             const bool finite =
-                weights_ == Dtype::f32
-                    ? place_row(weights_, r, s * stretch, (const uint32_t*)from, stretch, (uint32_t*)tile)
-                    : place_row(weights_, r, s * stretch, (const uint16_t*)from, stretch, (uint16_t*)tile);
-            if (!finite) first.found(begin + not_finite(weights_, from, stretch));
+                state_.weights == Dtype::f32
+                    ? place_row(state_.weights, r, s * stretch, (const uint32_t*)from, stretch, (uint32_t*)tile)
+                    : place_row(state_.weights, r, s * stretch, (const uint16_t*)from, stretch, (uint16_t*)tile);
+            if (!finite) first.found(begin + not_finite(state_.weights, from, stretch));
           }
         }
       }
@@ -123,32 +136,32 @@ int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const v
 }
 
 int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) {
-  if (number < 0 || number >= (int)plan_.weights.size())
+  if (number < 0 || number >= (int)plan().weights.size())
     throw std::runtime_error("the model has no weight " + std::to_string(number));
-  const plan::Weight& weight = plan_.weights[number];
-  const int64_t lanes = weight.lane_sharded ? plan_.lanes : 1, each = weight.elements();
+  const plan::Weight& weight = plan().weights[number];
+  const int64_t lanes = weight.lane_sharded ? plan().lanes : 1, each = weight.elements();
   if (count != lanes * each)
     throw std::runtime_error("weight " + std::to_string(number) + " has " + std::to_string(count) +
                              " elements, the model's has " + std::to_string(lanes * each));
   First first;
   if (!weight.is_matrix())
     for (int64_t lane = 0; lane < lanes; lane++) {
-      float* to = small_.data() + weight.offset + lane * weight.stride;
-      kernels_->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each, to);
+      float* to = state_.small_weights.data() + weight.offset + lane * weight.stride;
+      state_.kernels->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each, to);
       const int64_t finite = not_finite(Dtype::f32, to, each);
       if (finite < each) first.found(lane * each + finite);
     }
   for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));
-  if (number == plan_.embedding) {
-    embedding_dtype_ = dtype;
-    if (number != plan_.head.weight || dtype != weights_) {
+  if (number == plan().embedding) {
+    state_.embedding_dtype = dtype;
+    if (number != plan().head.weight || dtype != state_.weights) {
       const int64_t bytes = each * bytes_of(dtype);
-      embedding_ = Region(bytes);
+      state_.embedding = Region(bytes);
       on_all([&](int w) {
         const int64_t size = bytes_of(dtype), last = each * (w + 1) / threads();
         for (int64_t k = each * w / threads(); k < last; k += kPiece) {  // tested while it is in the cache
           const int64_t n = std::min(kPiece, last - k);
-          std::memcpy(embedding_.data + k * size, (const char*)data + k * size, n * size);
+          std::memcpy(state_.embedding.data + k * size, (const char*)data + k * size, n * size);
           const int64_t finite = not_finite(dtype, (const char*)data + k * size, n);
           if (finite < n) first.found(k + finite);
         }
@@ -159,26 +172,21 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
 }
 
 int64_t Decoder::packed_bytes() const {
-  int64_t bytes = embedding_.bytes;
+  int64_t bytes = state_.embedding.bytes;
   for (const auto& worker : workers_) bytes += worker->packed_bytes();
   return bytes;
 }
 
 // Widens a row of the embedding table to float32.
-void Decoder::embed(int32_t token, float* row) const {
-  const int64_t d = plan_.hidden_size;
-  if (embedding_.data) {
-    kernels_->widen(embedding_dtype_, embedding_.data + token * d * bytes_of(embedding_dtype_), d, row);
+void DecodeState::embed(int32_t token, float* row) const {
+  const int64_t d = plan.hidden_size;
+  if (embedding.data) {
+    kernels->widen(embedding_dtype, embedding.data + token * d * bytes_of(embedding_dtype), d, row);
     return;
   }
-  const int64_t tile = token / kTile, r = token % kTile;  // the head's rows are the table
-  const char* data = nullptr;
-  for (const auto& worker : workers_)
-    for (const Share& share : worker->shares(head_))
-      if (share.first <= tile && tile < share.last)
-        data = worker->weights(head_) + (tile - share.first) * head_.unit_bytes(weights_);
+  const char* tile = head_tiles[token / kTile];  // the head's rows are the table
   for (int64_t k = 0; k < d; k++)
-    kernels_->widen(weights_, data + place(weights_, r, k) * bytes_of(weights_), 1, row + k);
+    kernels->widen(weights, tile + place(weights, token % kTile, k) * bytes_of(weights), 1, row + k);
 }
 
 }  // namespace laneformer

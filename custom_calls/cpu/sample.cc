@@ -59,12 +59,12 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
 
 bool Worker::sample(int64_t position) {
   const int64_t began = clock();
-  const Call& call = *d_.call_;
+  const Call& call = *d_.call;
   const Sampling& s = call.sampling;
   const int64_t first = vocab_first_, count = vocab_last_ - first;
-  float *logits = d_.logits_.floats(), *z = d_.z_.floats();
-  Decoder::Packet& own = d_.packets_[index_];
-  if (index_ == 0) d_.cancelled_[2] = d_.cancel_.load(std::memory_order_relaxed);
+  float *logits = d_.logits.floats(), *z = d_.z.floats();
+  DecodeState::Packet& own = d_.packets[index_];
+  if (index_ == 0) d_.cancelled[2] = d_.cancel.load(std::memory_order_relaxed);
   k_.temper(logits + first, call.seen + first, s.repetition_penalty, s.temperature, count, z + first);
   own.largest = k_.largest(logits + first, count);
   own.largest_z = k_.largest(z + first, count);
@@ -72,31 +72,31 @@ bool Worker::sample(int64_t position) {
     std::memcpy(call.logits + (int64_t)drawn_ * m_.vocab_size + first, logits + first, count * sizeof(float));
   meet();
 
-  float largest = d_.packets_[0].largest, largest_z = d_.packets_[0].largest_z;
-  for (const Decoder::Packet& packet : d_.packets_) {
+  float largest = d_.packets[0].largest, largest_z = d_.packets[0].largest_z;
+  for (const DecodeState::Packet& packet : d_.packets) {
     if (packet.largest > largest || std::isnan(packet.largest)) largest = packet.largest;
     largest_z = std::max(largest_z, packet.largest_z);
   }
   const bool filtered = s.temperature > 0 && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0);
   if (filtered) {
-    if (index_ == 0) d_.least_ = threshold(largest_z);
+    if (index_ == 0) d_.least = threshold(largest_z);
     meet();
   }
   own.sum = k_.sum_exp(logits + first, largest, count);
   own.best =
-      k_.draw(z, filtered ? d_.least_ : -INFINITY, s.temperature > 0, s.key, (uint32_t)position, first, vocab_last_);
+      k_.draw(z, filtered ? d_.least : -INFINITY, s.temperature > 0, s.key, (uint32_t)position, first, vocab_last_);
   meet();
 
   uint64_t sum = 0;
   Best best = {-INFINITY, -1};
-  for (const Decoder::Packet& packet : d_.packets_) {
+  for (const DecodeState::Packet& packet : d_.packets) {
     sum += packet.sum;
     if (packet.best.token >= 0 && (best.token < 0 || packet.best.value > best.value))
       best = packet.best;  // workers are in order of ids
   }
   const int32_t token = std::max(best.token, 0);  // no token where no logit is a number; the log-probability is NaN
-  if (d_.cancelled_[2]) {
-    if (index_ == 0) d_.end_ = End::cancelled;
+  if (d_.cancelled[2]) {
+    if (index_ == 0) d_.end = End::cancelled;
     return false;
   }
   const bool stop = std::find(call.stops.begin(), call.stops.end(), token) != call.stops.end();
@@ -104,22 +104,22 @@ bool Worker::sample(int64_t position) {
   if (index_ == 0) {
     const float lse = std::isnan(largest) ? largest : (float)((double)largest + std::log((double)sum * 0x1p-40));
     call.seen[token] = 1;
-    d_.logprobs[drawn_ - 1] = logits[token] - lse;
+    d_.answer.logprobs[drawn_ - 1] = logits[token] - lse;
     if (call.top) best_tokens(lse);
-    d_.times_ns[drawn_ - 1] = now_ns();
-    d_.end_ = stop ? End::stop : End::length;
-    d_.tokens[drawn_ - 1] = token;
-    d_.count_.raise((uint32_t)drawn_);
+    d_.answer.times_ns[drawn_ - 1] = now_ns();
+    d_.end = stop ? End::stop : End::length;
+    d_.answer.tokens[drawn_ - 1] = token;
+    d_.count.raise((uint32_t)drawn_);
   }
   meet();  // the others may now read the token
-  mark(Decoder::kSample, m_.layers(), began);
+  mark(kSample, m_.layers(), began);
   return !stop && drawn_ < call.limit;
 }
 
 // The filters' threshold on z; -inf keeps every token.
 float Worker::threshold(float best) {
-  const Sampling& s = d_.call_->sampling;
-  const float* z = d_.z_.floats();
+  const Sampling& s = d_.call->sampling;
+  const float* z = d_.z.floats();
   float least = -INFINITY;
   if (s.top_k > 0) least = largest_reaching(z, m_.vocab_size, s.top_k, [](int64_t) { return uint64_t{1}; });
   if (s.top_p < 1) {
@@ -135,10 +135,10 @@ float Worker::threshold(float best) {
 
 // Writes the most likely tokens, lowest id first among equals.
 void Worker::best_tokens(float lse) {
-  const int n = d_.call_->top;
-  const float* logits = d_.logits_.floats();
-  int32_t* tokens = d_.top_tokens.data() + (int64_t)(drawn_ - 1) * n;
-  float* logprobs = d_.top_logprobs.data() + (int64_t)(drawn_ - 1) * n;
+  const int n = d_.call->top;
+  const float* logits = d_.logits.floats();
+  int32_t* tokens = d_.answer.top_tokens.data() + (int64_t)(drawn_ - 1) * n;
+  float* logprobs = d_.answer.top_logprobs.data() + (int64_t)(drawn_ - 1) * n;
   int found = 0;
   for (int32_t token = 0; token < m_.vocab_size; token++) {
     if (found == n && !(logits[token] > logits[tokens[n - 1]])) continue;

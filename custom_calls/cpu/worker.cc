@@ -29,40 +29,45 @@ class FlushToZero {
 
 }  // namespace
 
-Worker::Worker(Decoder& decoder, int index, int count)
-    : d_(decoder),
-      m_(decoder.plan_),
-      k_(*decoder.kernels_),
+Worker::Worker(DecodeState& state, int index)
+    : d_(state),
+      m_(state.plan),
+      k_(*state.kernels),
+      progress_(state.progress[index]),
       index_(index),
-      count_(count),
-      first_lane_(m_.lanes * index / count),
-      last_lane_((m_.lanes * (index + 1) + count - 1) / count),
+      count_(state.threads),
+      first_lane_(m_.lanes * index / count_),
+      last_lane_((m_.lanes * (index + 1) + count_ - 1) / count_),
       random_(0x9E3779B97F4A7C15u * (index + 1)) {
   int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, kv_heads = 0;
-  for (const Product* product : d_.products_) {
+  for (const Product* product : d_.products) {
     const int64_t per_lane = product->units(), all = per_lane * product->lanes;
     Packed& packed = packed_.emplace_back();
     packed.offset = bytes;
-    for (int64_t first = all * index / count, last = all * (index + 1) / count; first < last;) {
+    for (int64_t first = all * index / count_, last = all * (index + 1) / count_; first < last;) {
       const int64_t lane = first / per_lane, end = std::min(last, (lane + 1) * per_lane);
       packed.shares.push_back({(int)lane, first - lane * per_lane, end - lane * per_lane});
       first = end;
     }
     for (const Share& share : packed.shares) {
-      bytes += (share.last - share.first) * product->unit_bytes(d_.weights_);
+      bytes += (share.last - share.first) * product->unit_bytes(d_.weights);
       const int64_t rows = kTile * (share.last - share.first);
       if (product->gated) rows_of_y = std::max(rows_of_y, 2 * rows * kBlock);
-      if (product == &d_.head_) rows_of_y = std::max(rows_of_y, rows);
+      if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows);
     }
     widest = std::max(widest, product->columns);
   }
   stream_ = Region(bytes);
-  const std::vector<Share>& vocab = shares(d_.head_);
+  const std::vector<Share>& vocab = shares(d_.head);
   if (!vocab.empty()) {
     const Share &front = vocab.front(), &back = vocab.back();
-    vocab_first_ = front.lane * d_.head_.rows + front.first * kTile;
-    vocab_last_ = back.lane * d_.head_.rows + std::min(d_.head_.rows, back.last * kTile);
+    vocab_first_ = front.lane * d_.head.rows + front.first * kTile;
+    vocab_last_ = back.lane * d_.head.rows + std::min(d_.head.rows, back.last * kTile);
   }
+  const char* tile = weights(d_.head);
+  for (const Share& share : vocab)
+    for (int64_t unit = share.first; unit < share.last; unit++, tile += d_.head.unit_bytes(d_.weights))
+      if (share.lane == 0) d_.head_tiles[unit] = tile;
 
   const int64_t d = m_.hidden_size;
   for (int layer = 0; layer < m_.layers(); layer++) {
@@ -86,7 +91,7 @@ Worker::Worker(Decoder& decoder, int index, int count)
   share_.resize(d);
   module_points_.resize(m_.modules.size());
   if (index == 0) weights_of_.resize(m_.vocab_size);
-  if (d_.options_.one_thread_per_lane) {
+  if (d_.options.one_thread_per_lane) {
     received_.resize(m_.sums.size() * kBlock * d);
     has_.resize(m_.sums.size());
   }
@@ -103,9 +108,9 @@ void Worker::reset() {
 }
 
 void Worker::delay() {
-  if (d_.options_.chaos_us == 0) return;
+  if (d_.options.chaos_us == 0) return;
   random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-  const int64_t until = now_ns() + (int64_t)(random_ % (1000ull * d_.options_.chaos_us));
+  const int64_t until = now_ns() + (int64_t)(random_ % (1000ull * d_.options.chaos_us));
   while (now_ns() < until) std::this_thread::yield();
 }
 
@@ -118,14 +123,14 @@ uint32_t Worker::arrive() {
 void Worker::wait_for(uint32_t point) {
   const auto crowded = [&] {  // by any worker that is behind, not only by the one that is waited for first
     const int here = this_core();
-    return std::any_of(d_.workers_.begin(), d_.workers_.end(),
-                       [&](const auto& worker) { return worker->progress_.needs(here, point); });
+    return std::any_of(&d_.progress[0], &d_.progress[count_],
+                       [&](const Counter& progress) { return progress.needs(here, point); });
   };
-  const int64_t timeout_ns = d_.options_.timeout_ms * 1'000'000LL;
+  const int64_t timeout_ns = d_.options.timeout_ms * 1'000'000LL;
   for (int w = 0; w < count_; w++)
-    if (w != index_ && !d_.workers_[w]->progress_.wait(point, d_.stopped_, timeout_ns, d_.spin_ns_, crowded)) {
+    if (w != index_ && !d_.progress[w].wait(point, d_.stopped, timeout_ns, d_.spin_ns, crowded)) {
       d_.fail("worker " + std::to_string(w) + " of " + std::to_string(count_) + " timed out at the barrier after " +
-              std::to_string(d_.options_.timeout_ms) + " ms");
+              std::to_string(d_.options.timeout_ms) + " ms");
       throw Stopped();
     }
   delay();
@@ -146,7 +151,7 @@ void Worker::mark(int op, int layer, int64_t began) {
 
 void Worker::generate() {
   const FlushToZero flush;
-  const Call& call = *d_.call_;
+  const Call& call = *d_.call;
   try {
     const int64_t n = (int64_t)call.prompt.size();
     for (int64_t i = 0; i < n; i += kBlock) {
@@ -154,21 +159,21 @@ void Worker::generate() {
       step(call.prompt.data() + i, call.start + i, positions, i + positions == n);
       if (i + positions == n) break;
       const int turn = blocks_++ % 2;
-      if (index_ == 0) d_.cancelled_[turn] = d_.cancel_.load(std::memory_order_relaxed);
+      if (index_ == 0) d_.cancelled[turn] = d_.cancel.load(std::memory_order_relaxed);
       meet();
-      if (index_ == 0) d_.absorbed_ = i + positions;
-      if (d_.cancelled_[turn]) {
-        if (index_ == 0) d_.end_ = End::cancelled;
+      if (index_ == 0) d_.absorbed = i + positions;
+      if (d_.cancelled[turn]) {
+        if (index_ == 0) d_.end = End::cancelled;
         return;
       }
     }
-    if (index_ == 0) d_.absorbed_ = n;
+    if (index_ == 0) d_.absorbed = n;
     for (int64_t position = call.start + n; sample(position); position++) {
-      const int32_t token = d_.tokens[drawn_ - 1];
+      const int32_t token = d_.answer.tokens[drawn_ - 1];
       step(&token, position, 1, true);
     }
   } catch (const Stopped&) {
-    if (index_ == 0) d_.end_ = End::failed;
+    if (index_ == 0) d_.end = End::failed;
   }
 }
 
@@ -190,7 +195,7 @@ void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last
       }
     }
   }
-  mark(Decoder::kEmbed, 0, began);
+  mark(kEmbed, 0, began);
   std::fill(has_.begin(), has_.end(), 0);
   token_tags_ = tags_;
   tags_ += (uint32_t)m_.sums.size() + 1;
@@ -200,7 +205,7 @@ void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last
       if (m_.sums[i].stream_mean && m_.sums[i].complete_at == t) keep_streams((int)i);
     module(t);
     module_points_[t] = arrive();
-    if (d_.mail_) send(t);
+    if (d_.mail) send(t);
     apply(t);
   }
   apply(modules);
@@ -210,7 +215,7 @@ void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last
 // Between two ops of a module, workers that share lanes meet: one reads what the others have written.
 void Worker::module(int number) {
   bool first = true;
-  for (const Op& op : d_.modules_[number]) {
+  for (const Op& op : d_.modules[number]) {
     if (!first) meet_if_shared();
     first = false;
     if (const auto* product = std::get_if<Product>(&op)) {
@@ -237,28 +242,28 @@ const float* Worker::vector_of(const Product& product, int lane) {
   } else {
     x = target(product.reads, 0, lane, &stride);
   }
-  k_.prepare(d_.weights_, d_.activations_, x, stride, product.columns, positions_, prepared_.data());
+  k_.prepare(d_.weights, d_.activations, x, stride, product.columns, positions_, prepared_.data());
   return prepared_.data();
 }
 
 // Where a lane's rows of a value are for position 0; stride: from one position to the next.
 float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) const {
   if (value == plan::Value::output) {
-    *stride = d_.output_padded_;
+    *stride = d_.output_padded;
     return output(module, lane, 0);
   }
   const bool hidden = value == plan::Value::hidden;
-  *stride = hidden ? d_.hidden_padded_ : d_.projected_padded_;
-  return (hidden ? d_.hiddens_ : d_.projected_).floats() + lane * kBlock * *stride;
+  *stride = hidden ? d_.hidden_padded : d_.projected_padded;
+  return (hidden ? d_.hiddens : d_.projected).floats() + lane * kBlock * *stride;
 }
 
 // One share of a product, from its packed weights on; returns those of the next share.
 const char* Worker::times(const Product& product, const Share& share, const char* weights, const float* prepared,
                           float* y, int64_t ldy) {
   const int64_t units = share.last - share.first;
-  k_.product(d_.weights_, d_.activations_, weights, prepared, product.columns, product.gated ? 2 * units : units,
+  k_.product(d_.weights, d_.activations, weights, prepared, product.columns, product.gated ? 2 * units : units,
              positions_, y, ldy);
-  return weights + units * product.unit_bytes(d_.weights_);
+  return weights + units * product.unit_bytes(d_.weights);
 }
 
 void Worker::multiply(const Product& product, int module) {
@@ -286,7 +291,7 @@ void Worker::multiply(const Product& product, int module) {
     for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
       k_.activate(product.activation, false, y + p * stride + first, units, y + p * stride + first);
   }
-  mark(Decoder::kProducts + product.name, module / 2, began);
+  mark(kProducts + product.name, module / 2, began);
 }
 
 }  // namespace laneformer

@@ -4,13 +4,13 @@
 
 #include <vector>
 
-#include "decoder.h"
+#include "state.h"
 
 namespace laneformer {
 
 class Worker {
  public:
-  Worker(Decoder& decoder, int index, int count);
+  Worker(DecodeState& state, int index);
 
   const std::vector<Share>& shares(const Product& product) const { return packed_[product.number].shares; }
   char* weights(const Product& product) const { return stream_.data + packed_[product.number].offset; }
@@ -34,7 +34,7 @@ class Worker {
   void wait_for(uint32_t point);
   void meet() { wait_for(arrive()); }
   void meet_if_shared() {
-    if (d_.lanes_shared_) meet();
+    if (d_.lanes_shared) meet();
   }
   void delay();
 
@@ -76,16 +76,17 @@ class Worker {
   int64_t clock() const { return tracing_ ? now_ns() : 0; }
 
   float* output(int module, int lane, int position) const {
-    return d_.outputs_.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.output_padded_;
+    return d_.outputs.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.output_padded;
   }
   float* stream(int lane, int position) {
     return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden_size;
   }
   bool owns(int lane) const { return lane * count_ / m_.lanes == index_; }  // the first worker that has the lane
 
-  Decoder& d_;
+  DecodeState& d_;
   const plan::Plan& m_;
   const Kernels& k_;
+  Counter& progress_;
   const int index_, count_;
   const int first_lane_, last_lane_;  // first <= lane < last
   struct Packed {
@@ -96,7 +97,6 @@ class Worker {
   Region stream_;
   int64_t vocab_first_ = 0, vocab_last_ = 0;
 
-  Counter progress_;
   uint32_t point_ = 0;
   std::vector<uint32_t> module_points_;  // the point at which its output of that module is written
   uint32_t tags_ = 1, token_tags_ = 1;   // of exchanges by message

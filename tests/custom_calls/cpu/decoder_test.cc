@@ -179,7 +179,7 @@ Result generate(Decoder& decoder, int prompt = 17, int limit = 12) {
   Buffers buffers(decoder.plan(), prompt, limit);
   const End end = decoder.run(buffers.call);
   CHECK(end == End::length && decoder.drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.drawn());
-  return {decoder.tokens, decoder.top_tokens, buffers.logits, decoder.logprobs};
+  return {decoder.answer().tokens, decoder.answer().top_tokens, buffers.logits, decoder.answer().logprobs};
 }
 
 void same(const Result& a, const Result& b, const char* what) {
@@ -229,7 +229,8 @@ void cancelling(bool messages) {
   std::thread other([&] {
     while (seen < 3) seen = decoder.wait(seen, 50);
     for (int32_t i = 0; i < seen; i++)
-      CHECK(decoder.tokens[i] >= 0 && decoder.tokens[i] < kVocab, "token %d is %d", i, decoder.tokens[i]);
+      CHECK(decoder.answer().tokens[i] >= 0 && decoder.answer().tokens[i] < kVocab, "token %d is %d", i,
+            decoder.answer().tokens[i]);
     decoder.cancel();
   });
   const End end = decoder.run(buffers.call);

@@ -1,0 +1,177 @@
+// What the worker threads of a decode kernel share: the model, where its weights lie, the buffers between ops, and the
+// running call. Plain data: workers write it between the points at which they meet (worker.h).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "../common/plan.h"
+#include "exchange.h"
+#include "kernels/kernels.h"
+#include "sync.h"
+
+namespace laneformer {
+
+struct Options {
+  int threads = 1;
+  bool one_thread_per_lane = false;  // exchange by tagged messages, as between GPUs
+  int chaos_us = 0;                  // random delays up to this at every exchange, for tests
+  int timeout_ms = 60'000;           // for a worker or a device that is missing
+  std::string instructions;          // empty: the best that this machine has
+};
+
+struct Sampling {
+  float temperature, top_p, min_p, repetition_penalty;
+  int32_t top_k;
+  uint32_t key[2];
+};
+
+struct Call {
+  std::vector<int32_t> prompt;
+  int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
+  int32_t limit = 0, top = 0;
+  Sampling sampling{};
+  std::vector<int32_t> stops;
+  std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
+  uint8_t* seen = nullptr;          // [vocab], updated
+  float* logits = nullptr;          // [limit][vocab] or null: for tests
+};
+
+enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
+
+// A range of tiles of one lane: a worker's share of a matrix.
+struct Share {
+  int lane;
+  int64_t first, last;
+};
+
+// A matrix product as it is packed: tiles of kTile rows, those of a gate and of its partner one after the other.
+struct Product {
+  int number, name;       // number: among the products of the model, in the order of the stream; the head's is the last
+  int lanes;              // that have a matrix
+  int64_t rows, columns;  // of each, rows of a gate and its partner counted once
+  bool gated;
+  Activation activation;
+  plan::Value reads, writes;
+  plan::Norm norm;
+  bool normed;
+  struct Bias {
+    plan::Vector vector;
+    int64_t first;  // row
+  };
+  std::vector<Bias> biases;
+
+  int64_t units() const { return (rows + kTile - 1) / kTile; }  // what workers share out: tiles, or pairs of them
+  int64_t unit_bytes(Dtype dtype) const { return tile_bytes(dtype, columns) * (gated ? 2 : 1); }
+};
+
+struct Attention {
+  int layer;  // whose cache it reads and writes
+  plan::Attend op;
+};
+
+using Op = std::variant<Product, Attention>;
+
+struct Region {  // memory that grows page by page as it is written
+  Region() = default;
+  explicit Region(int64_t bytes);
+  ~Region();
+  Region(Region&& other) noexcept : data(other.data), bytes(other.bytes) { other.data = nullptr; }
+  Region& operator=(Region&& other) noexcept;
+  char* data = nullptr;
+  int64_t bytes = 0;
+  float* floats() const { return (float*)data; }
+};
+
+struct Span {  // one op of one worker, for the trace
+  int32_t op, layer;
+  int64_t begin_ns, end_ns;
+};
+
+// Ops of a trace (custom_calls/cpu/session.py): a layer's products follow, by laneformer.ops.ProductName.
+enum TraceOp { kEmbed, kAttend, kExchange, kSample, kHead, kProducts };
+
+constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
+constexpr int kChunks = 18;  // parts of a lane's keys that are attended to apart
+
+struct Answer {  // a place for each token of a call
+  std::vector<int32_t> tokens, top_tokens;
+  std::vector<float> logprobs, top_logprobs;
+  std::vector<int64_t> times_ns;
+};
+
+struct DecodeState {
+  DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for what this machine cannot run
+
+  const plan::Attend& attend_of(int layer) const;  // whose keys and values are the layer's cache
+  const float* small(const plan::Vector& vector, int lane) const {
+    return small_weights.data() + vector.offset + lane * vector.stride;
+  }
+  void embed(int32_t token, float* row) const;  // a row of the embedding table in float32
+  void fail(const std::string& why);            // ends the call for all workers
+
+  const plan::Plan plan;
+  const Options options;
+  const Kernels* const kernels;
+  const Dtype weights, cache;
+  const Activations activations;
+  const int threads;
+  const bool lanes_shared;              // whether workers share lanes, and so meet after every op
+  const int64_t spin_ns;                // before a waiting worker sleeps
+  std::unique_ptr<Counter[]> progress;  // of each worker: the point that it has reached
+
+  std::vector<std::vector<Op>> modules;  // two of each layer
+  std::vector<const Product*> products;  // by number
+  Product head{};
+
+  // Weights that are not streamed.
+  Region embedding;  // [vocab_size][hidden_size] as stored; empty when the head is the same matrix
+  Dtype embedding_dtype = Dtype::f32;
+  std::vector<float> small_weights;
+  std::vector<const char*> head_tiles;  // of lane 0's matrix, in the workers' streams
+
+  // Buffers. B: kBlock.
+  int64_t output_padded = 0, hidden_padded = 0, projected_padded = 0;  // floats of a position, over all layers
+  Region outputs;                                                      // [modules][lanes][B][output_padded]
+  Region streams;    // [sums][lanes][B][hidden_size], touched for those with a mean
+  Region projected;  // [lanes][B][projected_padded]
+  Region parts;      // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
+  Region hiddens;    // [lanes][B][hidden_padded]
+  Region finals;     // [lanes][hidden_size]
+  Region logits, z;  // [vocab]: as the model makes them; with penalty and temperature
+  struct alignas(128) Packet {
+    float largest, largest_z;
+    uint64_t sum;
+    Best best;
+  };
+  std::vector<Packet> packets;
+  float least = 0;  // of the filters
+  std::unique_ptr<Mailboxes> mail;
+
+  // The running call.
+  const Call* call = nullptr;
+  Answer answer;
+  Counter count;         // tokens drawn
+  int64_t absorbed = 0;  // tokens of the prompt that are in the cache
+  End end = End::length;
+  std::atomic<int> cancel{0};
+  // `cancel` as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens.
+  int cancelled[3] = {};
+  std::atomic<int> stopped{0};
+  std::mutex reason_lock;
+  std::string reason;
+
+ private:
+  void make_ops();
+  void make_buffers();
+};
+
+int default_threads();  // the cores that this process may use
+
+}  // namespace laneformer
