@@ -18,14 +18,14 @@ void Worker::keep_streams(int payload) {
         std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
 }
 
-// A module's output as the schedule adds and sends it: under the norm of the lane's own output, where it has one. Valid
-// until the next call.
-const float* Worker::added_output(int module, int lane, int position) {
+// A module's output as the schedule adds and sends it: under the norm of the lane's own output, where it has one, in
+// `space`.
+const float* Worker::added_output(int module, int lane, int position, float* space) {
   const float* raw = output(module, lane, position);
   const plan::OutputNorm* own = plan::output_norm(m_.modules[module]);
   if (own == nullptr || own->of_sum) return raw;
-  k_.rms_norm(raw, d_.small(own->norm.gain, lane), own->norm.eps, m_.hidden_size, h_.data());
-  return h_.data();
+  k_.rms_norm(raw, d_.small(own->norm.gain, lane), own->norm.eps, m_.hidden_size, space);
+  return space;
 }
 
 // The norm of a sum over the lanes [hidden_size], in place, where its module has one.
@@ -34,19 +34,20 @@ void Worker::norm_sum(const plan::Sum& sum, float* total) {
   if (of != nullptr && of->of_sum) k_.rms_norm(total, d_.small(of->norm.gain, 0), of->norm.eps, m_.hidden_size, total);
 }
 
-// A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean.
-const float* Worker::share_of(int payload, int lane, int position) {
+// A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean; in `space`,
+// unless it is an output as it lies.
+const float* Worker::share_of(int payload, int lane, int position, float* space) {
   const plan::Sum& sum = m_.sums[payload];
   if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
-    return added_output(sum.parts[0].module, lane, position);
-  std::fill_n(share_.begin(), sum.width, 0.0f);
+    return added_output(sum.parts[0].module, lane, position, space);
+  std::fill_n(space, sum.width, 0.0f);
   for (const plan::Part& part : sum.parts)
-    k_.add_scaled(share_.data(), added_output(part.module, lane, position), part.weight, sum.width);
+    k_.add_scaled(space, added_output(part.module, lane, position, h_.data()), part.weight, sum.width);
   if (sum.stream_mean) {
     const float* kept = kept_stream(payload, lane, position);
-    for (int i = 0; i < sum.width; i++) share_[i] += kept[i] / (float)m_.lanes;
+    for (int i = 0; i < sum.width; i++) space[i] += kept[i] / (float)m_.lanes;
   }
-  return share_.data();
+  return space;
 }
 
 // Exchange by message: sends the lane's shares of the sums that this module's output completes.
@@ -54,7 +55,7 @@ void Worker::send(int module) {
   for (size_t i = 0; i < m_.sums.size(); i++) {
     if (m_.sums[i].complete_at != module) continue;
     for (int p = 0; p < positions_; p++)
-      std::memcpy(message(p), share_of((int)i, index_, p), m_.sums[i].width * sizeof(float));
+      std::memcpy(message(p), share_of((int)i, index_, p, share_.data()), m_.sums[i].width * sizeof(float));
     post(token_tags_ + (uint32_t)i, positions_ * (int64_t)m_.hidden_size);
   }
 }
@@ -64,10 +65,12 @@ const float* Worker::total(int payload) {
   const int width = m_.sums[payload].width;
   if (!d_.mail) {
     wait_for(module_points_[m_.sums[payload].complete_at]);
+    std::fill_n(factors_.begin(), m_.lanes, 1.0f);
     for (int p = 0; p < positions_; p++) {
       float* sum = total_.data() + p * m_.hidden_size;
-      std::memcpy(sum, share_of(payload, 0, p), width * sizeof(float));
-      for (int lane = 1; lane < m_.lanes; lane++) k_.add_scaled(sum, share_of(payload, lane, p), 1.0f, width);
+      for (int lane = 0; lane < m_.lanes; lane++)
+        added_[lane] = share_of(payload, lane, p, share_.data() + lane * m_.hidden_size);
+      k_.add_parts(added_.data(), factors_.data(), m_.lanes, false, width, sum);
       norm_sum(m_.sums[payload], sum);
     }
     return total_.data();
@@ -78,7 +81,7 @@ const float* Worker::total(int payload) {
   for (int lane = 0; lane < m_.lanes; lane++) {
     if (lane != index_) fetch(lane, token_tags_ + (uint32_t)payload, positions_ * (int64_t)m_.hidden_size);
     for (int p = 0; p < positions_; p++) {
-      const float* share = lane == index_ ? share_of(payload, lane, p) : message(p);
+      const float* share = lane == index_ ? share_of(payload, lane, p, share_.data()) : message(p);
       if (lane == 0) {
         std::memcpy(sum + p * m_.hidden_size, share, width * sizeof(float));
       } else {
@@ -121,7 +124,7 @@ void Worker::apply(int time) {
       if (d_.lanes_shared) wait_for(module_points_[event.module]);
       for (int lane = first_lane_; lane < last_lane_; lane++)
         for (int p = 0; p < positions_; p++)
-          k_.add_scaled(stream(lane, p), added_output(event.module, lane, p), event.weight, d);
+          k_.add_scaled(stream(lane, p), added_output(event.module, lane, p, h_.data()), event.weight, d);
       continue;
     }
     const plan::Sum& payload = m_.sums[event.payload];
@@ -134,10 +137,13 @@ void Worker::apply(int time) {
         } else if (event.apart.empty()) {
           k_.add_scaled(stream(lane, p), sum, 1.0f, payload.width);
         } else {
-          std::memcpy(share_.data(), sum, payload.width * sizeof(float));
-          for (const plan::Part& part : event.apart)
-            k_.add_scaled(share_.data(), added_output(part.module, lane, p), -part.weight, payload.width);
-          k_.add_scaled(stream(lane, p), share_.data(), 1.0f, payload.width);
+          added_[0] = sum;
+          for (size_t i = 0; i < event.apart.size(); i++) {
+            added_[i + 1] = added_output(event.apart[i].module, lane, p, h_.data() + i * d);
+            factors_[i + 1] = -event.apart[i].weight;
+          }
+          k_.add_parts(added_.data(), factors_.data(), (int)event.apart.size() + 1, true, payload.width,
+                       stream(lane, p));
         }
       }
   }

@@ -76,7 +76,10 @@ Worker::Worker(DecodeState& state, int index)
     kv_heads = std::max(kv_heads, (int64_t)attend.kv_heads * attend.head_dim);
   }
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
-  h_.resize(kBlock * d);
+  size_t parts = kBlock;  // of a sum, and its positions
+  for (const auto& events : m_.events)
+    for (const plan::Event& event : events) parts = std::max(parts, event.apart.size());
+  h_.resize(parts * d);
   a_.resize(kBlock * heads);
   prepared_.resize(prepared_floats(widest, kBlock));
   y_.resize(rows_of_y);
@@ -88,7 +91,9 @@ Worker::Worker(DecodeState& state, int index)
     turns_[i].sin.resize(turns_[i].cos.size());
   }
   total_.resize(kBlock * d);
-  share_.resize(d);
+  share_.resize(m_.lanes * d);
+  added_.resize(std::max<size_t>(parts + 1, m_.lanes));
+  factors_.resize(added_.size());
   module_points_.resize(m_.modules.size());
   if (index == 0) weights_of_.resize(m_.vocab_size);
   if (d_.options.one_thread_per_lane) {

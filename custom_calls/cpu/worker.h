@@ -57,8 +57,8 @@ class Worker {
   // The schedule.
   void keep_streams(int payload);
   float* kept_stream(int payload, int lane, int position) const;
-  const float* added_output(int module, int lane, int position);
-  const float* share_of(int payload, int lane, int position);
+  const float* added_output(int module, int lane, int position, float* space);
+  const float* share_of(int payload, int lane, int position, float* space);
   void norm_sum(const plan::Sum& sum, float* total);
   const float* total(int payload);
   void apply(int time);
@@ -110,19 +110,22 @@ class Worker {
   int blocks_ = 0;
 
   std::vector<float> x_;         // [own lanes][B][hidden_size]
-  std::vector<float> h_, a_;     // [B][widest]
+  std::vector<float> h_, a_;     // [B][widest]; h_ at least [parts][hidden_size]
   std::vector<float> prepared_;  // as the products read it
   std::vector<float> y_;         // [B][own gate and up rows], or the own logits
   std::vector<float> q_, key_;   // [B][heads][head_dim], [kv_heads][head_dim]
   struct Turns {                 // of each position, [B][pairs]
     std::vector<float> cos, sin;
   };
-  std::vector<Turns> turns_;          // of each rotary
-  std::vector<float> total_, share_;  // [B][hidden_size]
-  std::vector<float> finals_;         // exchange by message: [lanes][hidden_size]
-  std::vector<float> received_;       // exchange by message: [sums][B][hidden_size]
-  std::vector<uint8_t> has_;          // which of them
-  std::vector<float> weights_of_;     // [vocab_size], for the filters
+  std::vector<Turns> turns_;         // of each rotary
+  std::vector<float> total_;         // [B][hidden_size]
+  std::vector<float> share_;         // [lanes][hidden_size]
+  std::vector<const float*> added_;  // of a sum
+  std::vector<float> factors_;       // of those
+  std::vector<float> finals_;        // exchange by message: [lanes][hidden_size]
+  std::vector<float> received_;      // exchange by message: [sums][B][hidden_size]
+  std::vector<uint8_t> has_;         // which of them
+  std::vector<float> weights_of_;    // [vocab_size], for the filters
 
   std::vector<Span> spans_;
   size_t max_spans_ = 0;

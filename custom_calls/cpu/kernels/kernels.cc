@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "prepare.h"
 #include "product.h"
 #include "simd.h"
 
@@ -16,53 +17,6 @@ namespace {
 
 using laneformer::Activation;
 using laneformer::Best;
-
-float rounded(Dtype dtype, float x) {
-  if (dtype == Dtype::bf16) {
-    const uint32_t bits = (uint32_t)narrow_bf16(x) << 16;
-    std::memcpy(&x, &bits, 4);
-  } else if (dtype == Dtype::f16) {
-    vh h = {};
-    h[0] = narrow_f16(x);
-    x = widen_f16(h)[0];
-  }
-  return x;
-}
-
-void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, int64_t columns, int positions,
-             void* out) {
-  const int64_t stored = laneformer::stored_columns(dtype, columns);
-  const bool round = activations == Activations::rounded && dtype != Dtype::f32;
-  float* to = (float*)out;
-  if (positions == 1 && !round) {
-    std::memcpy(to, x, columns * sizeof(float));
-    if (stored > columns) to[columns] = 0;
-    return;
-  }
-  constexpr int kAtOnce = 16;  // columns, of which each position has them in a line of the cache
-  const int part = part_of(positions);
-  const bool dot = uses_dot(dtype, activations);
-  for (int first = 0; first < positions; first += part)
-    for (int64_t k = 0; k < stored; k += kAtOnce) {
-      const int count = stored - k < kAtOnce ? stored - k : kAtOnce;
-      for (int p = 0; p < part; p++) {
-        float values[kAtOnce] = {};
-        if (first + p < positions)
-          std::memcpy(values, x + (first + p) * ldx + k, (k + count > columns ? columns - k : count) * sizeof(float));
-        if (dot) {  // a word has two columns, the even one in the lower half
-          for (int c = 0; c < count; c += 2, to += part) {
-            const uint32_t both = narrow_bf16(values[c]) | (uint32_t)narrow_bf16(values[c + 1]) << 16;
-            std::memcpy(to, &both, sizeof both);
-          }
-          to -= count / 2 * part - 1;
-        } else {
-          for (int c = 0; c < count; c++, to += part) *to = round ? rounded(dtype, values[c]) : values[c];
-          to -= count * part - 1;
-        }
-      }
-      to += (dot ? count / 2 - 1 : count - 1) * part;
-    }
-}
 
 void rms_norm(const float* x, const float* scale, float eps, int64_t n, float* y) {
   vf squares[4] = {};
@@ -83,6 +37,33 @@ void add_scaled(float* total, const float* part, float weight, int64_t n) {
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) storef(total + i, loadf(total + i) + splat(weight) * loadf(part + i));
   for (; i < n; i++) total[i] += weight * part[i];
+}
+
+// `at_once` vectors of each part, from element i on.
+template <int at_once>
+LF_INLINE void add_parts_at(const float* const* parts, const float* weights, int count, bool onto, int64_t i,
+                            float* total) {
+  vf acc[at_once];
+  each<at_once>([&](auto v) LF_INLINED { acc[v()] = loadf(parts[0] + i + v() * kWidth); });
+  for (int p = 1; p < count; p++) {
+    const vf weight = splat(weights[p]);
+    each<at_once>([&](auto v) LF_INLINED { acc[v()] += weight * loadf(parts[p] + i + v() * kWidth); });
+  }
+  each<at_once>([&](auto v) LF_INLINED {
+    float* const to = total + i + v() * kWidth;
+    storef(to, onto ? loadf(to) + acc[v()] : acc[v()]);
+  });
+}
+
+void add_parts(const float* const* parts, const float* weights, int count, bool onto, int64_t n, float* total) {
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= n; i += 4 * kWidth) add_parts_at<4>(parts, weights, count, onto, i, total);
+  for (; i + kWidth <= n; i += kWidth) add_parts_at<1>(parts, weights, count, onto, i, total);
+  for (; i < n; i++) {
+    float sum = parts[0][i];
+    for (int p = 1; p < count; p++) sum += weights[p] * parts[p][i];
+    total[i] = onto ? total[i] + sum : sum;
+  }
 }
 
 struct Vectors {  // for activation.h
@@ -273,6 +254,6 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),    LF_ISA::product, LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::activate,
-    LF_ISA::gate,       LF_ISA::attend,  LF_ISA::widen,   LF_ISA::narrow,   LF_ISA::read,       LF_ISA::multiply_adds,
-    LF_ISA::largest_of, LF_ISA::temper,  LF_ISA::sum_exp, LF_ISA::exp_from, LF_ISA::draw};
+    LF_TEXT(LF_ISA),       LF_ISA::product,    LF_ISA::prepare, LF_ISA::rms_norm, LF_ISA::add_scaled, LF_ISA::add_parts,
+    LF_ISA::activate,      LF_ISA::gate,       LF_ISA::attend,  LF_ISA::widen,    LF_ISA::narrow,     LF_ISA::read,
+    LF_ISA::multiply_adds, LF_ISA::largest_of, LF_ISA::temper,  LF_ISA::sum_exp,  LF_ISA::exp_from,   LF_ISA::draw};

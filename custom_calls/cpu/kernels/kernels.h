@@ -59,6 +59,8 @@ struct Kernels {
 
   void (*rms_norm)(const float* x, const float* scale, float eps, int64_t n, float* y);
   void (*add_scaled)(float* total, const float* part, float weight, int64_t n);  // total += weight * part
+  // parts[0] + weights[1] * parts[1] + weights[2] * parts[2] + ..., in this order; onto: added to what `total` has.
+  void (*add_parts)(const float* const* parts, const float* weights, int count, bool onto, int64_t n, float* total);
   // [tiles][16] -> activation(x) [tiles][16], which may be the same memory; gated: [tiles][gate 16 | up 16] ->
   // activation(gate) * up.
   void (*activate)(Activation, bool gated, const float* x, int64_t tiles, float* out);

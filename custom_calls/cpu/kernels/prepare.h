@@ -1,0 +1,105 @@
+// Vectors of positions as the products read them: those of a part beside each other, column by column. Included by
+// kernels.cc alone, as simd.h is.
+#pragma once
+
+#include "product.h"
+
+namespace LF_ISA {
+namespace {
+
+// The first and the second half of a and b, element by element in turn.
+template <int from, int... I>
+LF_INLINE vf in_turn(vf a, vf b, Numbers<I...>) {
+  return __builtin_shufflevector(a, b, (from + I / 2 + I % 2 * kWidth)...);
+}
+
+// Rows become columns: each of the rounds puts one bit of a row's number into the element's.
+LF_INLINE void transpose(vf (&rows)[kWidth]) {
+  for (int round = 1; round < kWidth; round *= 2) {
+    vf next[kWidth];
+    each<kWidth / 2>([&](auto i) LF_INLINED {
+      const vf a = rows[i()], b = rows[i() + kWidth / 2];
+      next[2 * i()] = in_turn<0>(a, b, CountUp<kWidth>{});
+      next[2 * i() + 1] = in_turn<kWidth / 2>(a, b, CountUp<kWidth>{});
+    });
+    each<kWidth>([&](auto i) LF_INLINED { rows[i()] = next[i()]; });
+  }
+}
+
+// bf16 bits in the lower halves.
+LF_INLINE vu narrowed_bf16(vf x) {
+  const vu bits = as_bits(x), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (vu)select((vi)((bits & 0x7fffffff) > 0x7f800000), as_float(bits >> 16 | 0x40), as_float(nearest));
+}
+
+LF_INLINE vf rounded(Dtype dtype, vf x) {
+  if (dtype == Dtype::bf16) return as_float(narrowed_bf16(x) << 16);
+  vh h;
+  for (int i = 0; i < kWidth; i++) h[i] = narrow_f16(x[i]);
+  return widen_f16(h);
+}
+
+template <int... I>
+LF_INLINE vf pairs(vu low, vu high, Numbers<I...>) {  // a word has two columns, the even one in the lower half
+  return as_float(__builtin_shufflevector(low, high, (2 * I)...) | __builtin_shufflevector(low, high, (2 * I + 1)...)
+                                                                       << 16);
+}
+
+LF_INLINE vf columns_of(const float* x, int64_t first, int64_t columns) {
+  if (first + kWidth <= columns) return loadf(x + first);
+  return first < columns ? load_first<vf>(x + first, (int)(columns - first)) : vf{};
+}
+
+LF_INLINE void store_first(float* to, vf v, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+  std::memcpy(to, &v, n * sizeof(float));
+#endif
+}
+
+void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, int64_t columns, int positions,
+             void* out) {
+  const bool dot = uses_dot(dtype, activations);
+  const bool round = activations == Activations::rounded && dtype != Dtype::f32;
+  const int64_t stored = laneformer::stored_columns(dtype, columns), words = dot ? stored / 2 : stored;
+  float* to = (float*)out;
+  if (positions == 1 && !round) {
+    std::memcpy(to, x, columns * sizeof(float));
+    if (stored > columns) to[columns] = 0;
+    return;
+  }
+  const int part = part_of(positions);
+  for (int first = 0; first < positions; first += part, to += words * part)
+    for (int64_t k = 0; k < words; k += kWidth) {
+      const int count = words - k < kWidth ? (int)(words - k) : kWidth;
+      for (int p = 0; p < part; p += kWidth) {
+        const int some = part - p < kWidth ? part - p : kWidth;
+        vf rows[kWidth];
+        each<kWidth>([&](auto i) LF_INLINED {
+          const float* from = x + (first + p + i()) * ldx;
+          if (i() >= some || first + p + i() >= positions) {
+            rows[i()] = vf{};
+          } else if (dot) {
+            rows[i()] = pairs(narrowed_bf16(columns_of(from, 2 * k, columns)),
+                              narrowed_bf16(columns_of(from, 2 * k + kWidth, columns)), CountUp<kWidth>{});
+          } else {
+            rows[i()] = columns_of(from, k, columns);
+            if (round) rows[i()] = rounded(dtype, rows[i()]);
+          }
+        });
+        transpose(rows);
+        for (int c = 0; c < count; c++) {
+          float* const column = to + (k + c) * part + p;
+          if (part <= kWidth && k + c + kWidth < words) {  // the next columns overwrite what is too much
+            storef(column, rows[c]);
+          } else {
+            store_first(column, rows[c], some);
+          }
+        }
+      }
+    }
+}
+
+}  // namespace
+}  // namespace LF_ISA
