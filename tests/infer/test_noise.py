@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32 as jax_threefry
@@ -63,6 +64,15 @@ def test_noise_matches_its_definition(seed, position):
         word, _ = threefry((seed % 2**32, seed >> 32), (position, token))
         expected.append(-math.log(-math.log(((word >> 9) + 0.5) / 2**23)))
     np.testing.assert_allclose(jax.jit(gumbel)(key, np.int32(position), tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("position", "token", "word", "noise"), [(15, 178725, 0, -2.8115), (26, 90565, 2**23 - 1, 16.6355)]
+)
+def test_noise_of_the_smallest_and_the_largest_word_is_finite(position, token, word, noise):
+    key = np.array([7, 0], np.uint32)
+    assert words(key, (position, token))[0] >> 9 == word
+    assert float(jax.jit(gumbel)(key, np.int32(position), np.int32(token))) == pytest.approx(noise, abs=1e-3)
 
 
 def test_noise_is_gumbel_distributed():
