@@ -10,37 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
 import custom_calls
-import laneformer
 from tests.support.paths import ROOT
 
 BACKEND = "xla" if custom_calls.unavailable() else "cpu"
-CONTEXT = 20000  # tokens; an answer of that length takes seconds
 JSON = {"Content-Type": "application/json"}
-
-
-def save_checkpoint(folder):
-    """Random weights, a tokenizer of single bytes and the two tokens that make the default chat template work."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    config = laneformer.ModelConfig(
-        vocab_size=len(alphabet) + 2,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        num_lanes=8,
-        max_position_embeddings=CONTEXT,
-    )
-    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
-    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 class Server:

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
 
 import laneformer
 from infer.engine.engine import Engine
@@ -13,6 +12,7 @@ from laneformer.errors import InputError
 from laneformer.mesh import sharding
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
+from tests.support.checkpoints import byte_tokenizer
 from train.samples import SAMPLING, LiveEngine, Samples, texts
 
 CONFIG = laneformer.ModelConfig(
@@ -35,12 +35,8 @@ PROMPTS = ["", "one two", "a somewhat longer prompt"]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE({"<s>": 256, **{piece: n for n, piece in enumerate(alphabet)}}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<s>"])
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(file))
+    byte_tokenizer("<s>").save(str(file))
     return file
 
 

@@ -20,7 +20,8 @@ from infer.agent.task import load_task
 from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Sandbox
 from laneformer.errors import ConfigError
-from tests.support.serve_cases import BACKEND, ROOT, save_checkpoint
+from tests.support.checkpoints import CHATML, save_checkpoint
+from tests.support.serve_cases import BACKEND, ROOT
 from tests.support.serving.agent_cases import Scripted
 
 EXAMPLE = ROOT / "docs/examples/agent/intervals"
@@ -251,7 +252,7 @@ def test_interruption_keeps_the_record(task, tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.usefixtures("known_judge")
 def test_checkpoint_starts_a_server(task, tmp_path, capfd):
-    checkpoint = save_checkpoint(tmp_path / "small")
+    checkpoint = save_checkpoint(tmp_path / "small", *CHATML)
     args = ("--backend", BACKEND, "--max-turns", 2, "--max-new-tokens", 30, "--workspace", tmp_path / "work")
     assert main(agent(task, "--checkpoint", checkpoint, *args)) == 1
     record = json.loads((tmp_path / "work/record.json").read_text())

@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import infer
 import laneformer
 from infer.__main__ import main
+from tests.support.checkpoints import save_checkpoint
 from tests.support.paths import ROOT
 
 PROMPT = "def add(a, b):"
@@ -23,24 +22,7 @@ SAMPLING = ("--temperature", "1", "--seed", "3")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Random weights and a tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "small"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    config = laneformer.ModelConfig(
-        vocab_size=len(alphabet),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        num_lanes=8,
-        max_position_embeddings=20000,
-        bos_token_id=0,
-    )
-    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
-    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", bos_token_id=0)
 
 
 @pytest.fixture(scope="module")

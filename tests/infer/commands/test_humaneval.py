@@ -10,14 +10,13 @@ import sys
 import time
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import infer.commands.humaneval
 import laneformer
 from infer.__main__ import main
 from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Sandbox
+from tests.support.checkpoints import CHATML, save_checkpoint
 from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
 from tests.support.paths import ROOT
 
@@ -33,22 +32,7 @@ except laneformer.errors.ConfigError:
 def folder(tmp_path_factory):
     """A checkpoint of random weights with a tokenizer of single bytes that has ChatML's tokens; and data."""
     folder = tmp_path_factory.mktemp("humaneval")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    config = laneformer.ModelConfig(
-        vocab_size=len(alphabet) + 2,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        num_lanes=1,
-        max_position_embeddings=1024,
-    )
-    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder / "model")
-    tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    save_checkpoint(folder / "model", *CHATML, layers=1, lanes=1, max_position_embeddings=1024)
     rows = [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(6)]
     write_jsonl(folder / "he.jsonl", rows)
     write_jsonl(folder / "mbpp.jsonl", [LEAST])

@@ -17,8 +17,9 @@ from infer.engine.following import Leader, follow
 from infer.sampling import Sampling
 from laneformer.processes import GroupError
 from tests.support import several
+from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
-from tests.support.serve_cases import BACKEND, CONTEXT, Server, save_checkpoint
+from tests.support.serve_cases import BACKEND, Server
 
 
 class Recorder:
@@ -86,7 +87,7 @@ def test_lost_follower_is_an_error(monkeypatch):
 
 
 def test_leading_alone_has_no_effect(tmp_path):
-    engine = Engine.load(save_checkpoint(tmp_path / "model"), BACKEND)
+    engine = Engine.load(save_checkpoint(tmp_path / "model", *CHATML), BACKEND)
     with engine.leading():
         unfinished = engine.generate([1, 2], max_new_tokens=300)
         next(unfinished)
@@ -101,7 +102,7 @@ def test_distributed_humaneval_needs_a_checkpoint(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
 
 
 JOB = ("--backend", "xla", "--devices", 2, "--distributed")

@@ -8,7 +8,8 @@ import pytest
 
 import infer
 from infer.text.chat_template import ChatTemplate
-from tests.support.serve_cases import BACKEND, CONTEXT, JSON, Server, save_checkpoint
+from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
+from tests.support.serve_cases import BACKEND, JSON, Server
 
 PROMPT = "def add(a, b):"
 TALK = [{"role": "system", "content": "Be <|im_end|> brief."}, {"role": "user", "content": "hé"}]
@@ -17,7 +18,7 @@ DRAW = {"temperature": 1.0, "seed": 7}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
 
 
 @pytest.fixture(scope="module")

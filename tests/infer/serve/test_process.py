@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from infer.__main__ import main
-from tests.support.serve_cases import BACKEND, CONTEXT, JSON, ROOT, Server, save_checkpoint
+from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
+from tests.support.serve_cases import BACKEND, JSON, ROOT, Server
 
 KEY = "sk-test-1234"
 TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # in which backend xla also compiles
@@ -22,7 +23,7 @@ AUTH = {"Authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
 
 
 @pytest.fixture(scope="module")
