@@ -155,6 +155,8 @@ def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
 
     try:
         header = parse_json(text, object_pairs_hook=unique)
+        if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+            raise ValueError("its header is not an object of objects")
         header.pop("__metadata__", None)
         for entry in header.values():
             start, end = entry["data_offsets"]
