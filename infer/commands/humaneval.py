@@ -15,6 +15,7 @@ from infer.evaluate.problems import ProblemSet, load_problems
 from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
 from infer.evaluate.scoring import Judge
 from infer.sampling import Sampling
+from infer.sandbox import levels
 from infer.text.chat_template import ChatTemplate
 from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
 from laneformer.errors import ConfigError, InputError
@@ -74,6 +75,7 @@ def run(options: Options) -> int:
         print(f"{samples_path}: {len(samples)} samples")
         return 0
     with Judge(options.sandbox, options.workers) as judge:
+        check_hidden(options, judge)
         if not options.engine.checkpoint:
             samples, settings = read_samples(samples_path, problems), None
             if settings_path(samples_path).exists():
@@ -103,6 +105,13 @@ def check(options: Options) -> None:
     options.engine.check()
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {options.limit}")
+
+
+def check_hidden(options: Options, judge: Judge) -> None:
+    """Raises ConfigError for problems in a folder that programs can read."""
+    folder = levels.shown(Path(options.data)) if judge.sandbox.level.tools and Path(options.data).exists() else None
+    if folder is not None:
+        raise ConfigError(f"--data {options.data} is in {folder}, which programs can read: move the file elsewhere")
 
 
 def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:

@@ -152,7 +152,7 @@ def raised(error, longest):
     except BaseException:
         text = "an exception without a text"
     args = [*error.args] if {*map(type, error.args)} <= {int, float, str, bool} and len(text) < longest else [text]
-    return lambda w: [names, w(args), text]
+    return lambda w: [names, w(args), w(text)]
 
 
 def main():
@@ -183,7 +183,7 @@ def main():
         send(replies, message)
 
     module, verdict = load(text, longest)
-    reply("loaded" if verdict is None else "ended", lambda w: [*(verdict or ())])
+    reply("loaded" if verdict is None else "ended", lambda w: [*map(w, verdict or ())])
     while (request := receive(requests)) is not None:
         (kind, target, values), beside = request
         reader = Reader((), objects.read, beside)

@@ -81,12 +81,12 @@ class Program:
             send(self._requests, [HEAD.pack(len(text), 0), text])
         except BrokenPipeError:
             self._end("the program ended before the tests were done")
-        kind, content, _, _ = self._receive()
+        kind, content, _, beside = self._receive()
         if kind not in ("loaded", "ended"):
             self._end(f"the program sent {kind!r} before it was loaded")
         if kind == "loaded":
             return None
-        verdict, error = content
+        verdict, error = Reader((), self._read, beside).items(content)
         return (verdict if verdict in ("syntax", "memory") else "failed"), str(error)
 
     def start(self):
@@ -128,7 +128,7 @@ class Program:
                 result = {name: reader(value) for name, value in node.items()} if kind == "names" else reader(node)
             elif answer == "raised":
                 names, args, text = content
-                result = rebuilt(names, reader(args), text, kind == "next")
+                result = rebuilt(names, reader(args), reader(text), kind == "next")
             else:
                 raise WireError(f"a reply is {answer!r}")
             for number, content in changed:

@@ -84,6 +84,12 @@ def mounts() -> list[tuple[str, str]]:
     return [(place, str(folder) if place == "python" else f"/{place}") for place, folder in needed().items()]
 
 
+def shown(path: Path) -> Path | None:
+    """The folder through which programs can read a file of this machine, at any level that isolates them."""
+    folders = [*map(Path, system()[1]), *needed().values()]
+    return next((folder for folder in folders if path.resolve().is_relative_to(folder.resolve())), None)
+
+
 def is_root() -> bool:
     return os.geteuid() == 0
 

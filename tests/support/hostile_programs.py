@@ -207,7 +207,7 @@ NAMES = {
         "assert all(map(lambda x: f(x) == x, range(9)))",
     ),
     "forged end of a loop": (
-        SPRAY + "f = lambda x: spray('[0.0,\"raised\",[[\"X\",\"StopIteration\"],[],\"\"],[]]')",
+        SPRAY + 'f = lambda x: spray(\'[0.0,"raised",[["X","StopIteration"],[],""],[]]\')',
         "",
         "assert all(map(lambda x: f(x) == x, range(9)))",
     ),

@@ -15,6 +15,7 @@ import infer.commands.humaneval
 import laneformer
 from infer.__main__ import main
 from infer.evaluate.scoring import Judge
+from infer.sandbox import levels
 from infer.sandbox.sandbox import Sandbox
 from tests.support.checkpoints import CHATML, save_checkpoint
 from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
@@ -190,6 +191,15 @@ def test_generate_only_writes_samples(folder, capsys):
     capsys.readouterr()
     assert main(humaneval(*args[2:4], "--samples", folder / "chat.samples.jsonl", "--json", folder / "chat.json")) == 0
     assert json.loads((folder / "chat.json").read_text())["generation"]["mode"] == "chat"
+
+
+@pytest.mark.usefixtures("known_judge")
+@pytest.mark.skipif(BOX == "rlimits", reason="without isolation programs can read all files")
+def test_data_that_programs_can_read_is_refused(folder, capsys, monkeypatch):
+    (folder / "link.jsonl").symlink_to(folder / "he.jsonl")
+    monkeypatch.setattr(levels, "needed", lambda: {"python": folder})
+    assert main(humaneval("--data", folder / "link.jsonl", "--samples", folder / "none.jsonl")) == 2
+    assert f"is in {folder}, which programs can read" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("known_judge")

@@ -78,6 +78,8 @@ def test_verdicts_of_right_and_wrong_programs(box):
     assert verdict(box, "x = " + "(" * 5000, "")[0] == "syntax"
     assert verdict(box, "raise KeyError('k')") == ("failed", "KeyError: 'k'")
     assert verdict(box, "def f():\n    return f()\n", "f()")[0] == "failed"
+    assert verdict(box, "raise ValueError('\\ud800')") == ("failed", "ValueError: \ud800")
+    assert verdict(box, "def f(): raise ValueError('\\ud800')", "f()") == ("failed", "ValueError: \ud800")
     assert verdict(box, "", "assert undefined == 3")[0] == "failed"
 
 
