@@ -42,6 +42,8 @@ class Work:
         for name, value in (("--precision", self.weights), ("--kv-precision", self.kv)):
             if value not in FORMATS:
                 raise ConfigError(f"unknown {name} {value}: choose {', '.join(FORMATS)}")
+        if FORMATS[self.kv].weights_only:
+            raise ConfigError(f"--kv-precision {self.kv} is a format of weights: choose bfloat16")
         if self.context < 0:
             raise ConfigError(f"--context must be at least 0, got {self.context}")
 

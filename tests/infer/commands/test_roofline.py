@@ -253,6 +253,7 @@ def test_bytes_references_and_agent_need_no_model(tmp_path, capsys):
         (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
+        (["--checkpoint", "{folder}", "--kv-precision", "bf12"], "a format of weights"),
         (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),
         (["--checkpoint", "{folder}/other.json"], "other.json must be a folder or its config.json"),
         (["{folder}/none.json"], "none.json does not exist"),
