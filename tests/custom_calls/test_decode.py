@@ -89,8 +89,7 @@ def test_unknown_instructions_are_refused():
 
 @pytest.fixture(scope="module")
 def model():
-    config = small.make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
-    return config, small.make_weights(config)
+    return small.windowed_model()
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,12 @@ def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[st
     }
 
 
+def windowed_model() -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """Config and weights that calls of one session are tested with: lanes, a delay, and a window in one layer."""
+    config = make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
+    return config, make_weights(config)
+
+
 def make_session(
     config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options
 ) -> Session:

@@ -16,17 +16,7 @@ from train.config import DistillConfig, check_same_run, recorded
 from train.distill import TEACHER, annealed
 from train.step import Trainer
 
-DENSE = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    max_position_embeddings=32,
-    num_lanes=1,
-    layout="tp",
-)
+DENSE = tiny().model.replace(num_lanes=1, layout="tp")
 STEPS = ("--steps", "6", "--save-every", "2", "--validate-every", "100", "--data.batch-size", "2")
 ON = ("--model.num-lanes", "2", "--mesh.lane", "1", "--model.layout", "dtp(1)")
 GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")

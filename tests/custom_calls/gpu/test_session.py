@@ -160,19 +160,8 @@ def test_several_devices_give_the_bits_of_one(devices, changes):
 
 
 @pytest.fixture(scope="module")
-def model():
-    config = small.make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
-    return config, small.make_weights(config)
-
-
-@pytest.fixture(scope="module")
 def session(model):
     return emulated.make_session(*model, timeout_ms=2000)
-
-
-@pytest.fixture(scope="module")
-def call(session):
-    return jitted(session, room=ROOM, top=3, logits=True)
 
 
 def test_every_position_of_a_long_answer(model, call):

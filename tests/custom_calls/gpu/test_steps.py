@@ -13,11 +13,10 @@ import pytest
 from custom_calls import ENDS, NativeError
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS
-from tests.support.gpu_cases import AMD, REFUSED, fail_often, jitted, same, some
+from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
-ROOM = 160
 DRAWN = {"temperature": 0.9, "top_k": 20, "penalty": 1.3}
 
 
@@ -74,19 +73,8 @@ def test_two_devices():
 
 
 @pytest.fixture(scope="module")
-def model():
-    config = small.make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
-    return config, small.make_weights(config)
-
-
-@pytest.fixture(scope="module")
 def session(model):
     return emulated.make_session(*model, launch="graph")
-
-
-@pytest.fixture(scope="module")
-def call(session):
-    return jitted(session, room=ROOM, top=3, logits=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 
 from infer.__main__ import main
 from laneformer.layout import LAYOUTS
+from tests.support.hf.configs import MIXTRAL
 
 VALUES = {
     "model_type": "laneformer_tp",
@@ -153,18 +154,7 @@ def test_moe_models_are_reported(tmp_path, capsys):
 
 
 def test_published_config_is_reported(tmp_path, capsys):
-    values = {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "vocab_size": 32_000,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14_336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    (tmp_path / "mixtral-8x7b.json").write_text(json.dumps(values))
+    (tmp_path / "mixtral-8x7b.json").write_text(json.dumps(MIXTRAL))
     files = ("--json", str(tmp_path / "r.json"), "--png", str(tmp_path / "r.png"))
     assert (
         main(
