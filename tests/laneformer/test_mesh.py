@@ -137,7 +137,7 @@ for _ in range(400):
 print(ids.shape)
 """
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, check=False, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "(1, 4)" in done.stdout, done.stderr

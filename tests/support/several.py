@@ -22,7 +22,8 @@ def free_port() -> int:
 
 def environments(count: int) -> list[dict[str, str]]:
     """Of the processes of a new job, on CPUs; each has one device unless it asks for more."""
-    everyone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    everyone = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     everyone |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
     return [everyone | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
 
