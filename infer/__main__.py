@@ -12,12 +12,12 @@ from laneformer.interrupts import importing
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
-    "generate": ("infer.commands.generate", "continue a prompt and print the text as it comes"),
+    "generate": ("infer.commands.generate", "stream a completion of a prompt"),
     "bench": ("infer.commands.bench", "measure the latency of decoding, with all conditions"),
-    "roofline": ("infer.commands.roofline", "project the speed of a model on hardware that need not be there"),
+    "roofline": ("infer.commands.roofline", "project the speed of a model on hardware you do not have"),
     "serve": ("infer.commands.serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
     "humaneval": ("infer.commands.humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
-    "agent": ("infer.commands.agent", "work on a task until its tests pass, and tell where the time goes"),
+    "agent": ("infer.commands.agent", "work on a task until its tests pass, and report where the time went"),
 }
 
 

@@ -163,12 +163,29 @@ def _unwrapped() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
+# Words of tyro and of Python in its messages -> ours.
+_REWORDED = (
+    (r": no type matching (?:\{None\}\|)?(\S+) could be instantiated from \[(.*?)\]\..*", r" = \2 is not \1"),
+    (r": invalid literal for int\(\) with base 10: (.*)", r" = \1 is not a whole number"),
+    (r": could not convert string to float: (.*)", r" = \1 is not a number"),
+    (r" is not INT$", " is not a whole number"),
+    (r" is not FLOAT$", " is not a number"),
+    (r"^Missing value for argument '(\S+)'\. Expected (\d+) values?", r"\1 needs a value"),
+)
+
+
 def _unboxed(text: str) -> str:
     """The message in a box that tyro draws, in one line, with the options that it suggests."""
     lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
     message = parts[1] if len(parts) > 1 else " ".join(parts)
     message = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", message)
+    if message.startswith("Missing from"):
+        required = [line for line in lines if re.match(r"--\S+ [A-Z]|[A-Z.]+$", line)]
+        unknown = next((part for part in parts if part.startswith("Unrecognized options:")), "")
+        message = f"{' '.join(unknown.split())}{'; ' if unknown else ''}give {' and '.join(required)}"
+    for theirs, ours in _REWORDED:
+        message = re.sub(theirs, ours, message)
     offers = itertools.dropwhile(lambda line: not line.startswith(("Perhaps you meant", "Arguments similar to")), lines)
     names = dict.fromkeys(line.split()[0] for line in offers if re.match(r"--\w", line))
     return f"{message}; perhaps you meant {' or '.join(names)}" if names else message

@@ -1,13 +1,9 @@
 """The training loop: runs the phases in order, resumes exactly, validates, saves, and stops cleanly on a signal."""
 
 import math
-import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -16,6 +12,7 @@ from jax.sharding import Mesh
 
 import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError
+from laneformer.interrupts import stop_signals
 from laneformer.mesh import DATA, LANE, keep_freed_memory
 from laneformer.processes import fail_together, join_job
 from train.checkpoint import Checkpoints
@@ -72,7 +69,7 @@ def train(config: TrainConfig) -> None:
             distillation.record(run, new=first == 0)
         if speaks:
             print(_greeting(config, stores, mesh, first))
-        stop = stack.enter_context(_stop_signals())
+        stop = stack.enter_context(stop_signals())
         with fail_together():
             log = stack.enter_context(RunLog(config, mesh, first))
         loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop)
@@ -228,47 +225,6 @@ def _mesh(config: TrainConfig) -> Mesh:
             f" set --mesh.data {jax.device_count() // lane}{also}, or start fewer processes"
         )
     return mesh
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Yields the list of received SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
-    received: list[int] = []
-
-    def ask(number, _frame):
-        if number == signal.SIGINT and received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with _answer_to_ctrl_c():
-            yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _answer_to_ctrl_c() -> Iterator[None]:
-    """Prints a line at the first Ctrl-C, from a thread: Python's own handlers wait until XLA has compiled."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def answer():
-        if os.read(reader, 1) == bytes([signal.SIGINT]):
-            print("stopping after this step; press Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=answer, name="answer_to_ctrl_c", daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)  # ends the thread if it is still reading
-        thread.join()
-        os.close(reader)
 
 
 def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> str:

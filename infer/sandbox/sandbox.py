@@ -287,7 +287,7 @@ class Sandbox:
                 probes.append((f"hides {path}", seen, "", True))
             for what, solution, test, passes in probes:
                 remedy = (
-                    f"{NAMESPACES}, or choose another --sandbox"
+                    f"{NAMESPACES}; or use --sandbox rlimits in a virtual machine"
                     if self.level.tools
                     else "this Python or its numpy does not work"
                 )
@@ -400,9 +400,8 @@ def _outcome(report: bytes, stderr: bytes, status: int | None, limits: Limits, t
             raise HarnessError(
                 f"a program did not start within {limits.wall_seconds:.0f} s: reduce the load of this machine"
             )
-        raise HarnessError(
-            f"a program did not start: {stderr.decode(errors='replace').strip()[-500:] or f'status {status}'}"
-        )
+        said = "; ".join(dict.fromkeys(stderr.decode(errors="replace").split("\n"))).strip("; ")
+        raise HarnessError(f"a program did not start: {said[-500:] or f'status {status}'}")
     found = _verdict(report)
     if found and BROKEN not in found:
         most = 2 * math.ceil(limits.cpu_seconds) + 2  # the program reports its part of the time

@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,7 @@ def test_what_cannot_be_written_is_named_with_what_to_do(number, remedy):
 @dataclass
 class Options:
     number: int = 3
+    other: int | None = None
 
 
 def test_run_command_prints_the_result_of_the_options(capsys):
@@ -100,11 +101,12 @@ def test_run_command_passes_bugs_and_exits_on():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--number", "x"], ("--number: invalid literal for int() with base 10: 'x'",)),
-        (["--number", "x" * 300], ("--number: invalid literal",)),
+        (["--number", "x"], ("error: --number = 'x' is not",)),
+        (["--number", "x" * 300], ("--number = 'xxx",)),
         (["--numer", "3"], ("Unrecognized options: --numer, 3", "perhaps you meant --number")),
         (["3"], ("Unrecognized options: 3",)),
-        (["--number"], ("--number", "1")),
+        (["--number"], ("--number needs a value",)),
+        (["--other", "x"], ("error: --other = 'x' is not a whole number;",)),
     ],
 )
 def test_option_mistakes_are_one_line(capsys, arguments, words):
@@ -112,6 +114,15 @@ def test_option_mistakes_are_one_line(capsys, arguments, words):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.endswith("; program --help lists all options\n")
     assert err.count("\n") == 1 and all(word in err for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "give --source PATH;"), (["--sorce", "x"], "Unrecognized options: --sorce x; give")]
+)
+def test_missing_options_are_named(capsys, arguments, message):
+    kind = make_dataclass("Required", [("source", Path)])
+    assert run_command(print, kind, "program", arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -1,12 +1,16 @@
-"""Ctrl-C at moments in which libraries would swallow it."""
+"""Ctrl-C at moments in which libraries would swallow it, and while training."""
 
+import hashlib
+import os
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from laneformer.interrupts import importing
+from laneformer.interrupts import STOPPED, STOPPING, importing, stop_signals
 from tests.support.paths import ROOT
 
 DEFAULT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also in a background job
@@ -86,3 +90,42 @@ def test_other_handlers_are_kept():
     with importing():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_prints_a_line_and_sigterm_does_not(capsys):
+    for number, answer in ((signal.SIGINT, STOPPING + "\n"), (signal.SIGTERM, "")):
+        with stop_signals() as received:
+            signal.raise_signal(number)
+            assert received == [number]
+        assert capsys.readouterr().err == answer
+    with pytest.raises(KeyboardInterrupt), stop_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
+
+
+def test_ctrl_c_prints_a_line_while_a_library_is_running(monkeypatch):
+    """As while XLA compiles: Python's own handler has not run by then."""
+    answered = []
+    with stop_signals() as received:
+        monkeypatch.setattr(
+            "sys.stderr",
+            SimpleNamespace(write=lambda text: answered.append((text, list(received))), flush=lambda: None),
+        )
+        sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        sender.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+        sender.join()
+    assert answered[0] == (STOPPING, []) and received == [signal.SIGINT]
+
+
+def test_second_ctrl_c_ends_a_process_that_a_library_keeps():
+    code = (
+        "import hashlib, os, threading\n"
+        "from laneformer import interrupts\n"
+        "interrupts.PATIENCE = 0.1\n"
+        "for n in (1, 2): threading.Timer(0.2 * n, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "with interrupts.stop_signals():\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 1_000_000_000)\n"
+    )
+    assert run(code) == (130, "", f"{STOPPING}\n{STOPPED}\n")

@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -33,7 +32,7 @@ from tests.support.tiny_recipe import (
     write_store,
 )
 from train.data.store import TokenStore
-from train.loop import _greeting, _Loop, _mesh, _stop_signals
+from train.loop import _greeting, _Loop, _mesh
 from train.metrics.records import MetricsLog, read_lines
 from train.run_folder import only_one, open_stores, record_run
 
@@ -363,38 +362,6 @@ def test_unused_devices_are_reported(store, monkeypatch):
     ):
         _mesh(changed(tiny(), mesh__lane=4))
     assert _mesh(changed(tiny(), data__batch_size=12, mesh__data=3)).shape == {"data": 3, "lane": 2}
-
-
-def test_ctrl_c_prints_a_line_and_sigterm_does_not(capsys):
-    for number, answer in (
-        (signal.SIGINT, "stopping after this step; press Ctrl-C again to stop without saving\n"),
-        (signal.SIGTERM, ""),
-    ):
-        with _stop_signals() as received:
-            signal.raise_signal(number)
-            assert received == [number]
-        assert capsys.readouterr().err == answer
-    with pytest.raises(KeyboardInterrupt), _stop_signals():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
-
-
-def test_ctrl_c_prints_a_line_while_a_library_is_running(monkeypatch):
-    """As while XLA compiles: Python's own handler has not run by then."""
-    answered = []
-    with _stop_signals() as received:
-        monkeypatch.setattr(
-            "sys.stderr",
-            SimpleNamespace(write=lambda text: answered.append((text, list(received))), flush=lambda: None),
-        )
-        sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        sender.start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
-        sender.join()
-    assert answered[0] == ("stopping after this step; press Ctrl-C again to stop without saving", []) and received == [
-        signal.SIGINT
-    ]
 
 
 def test_problems_without_a_tokenizer_are_one_line(tmp_path, command):

@@ -66,7 +66,7 @@ def test_stop_frees_the_engine(server, open_page):
         record = record_of(page)
         schema._check(record, FIELDS, "record", "")
         assert record["text"] == text and record["timings"] is None and not record["complete"]
-        expect(page.locator("#rate-note")).to_contain_text("until it ended early")
+        expect(page.locator("#rate-note")).to_contain_text("early end")
         expect(page.locator("#announcement")).to_contain_text("Stopped after")
 
 
