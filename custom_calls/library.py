@@ -34,7 +34,7 @@ _ID, _INT, _LONG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, cty
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
 _FUNCTIONS = {
     "ffi_version": (_INT,),
-    "open": (_ID, _POINTER, _LONG, _POINTER, _LONG, *[_INT] * 4, ctypes.c_char_p, *_ERROR),
+    "open": (_ID, _POINTER, _LONG, _POINTER, _LONG, *[_INT] * 5, ctypes.c_char_p, *_ERROR),
     "close": (None, _ID),
     "pack": (_ID, _ID, _INT, _POINTER, _LONG, _INT, *_ERROR),
     "begin": (None, _ID),
@@ -43,6 +43,7 @@ _FUNCTIONS = {
     "cancel": (None, _ID),
     "drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
     "packed_bytes": (_LONG, _ID),
+    "bf12_weights": (None, _ID, _POINTER),
     "threads": (_INT, _ID),
     "instructions": (ctypes.c_char_p, _ID),
     "read_pass": (ctypes.c_double, _ID),

@@ -252,9 +252,9 @@ int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API
 // The plan as words and floats; instructions: "" for the best set that this machine has.
 int64_t laneformer_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
                         int32_t threads, int32_t one_thread_per_lane, int32_t chaos_us, int32_t timeout_ms,
-                        const char* instructions, char* error, int64_t size) {
+                        int32_t bf12, const char* instructions, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    const Options options{threads, one_thread_per_lane != 0, chaos_us, timeout_ms, instructions};
+    const Options options{threads, one_thread_per_lane != 0, chaos_us, timeout_ms, instructions, bf12 != 0};
     return sessions.add(std::make_shared<Decoder>(plan::decode(words, num_words, floats, num_floats), options));
   });
 }
@@ -288,6 +288,11 @@ void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int
 }
 
 int64_t laneformer_packed_bytes(int64_t id) { return sessions.find(id)->packed_bytes(); }
+// Weights in 12 bits, their exceptions, matrices in 12 bits, matrices left in 16.
+void laneformer_bf12_weights(int64_t id, int64_t* to) {
+  const Decoder::Bf12Weights found = sessions.find(id)->bf12_weights();
+  to[0] = found.weights, to[1] = found.exceptions, to[2] = found.matrices, to[3] = found.left;
+}
 int32_t laneformer_threads(int64_t id) { return sessions.find(id)->threads(); }
 const char* laneformer_instructions(int64_t id) { return sessions.find(id)->kernels().name; }
 double laneformer_read_pass(int64_t id) { return sessions.find(id)->read_pass(); }

@@ -91,10 +91,8 @@ End Decoder::run(const Call& call) {
 double Decoder::read_pass() {
   const std::lock_guard<std::mutex> alone(running_);
   const int64_t began = now_ns();
-  on_all([&](int w) {
-    state_.packets[w].sum =
-        state_.kernels->read(workers_[w]->weights(*state_.products[0]), workers_[w]->packed_bytes());
-  });
+  on_all(
+      [&](int w) { state_.packets[w].sum = state_.kernels->read(workers_[w]->stream(), workers_[w]->stream_bytes()); });
   return 1e-9 * (double)(now_ns() - began);
 }
 

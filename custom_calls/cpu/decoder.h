@@ -39,6 +39,10 @@ class Decoder {
   const Kernels& kernels() const { return *state_.kernels; }
   int threads() const { return (int)workers_.size(); }
   int64_t packed_bytes() const;
+  struct Bf12Weights {                                            // of the matrices that are packed
+    int64_t weights = 0, exceptions = 0, matrices = 0, left = 0;  // left: matrices with too many exceptions
+  };
+  Bf12Weights bf12_weights() const;
   void trace(int64_t spans_per_worker);
   const std::vector<Span>& spans(int worker) const;
   int64_t absorbed() const { return state_.absorbed; }
@@ -52,9 +56,13 @@ class Decoder {
     bool second;    // the partner of a gate
   };
   int64_t pack_rows(const Rows&, const plan::Weight&, const void* data, Dtype dtype);
+  void stage(int weight);
+  void settle_form(int weight);
+  void choose_form(const Product& product);
 
   DecodeState state_;
   std::vector<std::vector<Rows>> places_;  // of each weight, if it is a matrix
+  std::vector<std::vector<int>> missing_;  // of each product that may become bf12: weights that are not packed yet
 
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;

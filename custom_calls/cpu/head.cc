@@ -35,7 +35,7 @@ void Worker::head() {
   mark(kExchange, m_.layers(), began);
 
   began = clock();
-  const char* weights = this->weights(d_.head);
+  int64_t tile = 0;
   const int64_t rows = d_.head.rows, columns = d_.head.columns;
   positions_ = 1;
   if (m_.head.kind == plan::HeadKind::replicate) {
@@ -50,7 +50,7 @@ void Worker::head() {
   }
   for (const Share& share : shares(d_.head)) {
     k_.prepare(d_.weights, d_.activations, finals + share.lane * d, columns, columns, 1, prepared_.data());
-    weights = times(d_.head, share, weights, prepared_.data(), y_.data(), 0);
+    tile = times(d_.head, share, tile, prepared_.data(), y_.data(), 0);
     const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
     std::memcpy(d_.logits.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
   }

@@ -95,6 +95,9 @@ void Decoder::find_places() {
           places_[matrix.weight].push_back(
               {product, product->gated ? 0 : matrix.first, product->gated && matrix.first > 0});
   places_[plan().head.weight].push_back({&state_.head, 0, false});
+  missing_.resize(state_.products.size());
+  for (size_t weight = 0; weight < places_.size() && options().bf12; weight++)
+    for (const Rows& rows : places_[weight]) missing_[rows.product->number].push_back((int)weight);
 }
 
 // Packs all rows of a weight, for each lane. Returns the place of the first value that is not finite, or a larger
@@ -151,7 +154,9 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
       const int64_t finite = not_finite(Dtype::f32, to, each);
       if (finite < each) first.found(lane * each + finite);
     }
+  if (options().bf12) stage(number);
   for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));
+  if (options().bf12) settle_form(number);
   if (number == plan().embedding) {
     state_.embedding_dtype = dtype;
     if (number != plan().head.weight || dtype != state_.weights) {
@@ -184,9 +189,123 @@ void DecodeState::embed(int32_t token, float* row) const {
     kernels->widen(embedding_dtype, embedding.data + token * d * bytes_of(embedding_dtype), d, row);
     return;
   }
-  const char* tile = head_tiles[token / kTile];  // the head's rows are the table
+  const Bf12& tile = head_tiles[token / kTile];  // the head's rows are the table
+  if (forms[head.number].bf12) {
+    std::vector<uint16_t> bits(d);
+    read_row(tile, 0, token % kTile, d, bits.data());
+    return kernels->widen(Dtype::bf16, bits.data(), d, row);
+  }
   for (int64_t k = 0; k < d; k++)
-    kernels->widen(weights, tile + place(weights, token % kTile, k) * bytes_of(weights), 1, row + k);
+    kernels->widen(weights, tile.data + place(weights, token % kTile, k) * bytes_of(weights), 1, row + k);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- bf12
+
+void Decoder::stage(int weight) {
+  for (const Rows& rows : places_[weight]) {
+    const std::vector<int>& missing = missing_[rows.product->number];
+    if (std::count(missing.begin(), missing.end(), weight) == 0)
+      throw std::runtime_error("weight " + std::to_string(weight) + " is packed already, and in 12 bits only once");
+    for (auto& worker : workers_) worker->stage(*rows.product);
+  }
+}
+
+void Decoder::settle_form(int weight) {
+  for (const Rows& rows : places_[weight]) {
+    std::vector<int>& missing = missing_[rows.product->number];
+    missing.erase(std::find(missing.begin(), missing.end(), weight));
+    if (missing.empty()) choose_form(*rows.product);
+  }
+}
+
+// One table for all rows of a product, of whatever weights: by the counts of all workers.
+void Decoder::choose_form(const Product& product) {
+  std::vector<Bf12Counts> counts(workers_.size(), Bf12Counts{});
+  on_all([&](int w) { workers_[w]->count(product, counts[w]); });
+  for (size_t w = 1; w < counts.size(); w++)
+    for (size_t i = 0; i < counts[0].size(); i++) counts[0][i] += counts[w][i];
+  const Bf12Codes codes(counts[0]);
+  Form& form = state_.forms[product.number];
+  form.weights = codes.weights;
+  form.exceptions = codes.exceptions;
+  form.bf12 = (double)codes.exceptions <= kMostExceptions * (double)codes.weights;
+  std::copy(std::begin(codes.high), std::end(codes.high), form.table);
+  on_all([&](int w) { workers_[w]->place(product, form.bf12 ? &codes : nullptr); });
+}
+
+Decoder::Bf12Weights Decoder::bf12_weights() const {
+  Bf12Weights all;
+  for (const Form& form : state_.forms)
+    if (form.bf12) {
+      all.weights += form.weights;
+      all.exceptions += form.exceptions;
+      all.matrices++;
+    } else {
+      all.left += form.weights > 0;
+    }
+  return all;
+}
+
+void Worker::stage(const Product& product) {
+  Packed& packed = packed_[product.number];
+  if (!packed.staged.data) packed.staged = Region(packed.bytes);
+}
+
+template <class F>
+void Worker::each_tile(const Product& product, const F& f) const {
+  const char* tile = weights(product);
+  for (const Share& share : shares(product))
+    for (int64_t u = share.first; u < share.last; u++)
+      for (int of = 0; of < (product.gated ? 2 : 1); of++, tile += tile_bytes(Dtype::bf16, product.columns))
+        f((const uint16_t*)tile, (int)std::min<int64_t>(kTile, product.rows - u * kTile));
+}
+
+void Worker::count(const Product& product, Bf12Counts& counts) const {
+  each_tile(product, [&](const uint16_t* tile, int rows) { laneformer::count(tile, rows, product.columns, counts); });
+}
+
+void Worker::place(const Product& product, const Bf12Codes* codes) {
+  Packed& packed = packed_[product.number];
+  packed.offset = used_;
+  if (codes) {
+    each_tile(product, [&](const uint16_t* tile, int rows) {
+      packed.starts.push_back((uint32_t)packed.exceptions.size());
+      encode(tile, rows, product.columns, *codes, stream_.data + used_, packed.exceptions);
+      used_ += bf12_tile_bytes(product.columns);
+    });
+    packed.exceptions.shrink_to_fit();
+  } else {
+    std::memcpy(stream_.data + used_, packed.staged.data, packed.bytes);
+    used_ += packed.bytes;
+  }
+  packed.staged = Region();
+  if (&product == &d_.head) name_head_tiles();
+}
+
+void Worker::name_head_tiles() {
+  const Packed& packed = packed_[d_.head.number];
+  const bool bf12 = !packed.starts.empty();
+  int64_t tile = 0;
+  for (const Share& share : packed.shares)
+    for (int64_t unit = share.first; unit < share.last; unit++, tile++)
+      if (share.lane == 0)
+        d_.head_tiles[unit] = bf12 ? this->bf12(d_.head, tile)
+                                   : Bf12{weights(d_.head) + tile * d_.head.unit_bytes(d_.weights), {}, {}, {}};
+}
+
+Bf12 Worker::bf12(const Product& product, int64_t tile) const {
+  const Packed& packed = packed_[product.number];
+  return {stream_.data + packed.offset + tile * bf12_tile_bytes(product.columns), d_.forms[product.number].table,
+          packed.exceptions.data(), packed.starts.data() + tile};
+}
+
+int64_t Worker::packed_bytes() const {
+  int64_t bytes = used_;
+  for (const Packed& packed : packed_) {
+    bytes += (int64_t)((packed.exceptions.size() + packed.starts.size()) * sizeof(uint32_t));
+    if (packed.staged.data) bytes += packed.bytes;
+  }
+  return bytes;
 }
 
 }  // namespace laneformer

@@ -1,6 +1,7 @@
 """A decode session on the CPU: weights packed for worker threads, and the call that they run."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,17 @@ from laneformer.errors import CheckpointError
 from laneformer.ops import ProductName
 
 MOST_THREADS = 1024
+
+
+class Bf12Weights(NamedTuple):
+    """What is packed in 12 bits per weight (laneformer/formats.py)."""
+
+    weights: int
+    exceptions: int
+    """Weights among them that a list of 32 bits each has as well."""
+    matrices: int
+    left: int
+    """Matrices that stay in 16 bits, because more of their weights are exceptions than BF12_MOST_EXCEPTIONS."""
 
 
 class Session(DecodeSession):
@@ -31,13 +43,15 @@ class Session(DecodeSession):
         chaos_us: int = 0,
         timeout_ms: int = 60_000,
         instructions: str | None = None,
+        bf12: bool = False,
     ):
         """threads: by default one per core that may be used.
 
         one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit
         for bit. chaos_us: random delays of up to this many microseconds around every exchange. Both are for tests.
         timeout_ms: how long a call waits for a worker or a device before it fails. instructions: one of
-        `instruction_sets()`, by default the best. Raises NativeError.
+        `instruction_sets()`, by default the best. bf12: pack bfloat16 weights in 12 bits, each matrix that has few
+        exceptions; the results have the same bits, and a weight can be packed only once. Raises NativeError.
         """
         if threads is not None and threads < 1:
             raise NativeError(f"threads must be at least 1, got {threads}")
@@ -50,6 +64,7 @@ class Session(DecodeSession):
             one_thread_per_lane,
             chaos_us,
             timeout_ms,
+            bf12,
             (instructions or "").encode(),
         )
 
@@ -85,6 +100,13 @@ class Session(DecodeSession):
     def packed_bytes(self) -> int:
         """Memory of the packed weights and of the embedding table."""
         return self._lib.laneformer_packed_bytes(self.id)
+
+    @property
+    def bf12_weights(self) -> Bf12Weights:
+        """What is packed in 12 bits; zeros without that option."""
+        counts = np.zeros(4, np.int64)
+        self._lib.laneformer_bf12_weights(self.id, counts.ctypes.data)
+        return Bf12Weights(*counts.tolist())
 
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound

@@ -67,6 +67,7 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       spin_ns(threads > default_threads() ? 500 : kSpinNs),  // 500: others wait for this core
       progress(std::make_unique<Counter[]>(threads)) {
   if (kernels == nullptr) throw std::runtime_error("this machine cannot run the instructions " + options.instructions);
+  if (options.bf12 && weights != Dtype::bf16) throw std::runtime_error("weights in 12 bits must be bfloat16");
   make_ops();
   make_buffers();
 }
@@ -96,6 +97,7 @@ void DecodeState::make_ops() {
   head.columns = (int64_t)plan.hidden_size * (kind == plan::HeadKind::lane ? plan.lanes : 1);
   products.push_back(&head);
   head_tiles.resize(head.units());
+  forms.resize(products.size());
 }
 
 void DecodeState::make_buffers() {

@@ -24,6 +24,7 @@ struct Options {
   int chaos_us = 0;                  // random delays up to this at every exchange, for tests
   int timeout_ms = 60'000;           // for a worker or a device that is missing
   std::string instructions;          // empty: the best that this machine has
+  bool bf12 = false;                 // bf16 weights in 12 bits, matrix by matrix where few are exceptions
 };
 
 struct Sampling {
@@ -106,6 +107,13 @@ struct Answer {  // a place for each token of a call
   std::vector<int64_t> times_ns;
 };
 
+// How a product's weights are packed.
+struct Form {
+  bool bf12 = false;       // else in the session's dtype
+  uint8_t table[16] = {};  // of bf12: high byte of each code
+  int64_t weights = 0, exceptions = 0;
+};
+
 struct DecodeState {
   DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for what this machine cannot run
 
@@ -129,12 +137,13 @@ struct DecodeState {
   std::vector<std::vector<Op>> modules;  // two of each layer
   std::vector<const Product*> products;  // by number
   Product head{};
+  std::vector<Form> forms;  // by the products' numbers
 
   // Weights that are not streamed.
   Region embedding;  // [vocab_size][hidden_size] as stored; empty when the head is the same matrix
   Dtype embedding_dtype = Dtype::f32;
   std::vector<float> small_weights;
-  std::vector<const char*> head_tiles;  // of lane 0's matrix, in the workers' streams
+  std::vector<Bf12> head_tiles;  // of lane 0's matrix, in the workers' streams; `data` alone unless it is in 12 bits
 
   // Buffers. B: kBlock.
   int64_t output_padded = 0, hidden_padded = 0, projected_padded = 0;  // floats of a position, over all layers

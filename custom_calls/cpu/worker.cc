@@ -43,31 +43,30 @@ Worker::Worker(DecodeState& state, int index)
   for (const Product* product : d_.products) {
     const int64_t per_lane = product->units(), all = per_lane * product->lanes;
     Packed& packed = packed_.emplace_back();
-    packed.offset = bytes;
+    packed.offset = bytes;  // until its form is chosen, if that is so
     for (int64_t first = all * index / count_, last = all * (index + 1) / count_; first < last;) {
       const int64_t lane = first / per_lane, end = std::min(last, (lane + 1) * per_lane);
       packed.shares.push_back({(int)lane, first - lane * per_lane, end - lane * per_lane});
       first = end;
     }
     for (const Share& share : packed.shares) {
-      bytes += (share.last - share.first) * product->unit_bytes(d_.weights);
+      packed.bytes += (share.last - share.first) * product->unit_bytes(d_.weights);
       const int64_t rows = kTile * (share.last - share.first);
       if (product->gated) rows_of_y = std::max(rows_of_y, 2 * rows * kBlock);
       if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows);
     }
+    bytes += packed.bytes;
     widest = std::max(widest, product->columns);
   }
   stream_ = Region(bytes);
+  used_ = d_.options.bf12 ? 0 : bytes;
   const std::vector<Share>& vocab = shares(d_.head);
   if (!vocab.empty()) {
     const Share &front = vocab.front(), &back = vocab.back();
     vocab_first_ = front.lane * d_.head.rows + front.first * kTile;
     vocab_last_ = back.lane * d_.head.rows + std::min(d_.head.rows, back.last * kTile);
   }
-  const char* tile = weights(d_.head);
-  for (const Share& share : vocab)
-    for (int64_t unit = share.first; unit < share.last; unit++, tile += d_.head.unit_bytes(d_.weights))
-      if (share.lane == 0) d_.head_tiles[unit] = tile;
+  name_head_tiles();
 
   const int64_t d = m_.hidden_size;
   for (int layer = 0; layer < m_.layers(); layer++) {
@@ -262,18 +261,22 @@ float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) 
   return (hidden ? d_.hiddens : d_.projected).floats() + lane * kBlock * *stride;
 }
 
-// One share of a product, from its packed weights on; returns those of the next share.
-const char* Worker::times(const Product& product, const Share& share, const char* weights, const float* prepared,
-                          float* y, int64_t ldy) {
-  const int64_t units = share.last - share.first;
-  k_.product(d_.weights, d_.activations, weights, prepared, product.columns, product.gated ? 2 * units : units,
-             positions_, y, ldy);
-  return weights + units * product.unit_bytes(d_.weights);
+// One share of a product, from a tile of this worker on; returns the first tile of the next share.
+int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y,
+                      int64_t ldy) {
+  const int64_t tiles = (share.last - share.first) * (product.gated ? 2 : 1);
+  if (d_.forms[product.number].bf12) {
+    k_.product_bf12(d_.activations, bf12(product, tile), prepared, product.columns, tiles, positions_, y, ldy);
+  } else {
+    k_.product(d_.weights, d_.activations, weights(product) + tile * tile_bytes(d_.weights, product.columns), prepared,
+               product.columns, tiles, positions_, y, ldy);
+  }
+  return tile + tiles;
 }
 
 void Worker::multiply(const Product& product, int module) {
   const int64_t began = clock();
-  const char* weights = this->weights(product);
+  int64_t tile = 0;
   for (const Share& share : shares(product)) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
     const int64_t last = std::min(product.rows, share.last * kTile);
@@ -281,12 +284,12 @@ void Worker::multiply(const Product& product, int module) {
     const float* x = vector_of(product, share.lane);
     float* y = target(product.writes, module, share.lane, &stride);
     if (product.gated) {
-      weights = times(product, share, weights, x, y_.data(), 2 * kTile * units);
+      tile = times(product, share, tile, x, y_.data(), 2 * kTile * units);
       for (int p = 0; p < positions_; p++)
         k_.activate(product.activation, true, y_.data() + p * 2 * kTile * units, units, y + p * stride + first);
       continue;
     }
-    weights = times(product, share, weights, x, y + first, stride);
+    tile = times(product, share, tile, x, y + first, stride);
     for (const Product::Bias& bias : product.biases) {
       const int64_t begin = std::max(first, bias.first), end = std::min(last, bias.first + bias.vector.size);
       const float* values = d_.small(bias.vector, share.lane) - bias.first;

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "bf12.h"
 #include "state.h"
 
 namespace laneformer {
@@ -13,8 +14,18 @@ class Worker {
   Worker(DecodeState& state, int index);
 
   const std::vector<Share>& shares(const Product& product) const { return packed_[product.number].shares; }
-  char* weights(const Product& product) const { return stream_.data + packed_[product.number].offset; }
-  int64_t packed_bytes() const { return stream_.bytes; }
+  char* weights(const Product& product) const {
+    const Packed& packed = packed_[product.number];
+    return packed.staged.data ? packed.staged.data : stream_.data + packed.offset;
+  }
+  const char* stream() const { return stream_.data; }
+  int64_t stream_bytes() const { return used_; }
+  int64_t packed_bytes() const;
+
+  // A product whose form is chosen when all its weights are in: until then its tiles are apart from the stream.
+  void stage(const Product& product);
+  void count(const Product& product, Bf12Counts& counts) const;
+  void place(const Product& product, const Bf12Codes* codes);  // null: as bf16
 
   void reset();
   void generate();
@@ -45,8 +56,9 @@ class Worker {
   void attention(const Attention& attention);
   void head();
   const float* vector_of(const Product& product, int lane);
-  const char* times(const Product& product, const Share& share, const char* weights, const float* prepared, float* y,
-                    int64_t ldy);
+  int64_t times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y, int64_t ldy);
+  Bf12 bf12(const Product& product, int64_t tile) const;
+  void name_head_tiles();
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
@@ -91,10 +103,15 @@ class Worker {
   const int first_lane_, last_lane_;  // first <= lane < last
   struct Packed {
     std::vector<Share> shares;
-    int64_t offset;  // in stream_
+    int64_t offset = 0, bytes = 0;  // in stream_; as bf16 or the session's dtype
+    Region staged;
+    std::vector<uint32_t> exceptions, starts;  // of bf12
   };
-  std::vector<Packed> packed_;  // by the products' numbers
+  template <class F>
+  void each_tile(const Product& product, const F& f) const;  // f(its address, rows that are no padding)
+  std::vector<Packed> packed_;                               // by the products' numbers
   Region stream_;
+  int64_t used_ = 0;  // bytes of it
   int64_t vocab_first_ = 0, vocab_last_ = 0;
 
   uint32_t point_ = 0;

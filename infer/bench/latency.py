@@ -19,6 +19,7 @@ from infer.engine.engine import Engine
 from infer.engine.generation import Result
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 WINDOW = 256  # tokens of the fastest stretch
@@ -217,8 +218,11 @@ def bytes_per_token(engine: Engine, case: Case) -> float:
 
 
 def weight_bytes(engine: Engine) -> float:
-    """Bytes of weights that decoding one token reads."""
-    return weight_bytes_per_token(engine.config, jnp.dtype(engine.conditions["weights_dtype"]).itemsize)
+    """Bytes of weights that decoding one token reads, those of the lists of bf12's exceptions included."""
+    facts = engine.conditions
+    size = jnp.dtype(facts["weights_dtype"]).itemsize
+    saved = facts.get("bf12_weights", 0) * (size - FORMATS["bf12"].bytes) - 4 * facts.get("bf12_exceptions", 0)
+    return weight_bytes_per_token(engine.config, size) - saved
 
 
 def kv_bytes(engine: Engine, case: Case) -> float:

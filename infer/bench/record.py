@@ -70,7 +70,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         },
         "precision": {
             "stored": facts["stored_dtype"],
-            "weights": facts["weights_dtype"],
+            "weights": "bf12" if "bf12_weights" in facts else facts["weights_dtype"],
             "activations": facts["compute_dtype"],
             "kv_cache": facts["kv_dtype"],
             "accumulate": engine.precision.accumulate,

@@ -123,13 +123,16 @@ def condition_line(record: dict) -> str:
     )
     weights = "random weights" if model["weights"] == RANDOM else model["weights"]
     stored = "" if precision["stored"] == precision["weights"] else f" (stored as {precision['stored']})"
+    packed, listed = (c["engine"].get(f"bf12_{name}") for name in ("weights", "exceptions"))
+    exceptions = f" with {listed:,} exceptions in {packed:,}" if packed else ""
     dispatch, itl = c["tokens_per_dispatch"], m["itl_us"]
     bandwidth, multiply_adds = hardware["memory_bw_effective_Bps"], hardware["multiply_adds_per_s"]
     spec, specified = m["mbu"]["peak_spec"], hardware["memory_bw_spec_Bps"]
     parts = [
         *([] if record["status"] == "measured" else [record["status"].upper()]),
         f"{weights}, {model['params_total']:,} parameters, layout {model['layout']}, {model['lanes']} lanes",
-        f"weights {precision['weights']}{stored}, products {precision['activations']}, cache {precision['kv_cache']}",
+        f"weights {precision['weights']}{stored}{exceptions}, products {precision['activations']}, cache"
+        f" {precision['kv_cache']}",
         f"batch {c['batch_size']}, mean context {c['context_mean']:,.0f}",
         "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']}",
         f"{hardware['count']} x {hardware['device']}"

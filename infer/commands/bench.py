@@ -145,8 +145,10 @@ def open_engines(options: Options) -> list[Engine]:
     """One engine for each layout and backend. Raises ConfigError if one is not available, or none can be traced."""
     made = []
     for layout, name in itertools.product(options.layouts or (None,), backends(options)):
-        threads = options.engine.threads if not options.compare or name == "cpu" else None
-        made.append(open_engine(dataclasses.replace(options.engine, backend=name, threads=threads), layout))
+        engine = dataclasses.replace(options.engine, backend=name)
+        if options.compare and name != "cpu":
+            engine = dataclasses.replace(engine, threads=None, weights=None)
+        made.append(open_engine(engine, layout))
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")
     return made

@@ -11,6 +11,7 @@ from custom_calls import Session
 from infer.engine.backend import Source, device_name
 from infer.engine.native import NativeBackend, pack, plan_of
 from laneformer.errors import ConfigError
+from laneformer.formats import BF12_MOST_EXCEPTIONS
 
 log = logging.getLogger("infer")
 
@@ -41,18 +42,27 @@ class CpuBackend(NativeBackend):
         one_thread_per_lane: bool = False,
         chaos_us: int = 0,
         instructions: str | None = None,
+        weights: str = "bfloat16",
     ):
-        """The options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library
-        cannot be used.
+        """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
+        they have. The other options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the
+        library cannot be used, or for bf12 with weights of another dtype.
         """
-        self.source = source
+        self.source, plan = source, plan_of(source)
+        if weights not in ("bfloat16", "bf12"):
+            raise ConfigError(f"weights must be bfloat16 or bf12, got {weights}")
+        if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
+            raise ConfigError(
+                f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16"
+            )
         try:
             session = Session(
-                plan_of(source),
+                plan,
                 threads=threads,
                 one_thread_per_lane=one_thread_per_lane,
                 chaos_us=chaos_us,
                 instructions=instructions,
+                bf12=weights == "bf12",
             )
             if threads is not None and threads > (cores := custom_calls.default_threads()):
                 log.warning(
@@ -61,15 +71,21 @@ class CpuBackend(NativeBackend):
                     *(threads, cores, "s" * (cores > 1)),
                 )
             pack(session, source)
+            if left := session.bf12_weights.left:
+                log.info(
+                    "%d of %d matrices stay bfloat16: over %g of their weights are exceptions of bf12",
+                    *(left, left + session.bf12_weights.matrices, BF12_MOST_EXCEPTIONS),
+                )
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
         self._use(session)
 
     @property
     def conditions(self) -> dict:
-        plan = self.session.plan
+        plan, packed = self.session.plan, self.session.bf12_weights
         return {
             "weights_dtype": plan.weight_dtype.name,
+            **({"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}),
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices("cpu")[0]),

@@ -58,7 +58,7 @@ def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
     layout: for a recipe, instead of its own. Raises ConfigError or CheckpointError.
     """
     precision = None if options.compute is None else Precision(compute=options.compute)
-    threads = {} if options.threads is None else {"threads": options.threads}
+    chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None}
     if not is_recipe(options.checkpoint):
         return Engine.load(
             options.checkpoint,
@@ -67,10 +67,10 @@ def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
             devices=options.devices,
             num_lanes=options.lanes,
             precision=precision,
-            **threads,
+            **chosen,
         )
     config = model_config(options.checkpoint, options.lanes)
     config = config if layout is None else config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
     source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision)
-    return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **threads)
+    return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **chosen)

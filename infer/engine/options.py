@@ -9,6 +9,7 @@ from laneformer.errors import ConfigError
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
+WeightFormat = Annotated[Literal["bfloat16", "bf12"] | None, tyro.conf.arg(metavar="{bfloat16,bf12}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class EngineOptions:
     """Cut a dense checkpoint into this many lanes; the number is fixed for a Laneformer."""
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
+    weights: WeightFormat = None
+    """How backend cpu holds bfloat16 weights: as they are (default), or in 12 bits without loss (docs/bf12.md)."""
     compute: Dtype = None
     """Dtype that is multiplied, sums are float32; by default that of the weights, on a CPU float32."""
 

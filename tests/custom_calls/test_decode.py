@@ -81,6 +81,74 @@ def test_instruction_sets(instructions):
         check(small.interpreted_logits, config, small.make_weights(config, dtype), instructions=instructions)
 
 
+PACKED = {
+    "usual": {},
+    "tied": {"tie_word_embeddings": True, "lanes": 3},
+    "odd sizes, lane head": {"hidden_size": 33, "ff": 7, "lm_head_type": "lane", "lanes": 3},
+    "vocab head, biases": {"lm_head_type": "vocab_parallel", "lanes": 5, "vocab_size": 95, "qkv_bias": True},
+    "mlp without a gate": {"gated_mlp": False, "ff": 37, "hidden_size": 64},
+}
+
+
+def with_exceptions(weights, share):
+    """A share of each matrix made as small as no other: subnormals, zeros, and values between."""
+    random = np.random.default_rng(5)
+    for weight in weights.values():
+        count = int(share * weight.size)
+        if weight.ndim > 1 and count:
+            small_values = np.array([0, -0.0, 1e-39, -1e-30, 1e-25], np.float32).astype(weight.dtype)
+            weight.reshape(-1)[random.choice(weight.size, count, replace=False)] = random.choice(small_values, count)
+    return weights
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_weights_in_twelve_bits_have_the_same_results(name):
+    """Logits, tokens, log-probabilities and caches, bit for bit, with exceptions up to the limit."""
+    config = small.make_config(**PACKED[name] | {"vocab_size": PACKED[name].get("vocab_size", 300)})
+    weights = with_exceptions(small.make_weights(config, "bfloat16"), 5e-4)
+    ids = small.prompt_of(config, 50)
+    expected = run(config, weights, ids, 4, threads=2)
+    for ways in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}):
+        assert small.same(run(config, weights, ids, 4, bf12=True, **ways), expected), ways
+    packed = small.make_session(config, weights, threads=2, bf12=True)
+    counts, plain = packed.bf12_weights, small.make_session(config, weights, threads=2)
+    matrices = [weight for weight in weights.values() if weight.ndim > 1]
+    assert counts.matrices >= 3 * config.num_hidden_layers and plain.bf12_weights == (0, 0, 0, 0)
+    assert 0 < counts.weights <= sum(weight.size for weight in matrices)
+    assert counts.exceptions <= 1e-3 * counts.weights
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", build.instruction_sets())
+def test_twelve_bits_of_every_instruction_set(instructions, compute):
+    if instructions not in custom_calls.instruction_sets():
+        pytest.skip(f"this machine does not run {instructions}")
+    config = small.make_config(hidden_size=72, ff=44, layout="dtp(1)", lanes=3)
+    weights, options = with_exceptions(small.make_weights(config, "bfloat16"), 9e-4), {"compute": compute}
+    ids = small.prompt_of(config, 50)
+    options |= {"instructions": instructions, "threads": 2}
+    assert small.same(*(run(config, weights, ids, 4, bf12=bf12, **options) for bf12 in (False, True)))
+
+
+def test_matrices_with_many_exceptions_stay_in_sixteen_bits():
+    config = small.make_config(hidden_size=64, ff=64)
+    weights = small.make_weights(config, "bfloat16")
+    random = np.random.default_rng(0).integers(0, 0x7F80, weights["layers.1.feed_forward.w2"].shape, np.uint16)
+    weights["layers.1.feed_forward.w2"] = random.view(weights["tok_embeddings"].dtype)  # any finite bits
+    session = small.make_session(config, weights, threads=2, bf12=True)
+    assert session.bf12_weights.left == 1
+    ids = small.prompt_of(config, 20)
+    assert small.same(*(run(config, weights, ids, 3, threads=2, bf12=bf12) for bf12 in (False, True)))
+    with pytest.raises(custom_calls.NativeError, match="packed already"):
+        session.pack("layers.0.feed_forward.w1", weights["layers.0.feed_forward.w1"])
+
+
+def test_other_dtypes_cannot_have_twelve_bits():
+    config = small.make_config()
+    with pytest.raises(custom_calls.NativeError, match="must be bfloat16"):
+        small.make_session(config, small.make_weights(config), bf12=True)
+
+
 def test_unknown_instructions_are_refused():
     config = small.make_config()
     with pytest.raises(custom_calls.NativeError, match="cannot run the instructions avx9000"):

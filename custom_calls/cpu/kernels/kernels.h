@@ -24,6 +24,19 @@ inline int64_t tile_bytes(Dtype dtype, int64_t columns) {
   return stored_columns(dtype, columns) * kTile * bytes_of(dtype);
 }
 
+// Tiles of bf16 weights in 12 bits each: see bf12.h. Beside each other in `data`; the exceptions of tile t begin at
+// exceptions[starts[t]].
+constexpr int kUnitColumns = 8;
+constexpr int64_t kUnitBytes = 3 * 64;
+
+struct Bf12 {
+  const char* data;
+  const uint8_t* table;  // [16]: a high byte for each code
+  const uint32_t *exceptions, *starts;
+};
+
+inline int64_t bf12_tile_bytes(int64_t columns) { return (columns + kUnitColumns - 1) / kUnitColumns * kUnitBytes; }
+
 // How a product reads its vector: as float32 (exact), rounded to the weights' 16-bit dtype, or as packed bf16 pairs for
 // the dot instruction.
 enum class Activations : int32_t { exact = 0, rounded = 1 };
@@ -54,6 +67,9 @@ struct Kernels {
   // Rows 16 t .. 16 t + 15 of `tiles` tiles times a prepared vector per position: y[p ldy + 16 t + r].
   void (*product)(Dtype, Activations, const void* w, const void* x, int64_t columns, int64_t tiles, int positions,
                   float* y, int64_t ldy);
+  // The same with weights in 12 bits, from x as `prepare` writes it for bf16; the same bits.
+  void (*product_bf12)(Activations, const Bf12&, const void* x, int64_t columns, int64_t tiles, int positions, float* y,
+                       int64_t ldy);
   // The vectors x[p ldx + k] as `product` reads them; out has room for prepared_floats().
   void (*prepare)(Dtype, Activations, const float* x, int64_t ldx, int64_t columns, int positions, void* out);
 

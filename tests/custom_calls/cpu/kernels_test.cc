@@ -2,6 +2,8 @@
 // formats.
 #include "kernels/kernels.h"
 
+#include "bf12.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -109,6 +111,63 @@ void halves(const Kernels& k, Dtype dtype) {
             "%s: around %a got %04x %04x %04x", k.name, middle, got[0], got[1], got[2]);
     }
   }
+}
+
+// Tiles of bf16 bits: random ones, among them NaN, infinities and subnormals, or of eight e >> 1 with some others in
+// the last unit.
+enum class Bits { random, few };
+
+std::vector<uint16_t> bf16_tiles(Bits kind, int64_t columns, int tiles, int exceptions) {
+  Random random(columns + 1000 * tiles + exceptions);
+  const int64_t stored = stored_columns(Dtype::bf16, columns);
+  std::vector<uint16_t> all(tiles * stored * kTile);
+  const auto any = [&] { return (uint16_t)(random.bits() >> 16); };
+  for (int64_t i = 0; i < (int64_t)all.size(); i++) {
+    const bool padding = i % (stored * kTile) / (2 * kTile) * 2 + i % 2 >= columns;
+    all[i] = padding ? 0 : kind == Bits::random ? any() : (uint16_t)((any() & 0x87ff) | 0x3800);
+  }
+  const int64_t in_tile = columns * kTile, last = (columns - 1) / kUnitColumns * kUnitColumns;
+  for (int e = 0; e < exceptions && e < in_tile; e++) {  // from the last column on, in the last tile
+    const int64_t k = columns - 1 - e / kTile, r = e % kTile;
+    if (k >= last) all[((tiles - 1) * stored + k / 2 * 2) * kTile + 2 * r + k % 2] = (uint16_t)(0x0100 * e + 0x7f81);
+  }
+  return all;
+}
+
+bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
+
+// The product of weights in 12 bits has the bits of the product of bf16, and each row is read back.
+void bf12(const Kernels& k, Activations activations, Bits kind, int64_t columns, int tiles, int positions,
+          int exceptions) {
+  const std::vector<uint16_t> bits = bf16_tiles(kind, columns, tiles, exceptions);
+  const int64_t stored = stored_columns(Dtype::bf16, columns), rows = tiles * kTile, ldy = rows + 5;
+  Bf12Counts counts{};
+  for (int t = 0; t < tiles; t++) count(bits.data() + t * stored * kTile, kTile, columns, counts);
+  const Bf12Codes codes(counts);
+  std::vector<char> units(tiles * bf12_tile_bytes(columns));
+  std::vector<uint32_t> list, starts;
+  for (int t = 0; t < tiles; t++) {
+    starts.push_back((uint32_t)list.size());
+    encode(bits.data() + t * stored * kTile, kTile, columns, codes, units.data() + t * bf12_tile_bytes(columns), list);
+  }
+  CHECK((int64_t)list.size() == codes.exceptions + tiles && codes.weights == rows * columns,
+        "%zu words of exceptions, not %ld", list.size(), (long)codes.exceptions + tiles);
+  const Bf12 weights{units.data(), codes.high, list.data(), starts.data()};
+  std::vector<uint16_t> row(columns);
+  for (int64_t r = 0; r < rows; r++) {
+    read_row(weights, r / kTile, (int)(r % kTile), columns, row.data());
+    for (int64_t c = 0; c < columns; c++)
+      CHECK(row[c] == bits[(r / kTile * stored + c / 2 * 2) * kTile + 2 * (r % kTile) + c % 2],
+            "row %ld, column %ld of %ld became %04x", (long)r, (long)c, (long)columns, row[c]);
+  }
+  const std::vector<float> x = Random(columns).floats(columns * positions);
+  std::vector<float> prepared(prepared_floats(columns, positions)), expected(ldy * positions, 7), y = expected;
+  k.prepare(Dtype::bf16, activations, x.data(), columns, columns, positions, prepared.data());
+  k.product(Dtype::bf16, activations, bits.data(), prepared.data(), columns, tiles, positions, expected.data(), ldy);
+  k.product_bf12(activations, weights, prepared.data(), columns, tiles, positions, y.data(), ldy);
+  for (size_t i = 0; i < y.size(); i++)
+    CHECK(same(y[i], expected[i]), "%s bf12: %ld columns, %d tiles, %d positions, row %zu of position %zu: %a, not %a",
+          k.name, (long)columns, tiles, positions, i % ldy, i / ldy, y[i], expected[i]);
 }
 
 // y = W x for every position, with the weights in tiles.
@@ -451,6 +510,21 @@ void reads(const Kernels& k) {  // every byte matters
   }
 }
 
+void packed(const Kernels& k) {
+  for (const int64_t columns : {1, 8, 9, 37, 299})
+    for (const int tiles : {1, 7})
+      for (const int positions : {1, 7, 25})
+        for (const Bits kind : {Bits::few, Bits::random})
+          bf12(k, Activations::exact, kind, columns, tiles, positions, 0);
+  for (const int exceptions : {1, 2, 33, 128})  // in the last unit, beside padding
+    for (const int64_t columns : {64, 67}) {
+      bf12(k, Activations::exact, Bits::few, columns, 5, 1, exceptions);
+      bf12(k, Activations::rounded, Bits::few, columns, 5, 1, exceptions);
+      bf12(k, Activations::rounded, Bits::few, columns, 5, 9, exceptions);
+    }
+  bf12(k, Activations::exact, Bits::random, 3070, 1, 3, 0);
+}
+
 void all_of(const Kernels& k) {
   for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
     const std::vector<uint32_t> expected = all_widened(dtype);
@@ -464,6 +538,7 @@ void all_of(const Kernels& k) {
 #endif
   }
   products(k);
+  packed(k);
   attends(k);
   causal(k);
   norms(k);

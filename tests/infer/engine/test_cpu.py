@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import custom_calls
 import laneformer
 from infer import Engine, Sampling
+from infer.bench.latency import weight_bytes
 from infer.engine.backend import ModelSource, Request
 from infer.engine.cpu import CpuBackend
 from infer.sampling import sample
@@ -46,6 +47,30 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
     engine = Engine.load(ORACLE / case, "cpu", devices=min(devices, lanes))
     assert list(engine.generate(data["greedy_prompt"], max_new_tokens=12)) == data["greedy_ids"].tolist()
     assert engine.conditions["devices"] == min(devices, lanes) and engine.conditions["threads"] >= 1
+
+
+@pytest.mark.parametrize("case", ["case_03", "case_12"])
+def test_weights_in_twelve_bits_give_the_same_answer(case):
+    """The reference models, whose weights are converted to bfloat16; bytes per token count what is read."""
+    answers, engines = [], {}
+    for weights in ("bfloat16", "bf12"):
+        engine = engines[weights] = Engine.load(ORACLE / case, "cpu", dtype="bfloat16", weights=weights)
+        result = engine.generate(PROMPT, max_new_tokens=20, sampling=Sampling(temperature=1.0, seed=3)).result
+        answers.append((result.tokens, result.logprobs))
+    assert answers[0] == answers[1]
+    packed = engines["bf12"].conditions
+    saved = packed["bf12_weights"] / 2 - 4 * packed["bf12_exceptions"]
+    assert weight_bytes(engines["bfloat16"]) - weight_bytes(engines["bf12"]) == saved > 0
+    assert "bf12_weights" not in engines["bfloat16"].conditions
+
+
+@pytest.mark.parametrize(("dtype", "weights", "words"), [
+    ("float32", "bf12", "--weights bf12 needs bfloat16 weights, got float32: add --dtype bfloat16"),
+    ("bfloat16", "int3", "weights must be bfloat16 or bf12, got int3"),
+])  # fmt: skip
+def test_unfit_weight_formats_are_refused(dtype, weights, words):
+    with pytest.raises(ConfigError, match=words):
+        Engine.load(ORACLE / "case_03", "cpu", dtype=dtype, weights=weights)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
