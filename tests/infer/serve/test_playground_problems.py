@@ -24,7 +24,7 @@ from tests.support.serving.playground_engine import answer
 def test_key_is_kept_in_memory(strict, open_page):
     page = open_page(strict, ready=False, permissions=["clipboard-read", "clipboard-write"])
     expect(page.locator("#key")).to_be_focused()
-    for key, words in (("wrong", "refused the key"), (KEY, None)):
+    for key, words in (("wrong", "refused"), (KEY, None)):
         page.fill("#key", key)
         page.keyboard.press("Enter")
         if words:
@@ -83,7 +83,7 @@ def test_refusals_are_explained(server, open_page):
             expect(problem).to_contain_text(
                 "The queue is full. The queue is full with 1 waiting requests: try again later."
             )
-            expect(problem).to_contain_text("again in 1 s or more")
+            expect(problem).to_contain_text("in 1 s or more")
     server.wait_for_metric("num_requests_running", 0)
     ask(page, "a" * 100_000, 5)
     expect(problem).to_contain_text(
