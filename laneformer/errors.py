@@ -181,7 +181,7 @@ def _unboxed(text: str) -> str:
     message = parts[1] if len(parts) > 1 else " ".join(parts)
     message = re.sub(r"^Error parsing (\w+: )?|\s+(?=\s)|\.$", "", message)
     if message.startswith("Missing from"):
-        required = [line for line in lines if re.match(r"--\S+ [A-Z]|[A-Z.]+$", line)]
+        required = [line for line in lines if re.match(r"--\S+ [A-Z]|[A-Z_.]+$", line)]
         unknown = next((part for part in parts if part.startswith("Unrecognized options:")), "")
         message = f"{' '.join(unknown.split())}{'; ' if unknown else ''}give {' and '.join(required)}"
     for theirs, ours in _REWORDED:
