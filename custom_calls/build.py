@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = (HERE / "common", HERE / "cpu", HERE / "cpu" / "kernels", HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
+GENERATED = "plan_ops.h"  # from laneformer/ops.py, which is part of the key through it
 INSTALLED = HERE / "lib"
 FLAGS = (
     "-std=c++17",
@@ -78,6 +79,7 @@ def key() -> str:
     digest = hashlib.sha256()
     for path in (*sorted(path for folder in SOURCES for path in folder.glob("*.[ch]*")), SHARED):
         digest.update(path.name.encode() + path.read_bytes())
+    digest.update(ops_header().encode())
     version = (headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     lines = [
         line
@@ -86,6 +88,14 @@ def key() -> str:
     ]
     digest.update(repr((FLAGS, instruction_sets(), lines, sys.platform)).encode())
     return digest.hexdigest()[:16]
+
+
+def ops_header() -> str:
+    """Text of GENERATED: the C++ structs of the ops (custom_calls/ops_header.py)."""
+    spec = importlib.util.spec_from_file_location("ops_header", HERE / "ops_header.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ops_header()
 
 
 def cache() -> Path:
@@ -140,9 +150,10 @@ def compile_objects(
     api: bool = True,
     sets: dict[str, tuple[str, ...]] | None = None,
 ) -> list[str]:
-    """Object files of all sources in `work`; api: with the interface to XLA, which needs its headers; sets: instead of
-    this machine's.
+    """Object files of all sources in `work`, beside GENERATED; api: with the interface to XLA, which needs its headers;
+    sets: instead of this machine's.
     """
+    (work / GENERATED).write_text(ops_header(), encoding="utf-8")
     jobs = []
     include = ["-isystem", str(headers())] if api else []
     for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):
@@ -155,7 +166,7 @@ def compile_objects(
     def compile_one(job):
         path, name, extra = job
         target = str(work / name)
-        _run([*cxx, *FLAGS, *_sanitizer_flags(sanitizer), *extra, "-c", str(path), "-o", target])
+        _run([*cxx, *FLAGS, f"-I{work}", *_sanitizer_flags(sanitizer), *extra, "-c", str(path), "-o", target])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

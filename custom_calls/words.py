@@ -16,32 +16,15 @@ weight is known by its number.
 offset and stride say where a vector lies among the small weights; a matrix, which the kernel packs, has offset -1.
 """
 
-import dataclasses
-import types
 import typing
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
+from custom_calls.ops_header import alternatives, fields
 from laneformer.ops import Rotary, Weight
 
 FORMAT = 2  # raise it whenever older words could be misread
-
-
-@cache
-def _fields(kind: type) -> list[tuple[str, typing.Any]]:
-    """Names and types of a dataclass's fields."""
-    hints = typing.get_type_hints(kind)
-    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
-
-
-def _alternatives(kind) -> tuple[list, bool] | None:
-    """Of a union of types: those but None, and whether None is one. None for any other type."""
-    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
-        return None
-    members = typing.get_args(kind)
-    return [member for member in members if member is not types.NoneType], types.NoneType in members
 
 
 class Writer:
@@ -67,10 +50,10 @@ class Writer:
             self.words.append(int(value))
         elif typing.get_origin(kind) is tuple:
             self._put_tuple(value, typing.get_args(kind))
-        elif alternatives := _alternatives(kind):
-            self._put_alternative(value, *alternatives)
+        elif found := alternatives(kind):
+            self._put_alternative(value, *found)
         else:
-            for name, field_kind in _fields(kind):
+            for name, field_kind in fields(kind):
                 self.put(getattr(value, name), field_kind)
 
     def _put_tuple(self, value: tuple, kinds: tuple) -> None:
@@ -174,12 +157,12 @@ class Reader:
             if kinds[-1] is Ellipsis:
                 kinds = kinds[:1] * self._next()
             return tuple(self.get(item) for item in kinds)
-        if alternatives := _alternatives(kind):
-            kinds, optional = alternatives
+        if found := alternatives(kind):
+            kinds, optional = found
             if optional and not self._next():
                 return None
             return self.get(kinds[0]) if len(kinds) == 1 else self._one_of(kinds)
-        return kind(*(self.get(field_kind) for _, field_kind in _fields(kind)))
+        return kind(*(self.get(field_kind) for _, field_kind in fields(kind)))
 
     def _one_of(self, kinds: list):
         kind, length, begin = kinds[self._next()], self._next(), self._at

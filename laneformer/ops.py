@@ -8,7 +8,8 @@ Every lane runs the same ops on its own share of the weights. Between ops, a lan
 begins with the residual STREAM and ends with its OUTPUT, which the schedule of laneformer/layout.py adds and exchanges.
 
 Sizes are those of one lane. An op's fields travel in the order in which they are written here. A new field or kind of
-op is added here, in the decoder of the words (custom_calls/common/plan.cc), and where a kernel computes it.
+op is added here and where a kernel computes it: custom_calls/ops_header.py makes the C++ structs of these classes and
+what decodes them, custom_calls/gpu/header.py the constants of the GPU kernel. An int is a size and at least 1.
 
 Nothing here imports JAX.
 """

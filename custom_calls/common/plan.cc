@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace laneformer {
 namespace plan {
@@ -11,6 +12,12 @@ int64_t Weight::elements() const {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   return count;
+}
+
+int64_t rows(const Product& product) {
+  int64_t rows = 0;
+  for (const Matrix& matrix : product.matrices) rows += matrix.weight.size;
+  return rows;
 }
 
 namespace {
@@ -35,7 +42,8 @@ class Reader {
     header();
     weights();
     rotaries();
-    ops();
+    read("ops", static_cast<DecoderOps&>(plan_));
+    check_ops();
     schedule();
     plan_.weight_dtype = index(3, "dtype");
     plan_.cache_dtype = index(3, "dtype");
@@ -105,139 +113,127 @@ class Reader {
     }
   }
 
-  int matrix_weight(const char* what) {
-    const int weight = index((int64_t)plan_.weights.size(), "weight");
-    if (plan_.weights[weight].shape.size() != 2) damaged(std::string(what) + " is not a matrix");
-    return weight;
-  }
+  // ---- ops: fields in the order of laneformer/ops.py, as custom_calls/words.py writes them
 
-  Vector vector(int64_t size, const char* what) {
-    const Weight& weight = plan_.weights[index((int64_t)plan_.weights.size(), "weight")];
+  void read(const char* what, int& value) { value = size(what); }
+  void read(const char*, float& value) { value = number(); }
+  void read(const char*, bool& value) { value = flag(); }
+  void read(const char* what, RotaryIndex& value) { value.index = index((int64_t)plan_.rotaries.size(), what); }
+
+  void read(const char* what, Array& value) {
+    value.number = index((int64_t)plan_.weights.size(), what);
+    const Weight& weight = plan_.weights[value.number];
+    require(weight.shape.size() <= 2, "a weight has more than two dimensions");
+    value = {value.number, weight.shape[0], weight.is_matrix() ? weight.shape[1] : 0, weight.offset, weight.stride};
+    if (weight.is_matrix()) return;
     const int64_t last = weight.lane_sharded ? plan_.lanes - 1 : 0;
-    if (weight.is_matrix() || weight.shape[0] != size) damaged(std::string(what) + " has another size than its vector");
-    require(weight.lane_sharded ? weight.stride >= size : weight.stride == 0, "lanes' vectors overlap");
-    require(weight.offset + last * weight.stride + size <= plan_.small_size, "a vector lies beyond the small weights");
-    return {weight.offset, weight.stride, size};
+    require(weight.lane_sharded ? value.stride >= value.size : value.stride == 0, "lanes' vectors overlap");
+    require(value.offset + last * value.stride + value.size <= plan_.small_size,
+            "a vector lies beyond the small weights");
   }
 
-  Norm norm(int64_t size) {
-    const Vector gain = vector(size, "a norm");
-    return {gain, number()};
-  }
-  std::optional<Norm> maybe_norm(int64_t size) {
-    if (!flag()) return std::nullopt;
-    return norm(size);
-  }
-  std::optional<Norm> maybe_norm_of_heads(int64_t heads, int64_t head_dim) {
-    if (!flag()) return std::nullopt;
-    const int64_t weight = at_ < num_words_ ? words_[at_] : -1;  // of the gain
-    const bool all =
-        weight >= 0 && weight < (int64_t)plan_.weights.size() && plan_.weights[weight].elements() == heads * head_dim;
-    return norm(all ? heads * head_dim : head_dim);
+  template <class T>
+  void read(const char* what, std::optional<T>& value) {
+    if (flag()) read(what, value.emplace());
   }
 
-  // ---- ops
+  template <class T>
+  void read(const char* what, std::vector<T>& values) {
+    values.resize(count());
+    for (T& value : values) read(what, value);
+  }
 
-  // Channels of each value of the module that is read, 0 before it is written.
-  int64_t& channels(Value value) { return channels_[(int)value]; }
+  template <class... T>
+  void read(const char* what, std::variant<T...>& value) {
+    const int kind = index(sizeof...(T), what);
+    const int64_t length = count(), begin = at_;
+    int alternative = 0;
+    ((alternative++ == kind ? read(what, value.template emplace<T>()) : void()), ...);
+    require(at_ == begin + length, "an op has another number of words than it says");
+  }
 
-  Product product() {
-    Product product;
-    product.name = size("product's name", 0);
-    product.matrices.resize(count());
-    product.rows = product.columns = 0;
-    require(!product.matrices.empty(), "a product without matrices");
-    for (Matrix& matrix : product.matrices) {
-      matrix.weight = matrix_weight("a product's weight");
-      const std::vector<int64_t>& shape = plan_.weights[matrix.weight].shape;
-      require(product.columns == 0 || product.columns == shape[1], "matrices of one product differ in columns");
-      matrix.first = product.rows;
-      matrix.rows = shape[0];
-      product.rows += shape[0];
-      product.columns = shape[1];
-      if (flag()) matrix.bias = vector(matrix.rows, "a bias");
+  template <class T>
+  void read(const char* what, T& value) {
+    if constexpr (std::is_enum_v<T>) {
+      value = (T)index(count_of(T{}), what);
+    } else {
+      value.visit([&](const char* name, auto& field) { read(name, field); });
     }
-    product.reads = (Value)index(5, "value");
-    product.writes = (Value)index(5, "value");
-    product.norm = maybe_norm(product.columns);
-    product.activation = (Activation)index(kActivations, "activation");
-    product.gated = flag();
-    require(!product.gated || (product.matrices.size() == 2 && product.matrices[0].rows == product.matrices[1].rows),
+  }
+
+  // ---- what must be true of ops beyond their types
+
+  void check_matrix(const Array& array, const char* what) {
+    if (array.columns == 0) damaged(std::string(what) + " is not a matrix");
+  }
+  void check_vector(const Array& array, int64_t size, const char* what) {
+    if (array.columns > 0 || array.size != size) damaged(std::string(what) + " has another size than its vector");
+  }
+  void check_norm(const std::optional<Norm>& norm, int64_t size) {
+    if (norm) check_vector(norm->gain, size, "a norm");
+  }
+  void check_norm_of_heads(const std::optional<Norm>& norm, int64_t heads, int64_t head_dim) {
+    if (norm) check_norm(norm, norm->gain.size == heads * head_dim ? heads * head_dim : head_dim);
+  }
+
+  // Channels of each value of the module that is checked, 0 before it is written.
+  int64_t& channels_of(Value value) { return channels_[(int)value]; }
+
+  void check(const Product& product) {
+    const std::vector<Matrix>& matrices = product.matrices;
+    require(!matrices.empty(), "a product without matrices");
+    for (const Matrix& matrix : matrices) {
+      check_matrix(matrix.weight, "a product's weight");
+      require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
+      if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias");
+    }
+    check_norm(product.norm, columns(product));
+    require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
             "a gated product needs two equal matrices");
-    require(channels(product.reads) == product.columns, "a product has other columns than the value that it reads");
+    require(channels_of(product.reads) == columns(product), "a product has other columns than the value that it reads");
     require(product.writes != Value::stream && product.writes != Value::attended, "a product writes what it must not");
-    require(product.writes != Value::output || product.channels() == plan_.hidden_size,
+    require(product.writes != Value::output || channels(product) == plan_.hidden_size,
             "a module's output has another size than the stream");
-    channels(product.writes) = product.channels();
-    return product;
+    channels_of(product.writes) = channels(product);
   }
 
-  Attend attend() {
-    Attend attend;
-    attend.heads = size("heads", 1, kMostHeads);
-    attend.kv_heads = size("kv_heads", 1, kMostHeads);
-    attend.head_dim = size("head_dim", 1, kMostHeads);
-    attend.scale = number();
-    if (flag()) attend.window = size("window");
-    attend.rotary = flag() ? index((int64_t)plan_.rotaries.size(), "rotation") : -1;
-    attend.q_norm = maybe_norm_of_heads(attend.heads, attend.head_dim);
-    attend.k_norm = maybe_norm_of_heads(attend.kv_heads, attend.head_dim);
-    attend.gated = flag();
-    require(attend.heads % attend.kv_heads == 0, "heads are not a multiple of kv_heads");
-    require(attend.rotary < 0 || 2 * (int64_t)plan_.rotaries[attend.rotary].frequencies.size() == attend.head_dim,
+  void check(const Attend& op) {
+    require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
+    require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
+    require(!op.rotary || 2 * (int64_t)plan_.rotaries[op.rotary->index].frequencies.size() == op.head_dim,
             "a rotation has other channels than a head");
-    require(channels(Value::projected) == attend.values_end() + (attend.gated ? attend.width() : 0),
+    check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
+    check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
+    require(channels_of(Value::projected) == projected(op),
             "attention reads another number of channels than are projected");
-    channels(Value::attended) = attend.width();
-    return attend;
+    channels_of(Value::attended) = width(op);
   }
 
-  Module module() {
-    Module ops;
-    for (int64_t& size : channels_) size = 0;
-    channels(Value::stream) = plan_.hidden_size;
-    for (int64_t left = count(); left > 0; left--) {
-      const int kind = index(3, "kind of op");
-      const int64_t length = count(), begin = at_;
-      if (kind == 0) {
-        ops.push_back(product());
-      } else if (kind == 1) {
-        ops.push_back(attend());
-      } else {
-        require(left == 1, "an op follows the norm of the output");
-        const Norm own = norm(plan_.hidden_size);
-        ops.push_back(OutputNorm{own, flag()});
+  void check(const OutputNorm& op) { check_norm(op.norm, plan_.hidden_size); }
+
+  void check_ops() {
+    require(plan_.lanes <= kMostLanes, "too many lanes");
+    check_matrix(plan_.embedding, "the embedding");
+    require(!plan_.weights[plan_.embedding.number].lane_sharded && plan_.embedding.size == plan_.vocab_size &&
+                plan_.embedding.columns == plan_.hidden_size,
+            "the embedding has another shape than vocab_size x hidden_size");
+    for (int m = 0; m < plan_.num_modules(); m++) {
+      for (int64_t& size : channels_) size = 0;
+      channels_of(Value::stream) = plan_.hidden_size;
+      const Module& module = plan_.module(m);
+      for (const Op& op : module) {
+        require(!std::holds_alternative<OutputNorm>(op) || &op == &module.back(),
+                "an op follows the norm of the output");
+        std::visit([&](const auto& one) { check(one); }, op);
       }
-      require(at_ == begin + length, "an op has another number of words than it says");
+      require(channels_of(Value::output) > 0, "a module has no output");
     }
-    require(channels(Value::output) > 0, "a module has no output");
-    return ops;
-  }
-
-  void ops() {
-    plan_.lanes = size("lanes", 1, kMostLanes);
-    plan_.hidden_size = size("hidden_size");
-    plan_.vocab_size = size("vocab_size");
-    plan_.context = size("context");
-    plan_.embedding = matrix_weight("the embedding");
-    const Weight& embedding = plan_.weights[plan_.embedding];
-    require(
-        !embedding.lane_sharded && embedding.shape[0] == plan_.vocab_size && embedding.shape[1] == plan_.hidden_size,
-        "the embedding has another shape than vocab_size x hidden_size");
-    for (int64_t left = 2 * count(); left > 0; left--) plan_.modules.push_back(module());
-    head();
-  }
-
-  void head() {
-    Head& head = plan_.head;
-    head.kind = (HeadKind)index(3, "kind of head");
-    head.norm = norm(plan_.hidden_size);
-    head.norm_of_sum = flag();
-    head.weight = matrix_weight("the head");
-    const Weight& weight = plan_.weights[head.weight];
+    const Head& head = plan_.head;
+    check_norm(head.norm, plan_.hidden_size);
+    check_matrix(head.weight, "the head");
     const int slices = head.kind == HeadKind::vocab_parallel ? plan_.lanes : 1;
-    require(weight.lane_sharded == (head.kind != HeadKind::replicate) && weight.shape[1] == plan_.hidden_size &&
-                weight.shape[0] * slices == plan_.vocab_size,
+    require(plan_.weights[head.weight.number].lane_sharded == (head.kind != HeadKind::replicate) &&
+                head.weight.columns == plan_.hidden_size && head.weight.size * slices == plan_.vocab_size,
             "the head has another shape than its kind asks for");
     require(!head.norm_of_sum || head.kind == HeadKind::replicate, "a norm of the sum needs head replicate");
   }
@@ -247,14 +243,14 @@ class Reader {
   std::vector<Part> parts(int time) {  // of modules that have computed by then
     std::vector<Part> list(count());
     for (Part& part : list) {
-      part.module = index(std::min<int64_t>(time + 1, (int64_t)plan_.modules.size()), "module");
+      part.module = index(std::min<int64_t>(time + 1, (int64_t)plan_.num_modules()), "module");
       part.weight = number();
     }
     return list;
   }
 
   void schedule() {
-    const int64_t modules = (int64_t)plan_.modules.size();
+    const int64_t modules = (int64_t)plan_.num_modules();
     plan_.events.resize(count());
     require((int64_t)plan_.events.size() == modules + 1, "the schedule is for another number of layers");
     for (int time = 0; time <= modules; time++) {
@@ -282,7 +278,7 @@ class Reader {
                     (event.payload < (int64_t)plan_.sums.size() && plan_.sums[event.payload].complete_at <= time),
                 "a sum lands that does not exist or is not complete");
     for (int m = 0; m < modules; m++)
-      if (const OutputNorm* normed = output_norm(plan_.modules[m]); normed && normed->of_sum) {
+      if (const OutputNorm* normed = output_norm(plan_.module(m)); normed && normed->of_sum) {
         require(normed->norm.gain.stride == 0, "a norm of a sum has a gain for each lane");
         require(added_as_sum(m), "a norm of a sum, but the module's output is also added otherwise");
       }
@@ -312,7 +308,7 @@ class Reader {
   const float* floats_;
   const int64_t num_floats_;
   int64_t at_ = 0;
-  int64_t channels_[5];
+  int64_t channels_[count_of(Value{})];
   Plan plan_;
 };
 

@@ -1,5 +1,6 @@
 // A model as the kernels know it: its ops, its small weights and its schedule, decoded from the words that
-// custom_calls/words.py writes. The structs follow the dataclasses of laneformer/ops.py and custom_calls/plan.py.
+// custom_calls/words.py writes. Ops have the structs of laneformer/ops.py, which custom_calls/ops_header.py writes into
+// plan_ops.h; the structs of the schedule follow custom_calls/plan.py.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,9 @@
 #include "activation.h"
 
 namespace laneformer {
+
+constexpr int count_of(Activation) { return kActivations; }
+
 namespace plan {
 
 // One array. Vectors lie among the small weights (float32): that of lane l at offset + l * stride.
@@ -22,13 +26,11 @@ struct Weight {
   int64_t elements() const;  // of one lane's share
 };
 
-struct Vector {  // a small weight in its place
-  int64_t offset, stride, size;
-};
-
-struct Norm {  // RMSNorm
-  Vector gain;
-  float eps;
+// A weight of an op.
+struct Array {
+  int number;              // in Plan::weights
+  int64_t size, columns;   // of one lane's share: elements of a vector and 0, or rows and columns of a matrix
+  int64_t offset, stride;  // as in Weight
 };
 
 struct Rotary {
@@ -36,56 +38,26 @@ struct Rotary {
   float factor;                    // on cos and sin
 };
 
-enum class Value : int32_t { stream, projected, attended, hidden, output };
-enum class HeadKind : int32_t { replicate, lane, vocab_parallel };
-
-struct Matrix {
-  int weight;
-  int64_t rows, first;  // first: among the rows of the product
-  std::optional<Vector> bias;
+struct RotaryIndex {
+  int index;  // in Plan::rotaries
 };
 
-struct Product {
-  int name;  // of laneformer.ops.ProductName
-  std::vector<Matrix> matrices;
-  Value reads, writes;
-  std::optional<Norm> norm;
-  Activation activation;
-  bool gated;             // of two matrices, the first is a factor on the other, row by row
-  int64_t rows, columns;  // of all matrices
+#include "plan_ops.h"
 
-  int64_t channels() const { return gated ? rows / 2 : rows; }  // that it writes
-};
+// Rows and columns of all matrices of a product, and the channels that it writes.
+inline int64_t columns(const Product& product) { return product.matrices[0].weight.columns; }
+int64_t rows(const Product& product);
+inline int64_t channels(const Product& product) { return product.gated ? rows(product) / 2 : rows(product); }
 
-struct Attend {
-  int heads, kv_heads, head_dim;
-  float scale;                         // on the scores
-  std::optional<int64_t> window;       // keys seen, the own position included
-  int rotary;                          // index into Plan::rotaries, -1 for none
-  std::optional<Norm> q_norm, k_norm;  // over each head, or over all heads, as the gain has channels
-  bool gated;                          // sigmoids of channels behind the values are factors on the result
+// Channels of attention's result, and of the queries, keys and values that it reads. Gates follow the values.
+inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim; }
+inline int64_t values_end(const Attend& op) { return ((int64_t)op.heads + 2 * (int64_t)op.kv_heads) * op.head_dim; }
+inline int64_t projected(const Attend& op) { return values_end(op) + (op.gated ? width(op) : 0); }
 
-  int64_t values_end() const { return ((int64_t)heads + 2 * (int64_t)kv_heads) * head_dim; }  // of what is projected
-  int64_t width() const { return (int64_t)heads * head_dim; }                                 // of the result
-};
-
-struct OutputNorm {
-  Norm norm;
-  bool of_sum;  // of the sum over the lanes, where it lands
-};
-
-using Op = std::variant<Product, Attend, OutputNorm>;
 using Module = std::vector<Op>;
 
 // The norm of a module's output, its last op; null if it has none.
 inline const OutputNorm* output_norm(const Module& module) { return std::get_if<OutputNorm>(&module.back()); }
-
-struct Head {
-  HeadKind kind;
-  Norm norm;
-  bool norm_of_sum;
-  int weight;
-};
 
 struct Part {
   int module;
@@ -107,22 +79,22 @@ struct Sum {
   std::vector<Part> parts;
 };
 
-struct Plan {
+struct Plan : DecoderOps {
   std::vector<Weight> weights;
   std::vector<Rotary> rotaries;
   int64_t small_size;  // floats of all small weights
-
-  int lanes, hidden_size, vocab_size, context;
-  int embedding;                // weight
-  std::vector<Module> modules;  // two of each layer: attention, feed forward
-  Head head;
 
   std::vector<std::vector<Event>> events;  // by time: modules + 1
   std::vector<Sum> sums;                   // in the order in which they are issued
   int weight_dtype, cache_dtype;           // 0: float32, 1: bfloat16, 2: float16
   bool rounded_activations;
 
-  int layers() const { return (int)modules.size() / 2; }
+  int num_layers() const { return (int)layers.size(); }
+  int num_modules() const { return 2 * num_layers(); }  // of each layer: attention, feed forward
+  const Module& module(int time) const {
+    const Layer& layer = layers[time / 2];
+    return time % 2 == 0 ? layer.attention : layer.feed_forward;
+  }
 };
 
 // Throws std::runtime_error for words that are damaged or do not fit together.

@@ -69,13 +69,13 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
       return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " +
                                          std::to_string(model.vocab_size));
   const int local = model.lanes / (int)devices.size();
-  for (int layer = 0; layer < model.layers(); layer++) {
+  for (int layer = 0; layer < model.num_layers(); layer++) {
     const plan::Attend& attend = decoder.attend_of(layer);
     const int64_t position = (int64_t)attend.kv_heads * attend.head_dim * bytes_of((Dtype)model.cache_dtype);
     for (int lane = 0; lane < model.lanes; lane++) {
       const std::vector<char*>& caches = devices[lane / local].caches;
       call.keys.push_back(caches[layer] + lane % local * first.capacity * position);
-      call.values.push_back(caches[model.layers() + layer] + lane % local * first.capacity * position);
+      call.values.push_back(caches[model.num_layers() + layer] + lane % local * first.capacity * position);
     }
   }
   End end;
@@ -175,7 +175,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
-  if ((int64_t)seen.element_count() != model.vocab_size || (int64_t)caches.size() != 2 * model.layers() ||
+  if ((int64_t)seen.element_count() != model.vocab_size || (int64_t)caches.size() != 2 * model.num_layers() ||
       caches_after.size() != caches.size())
     return wrong(
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
@@ -187,7 +187,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    const plan::Attend& attend = decoder->attend_of((int)i % model.layers());
+    const plan::Attend& attend = decoder->attend_of((int)i % model.num_layers());
     const auto dtype = model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
     if (before->element_type() != dtype || shape.size() != 5 || shape[0] * devices != model.lanes || shape[1] != 1 ||
         shape[3] != attend.kv_heads || shape[4] != attend.head_dim || (i > 0 && shape[2] != operands.capacity))

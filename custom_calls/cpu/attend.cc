@@ -11,7 +11,7 @@ namespace laneformer {
 void Worker::attention(const Attention& attention) {
   const int64_t began = clock();
   const plan::Attend& op = attention.op;
-  const int64_t window = op.window.value_or(INT64_MAX / 2);
+  const int64_t window = op.window ? *op.window : INT64_MAX / 2;
   const int64_t low = std::max<int64_t>(0, start_ - window + 1), high = start_ + positions_;
   const int64_t size = 256 * ((high - low + 256 * 16 - 1) / (256 * 16)), first_chunk = low / size;
   const int chunks = (int)((high - 1) / size + 1 - first_chunk);
@@ -41,8 +41,8 @@ void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::
   if (norm)
     for (int64_t first = 0; first < (int64_t)count * e; first += norm->gain.size)
       k_.rms_norm(heads + first, d_.small(norm->gain, lane), norm->eps, norm->gain.size, heads + first);
-  if (op.rotary < 0) return;
-  const Turns& turns = turns_[op.rotary];
+  if (!op.rotary) return;
+  const Turns& turns = turns_[op.rotary->index];
   const float *cos = turns.cos.data() + p * e / 2, *sin = turns.sin.data() + p * e / 2;
   for (float* head = heads; head < heads + (int64_t)count * e; head += e)
     for (int i = 0; i < e / 2; i++) {
@@ -110,7 +110,7 @@ void Worker::merge(int lane) {
     for (int64_t i = 0; i < e; i++) a[i] /= sum;
   }
   for (int p = 0; p < positions_ && attend_->gated; p++)
-    k_.gate(d_.projected.floats() + (lane * kBlock + p) * d_.projected_padded + attend_->values_end(), heads * e,
+    k_.gate(d_.projected.floats() + (lane * kBlock + p) * d_.projected_padded + plan::values_end(*attend_), heads * e,
             a_.data() + p * heads * e);
 }
 

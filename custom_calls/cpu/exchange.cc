@@ -22,7 +22,7 @@ void Worker::keep_streams(int payload) {
 // `space`.
 const float* Worker::added_output(int module, int lane, int position, float* space) {
   const float* raw = output(module, lane, position);
-  const plan::OutputNorm* own = plan::output_norm(m_.modules[module]);
+  const plan::OutputNorm* own = plan::output_norm(m_.module(module));
   if (own == nullptr || own->of_sum) return raw;
   k_.rms_norm(raw, d_.small(own->norm.gain, lane), own->norm.eps, m_.hidden_size, space);
   return space;
@@ -30,7 +30,7 @@ const float* Worker::added_output(int module, int lane, int position, float* spa
 
 // The norm of a sum over the lanes [hidden_size], in place, where its module has one.
 void Worker::norm_sum(const plan::Sum& sum, float* total) {
-  const plan::OutputNorm* of = plan::output_norm(m_.modules[sum.complete_at]);
+  const plan::OutputNorm* of = plan::output_norm(m_.module(sum.complete_at));
   if (of != nullptr && of->of_sum) k_.rms_norm(total, d_.small(of->norm.gain, 0), of->norm.eps, m_.hidden_size, total);
 }
 

@@ -32,7 +32,7 @@ void Worker::head() {
   } else {
     meet();
   }
-  mark(kExchange, m_.layers(), began);
+  mark(kExchange, m_.num_layers(), began);
 
   began = clock();
   int64_t tile = 0;
@@ -54,7 +54,7 @@ void Worker::head() {
     const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
     std::memcpy(d_.logits.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
   }
-  mark(kHead, m_.layers(), began);
+  mark(kHead, m_.num_layers(), began);
 }
 
 }  // namespace laneformer

@@ -88,13 +88,9 @@ class First {
 // Where each matrix lies.
 void Decoder::find_places() {
   places_.resize(plan().weights.size());
-  for (size_t m = 0; m < state_.modules.size(); m++)
-    for (size_t i = 0; i < state_.modules[m].size(); i++)
-      if (const auto* product = std::get_if<Product>(&state_.modules[m][i]))
-        for (const plan::Matrix& matrix : std::get<plan::Product>(plan().modules[m][i]).matrices)
-          places_[matrix.weight].push_back(
-              {product, product->gated ? 0 : matrix.first, product->gated && matrix.first > 0});
-  places_[plan().head.weight].push_back({&state_.head, 0, false});
+  for (const Product* product : state_.products)
+    for (const Product::Part& part : product->parts)
+      places_[part.weight].push_back({product, product->gated ? 0 : part.first, product->gated && part.first > 0});
   missing_.resize(state_.products.size());
   for (size_t weight = 0; weight < places_.size() && options().bf12; weight++)
     for (const Rows& rows : places_[weight]) missing_[rows.product->number].push_back((int)weight);
@@ -157,9 +153,9 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
   if (options().bf12) stage(number);
   for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));
   if (options().bf12) settle_form(number);
-  if (number == plan().embedding) {
+  if (number == plan().embedding.number) {
     state_.embedding_dtype = dtype;
-    if (number != plan().head.weight || dtype != state_.weights) {
+    if (number != plan().head.weight.number || dtype != state_.weights) {
       const int64_t bytes = each * bytes_of(dtype);
       state_.embedding = Region(bytes);
       on_all([&](int w) {

@@ -112,7 +112,7 @@ bool Worker::sample(int64_t position) {
     d_.count.raise((uint32_t)drawn_);
   }
   meet();  // the others may now read the token
-  mark(kSample, m_.layers(), began);
+  mark(kSample, m_.num_layers(), began);
   return !stop && drawn_ < call.limit;
 }
 

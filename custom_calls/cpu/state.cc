@@ -38,14 +38,18 @@ Product product_of(const plan::Product& op, int lanes) {
   product.lanes = lanes;
   product.gated = op.gated;
   product.activation = op.activation;
-  product.rows = op.channels();
-  product.columns = op.columns;
+  product.rows = plan::channels(op);
+  product.columns = plan::columns(op);
   product.reads = op.reads;
   product.writes = op.writes;
   product.normed = op.norm.has_value();
   if (product.normed) product.norm = *op.norm;
-  for (const plan::Matrix& matrix : op.matrices)
-    if (matrix.bias) product.biases.push_back({*matrix.bias, matrix.first});
+  int64_t first = 0;
+  for (const plan::Matrix& matrix : op.matrices) {
+    product.parts.push_back({matrix.weight.number, first});
+    if (matrix.bias) product.biases.push_back({*matrix.bias, first});
+    first += matrix.weight.size;
+  }
   if (product.gated && !product.biases.empty())
     throw std::runtime_error("the CPU kernel has no biases in a gated product: use backend xla");
   if (product.normed && op.reads != plan::Value::stream)
@@ -73,13 +77,13 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
 }
 
 void DecodeState::make_ops() {
-  for (size_t m = 0; m < plan.modules.size(); m++) {
+  for (int m = 0; m < plan.num_modules(); m++) {
     std::vector<Op>& module = modules.emplace_back();
-    for (const plan::Op& op : plan.modules[m])
+    for (const plan::Op& op : plan.module(m))
       if (const auto* product = std::get_if<plan::Product>(&op)) {
         module.push_back(product_of(*product, plan.lanes));
       } else if (const auto* attend = std::get_if<plan::Attend>(&op)) {
-        module.push_back(Attention{(int)m / 2, *attend});
+        module.push_back(Attention{m / 2, *attend});
       }  // the norm of the output is applied where the schedule reads it: exchange.cc
   }
   for (std::vector<Op>& module : modules)
@@ -88,20 +92,21 @@ void DecodeState::make_ops() {
         product->number = (int)products.size();
         products.push_back(product);
       }
-  for (int layer = 0; layer < plan.layers(); layer++) attend_of(layer);
+  for (int layer = 0; layer < plan.num_layers(); layer++) attend_of(layer);
 
   const plan::HeadKind kind = plan.head.kind;
   head.number = (int)products.size();
   head.lanes = kind == plan::HeadKind::vocab_parallel ? plan.lanes : 1;
   head.rows = plan.vocab_size / head.lanes;
   head.columns = (int64_t)plan.hidden_size * (kind == plan::HeadKind::lane ? plan.lanes : 1);
+  head.parts.push_back({plan.head.weight.number, 0});
   products.push_back(&head);
   head_tiles.resize(head.units());
   forms.resize(products.size());
 }
 
 void DecodeState::make_buffers() {
-  const int64_t lanes = plan.lanes, d = plan.hidden_size, count = (int64_t)plan.modules.size();
+  const int64_t lanes = plan.lanes, d = plan.hidden_size, count = plan.num_modules();
   const auto widen_to = [](int64_t& padded, int64_t n) { padded = std::max(padded, (n + kTile - 1) / kTile * kTile); };
   for (const Product* product : products)
     if (product != &head)
@@ -110,7 +115,7 @@ void DecodeState::make_buffers() {
                                                          : output_padded,
                product->rows);
   int64_t part = 0;  // floats that a chunk of keys gives
-  for (int layer = 0; layer < plan.layers(); layer++)
+  for (int layer = 0; layer < plan.num_layers(); layer++)
     part = std::max(part, (int64_t)attend_of(layer).heads * (attend_of(layer).head_dim + 2));
 
   small_weights.resize(plan.small_size);
@@ -143,7 +148,7 @@ void DecodeState::make_buffers() {
 const plan::Attend& DecodeState::attend_of(int layer) const {
   const plan::Attend* found = nullptr;
   for (int m = 2 * layer; m < 2 * layer + 2; m++)
-    for (const plan::Op& op : plan.modules[m])
+    for (const plan::Op& op : plan.module(m))
       if (const auto* attend = std::get_if<plan::Attend>(&op)) {
         if (found) throw std::runtime_error("the CPU kernel attends once per layer: use backend xla");
         found = attend;

@@ -54,7 +54,8 @@ struct Share {
 
 // A matrix product as it is packed: tiles of kTile rows, those of a gate and of its partner one after the other.
 struct Product {
-  int number, name;       // number: among the products of the model, in the order of the stream; the head's is the last
+  int number;  // among the products of the model, in the order of the stream; the head's is the last
+  plan::ProductName name;
   int lanes;              // that have a matrix
   int64_t rows, columns;  // of each, rows of a gate and its partner counted once
   bool gated;
@@ -62,8 +63,13 @@ struct Product {
   plan::Value reads, writes;
   plan::Norm norm;
   bool normed;
+  struct Part {     // a matrix
+    int weight;     // its number in the plan
+    int64_t first;  // row
+  };
+  std::vector<Part> parts;
   struct Bias {
-    plan::Vector vector;
+    plan::Array vector;
     int64_t first;  // row
   };
   std::vector<Bias> biases;
@@ -118,7 +124,7 @@ struct DecodeState {
   DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for what this machine cannot run
 
   const plan::Attend& attend_of(int layer) const;  // whose keys and values are the layer's cache
-  const float* small(const plan::Vector& vector, int lane) const {
+  const float* small(const plan::Array& vector, int lane) const {
     return small_weights.data() + vector.offset + lane * vector.stride;
   }
   void embed(int32_t token, float* row) const;  // a row of the embedding table in float32

@@ -69,7 +69,7 @@ Worker::Worker(DecodeState& state, int index)
   name_head_tiles();
 
   const int64_t d = m_.hidden_size;
-  for (int layer = 0; layer < m_.layers(); layer++) {
+  for (int layer = 0; layer < m_.num_layers(); layer++) {
     const plan::Attend& attend = d_.attend_of(layer);
     heads = std::max(heads, (int64_t)attend.heads * attend.head_dim);
     kv_heads = std::max(kv_heads, (int64_t)attend.kv_heads * attend.head_dim);
@@ -93,7 +93,7 @@ Worker::Worker(DecodeState& state, int index)
   share_.resize(m_.lanes * d);
   added_.resize(std::max<size_t>(parts + 1, m_.lanes));
   factors_.resize(added_.size());
-  module_points_.resize(m_.modules.size());
+  module_points_.resize(m_.num_modules());
   if (index == 0) weights_of_.resize(m_.vocab_size);
   if (d_.options.one_thread_per_lane) {
     received_.resize(m_.sums.size() * kBlock * d);
@@ -203,7 +203,7 @@ void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last
   std::fill(has_.begin(), has_.end(), 0);
   token_tags_ = tags_;
   tags_ += (uint32_t)m_.sums.size() + 1;
-  const int modules = (int)m_.modules.size();
+  const int modules = m_.num_modules();
   for (int t = 0; t < modules; t++) {
     for (size_t i = 0; i < m_.sums.size(); i++)
       if (m_.sums[i].stream_mean && m_.sums[i].complete_at == t) keep_streams((int)i);
@@ -299,7 +299,7 @@ void Worker::multiply(const Product& product, int module) {
     for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
       k_.activate(product.activation, false, y + p * stride + first, units, y + p * stride + first);
   }
-  mark(kProducts + product.name, module / 2, began);
+  mark(kProducts + (int)product.name, module / 2, began);
 }
 
 }  // namespace laneformer

@@ -1,7 +1,8 @@
 """The header model.h, for which the kernel is compiled.
 
-It has the numbers of a layout, a struct for each op of each kind of layer, whose constants say what the op reads, how
-it is tiled and where its small weights are, and the list of each kind's ops (custom_calls/gpu/kernel/ops.h).
+It has the numbers of a layout, a struct for each op of each kind of layer, whose constants are the fields of the op
+(laneformer/ops.py), how it is tiled and where its small weights are, and the list of each kind's ops
+(custom_calls/gpu/kernel/ops.h).
 """
 
 import math
@@ -11,7 +12,8 @@ from enum import IntEnum
 import numpy as np
 
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
-from laneformer.ops import Attend, HeadKind, Norm, OutputNorm, Product, Value, Weight
+from custom_calls.ops_header import alternatives, fields
+from laneformer.ops import Attend, Head, HeadKind, Norm, OutputNorm, Product, ProductName, Value, Weight
 
 
 def model_header(layout: Layout) -> str:
@@ -60,7 +62,7 @@ def model_header(layout: Layout) -> str:
         '#include "ops.h"',
         "namespace laneformer {",
         "namespace gpu {",
-        *(_enumeration(names) for names in (Value, HeadKind)),
+        *(_enumeration(names) for names in (Value, HeadKind, ProductName)),
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
         f"constexpr bool kAnyMean = {_literal(any_mean)};",
         f"constexpr bool kNormedSums = {_literal(layout.normed_sums)};",
@@ -80,9 +82,8 @@ def model_header(layout: Layout) -> str:
 
 
 def _head_struct(layout: Layout) -> Iterator[str]:
-    head = layout.plan.ops.head
-    own = {"Kind": head.kind, "Norm": _at(layout, head.norm.gain), "NormOfSum": head.norm_of_sum}
-    return _struct("Head", layout.head.fields | own | _norm_fields(layout, head.norm), {}, {}, layout.num_layers)
+    constants, functions = _of_fields(layout, {0: layout.plan.ops.head})
+    return _struct("Head", layout.head.fields | constants, functions, {}, layout.num_layers)
 
 
 def _structs(layout: Layout, index: int) -> Iterator[str]:
@@ -93,75 +94,67 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         name += "_" * names.count(name)  # both modules may have one
         names.append(name)
         of_layers = {layer: layout.plan.ops.layers[layer].ops[number] for layer in kind.layers}
-        fields = {"Module": kind.modules[number]}
-        fields |= {f"Is{each.__name__}": isinstance(op, each) for each in (Product, Attend, OutputNorm)}
+        constants, functions = _of_fields(layout, of_layers)
+        constants |= {"Module": kind.modules[number]}
+        constants |= {f"Is{each.__name__}": isinstance(op, each) for each in (Product, Attend, OutputNorm)}
+        aliases = {}
         if isinstance(op, Attend):
             attended = name
-            yield from _attend_struct(layout, name, fields, of_layers)
-        elif isinstance(op, OutputNorm):
-            norm = {layer: _at(layout, own.norm.gain) for layer, own in of_layers.items()}
-            fields |= _norm_fields(layout, op.norm)
-            yield from _struct(name, fields, {"norm": norm}, {}, layout.num_layers)
-        else:
-            fields["FirstLine"] = kind.lines_before(number)
-            fields["OutputNormed"] = any(isinstance(each, OutputNorm) for each in kind.ops[number + 1 : number + 2])
-            yield from _product_struct(layout, name, fields | kind.tilings[number].fields, of_layers, attended)
+            constants |= _attend_constants(layout, op)
+        elif isinstance(op, Product):
+            followed = any(isinstance(each, OutputNorm) for each in kind.ops[number + 1 : number + 2])
+            constants |= {"FirstLine": kind.lines_before(number), "OutputNormed": followed, "Channels": op.channels}
+            constants |= kind.tilings[number].fields
+            if op.matrices[0].bias:
+                constants["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
+                functions["bias"] = {layer: _at(layout, own.matrices[0].bias) for layer, own in of_layers.items()}
+            constants["Biased"] = op.matrices[0].bias is not None
+            aliases = {"Attended": attended} if op.reads is Value.ATTENDED else {}
+        yield from _struct(name, constants, functions, aliases, layout.num_layers)
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
 
 
-def _product_struct(layout: Layout, name: str, fields: dict, of_layers: dict, attended: str | None) -> Iterator[str]:
+def _of_fields(layout: Layout, of_layers: dict[int, Product | Attend | OutputNorm | Head]) -> tuple[dict, dict]:
+    """What an op's fields are in its struct: constants by name, and functions of the layer, their values by layer.
+
+    of_layers: the op by layer; they differ in their weights and windows alone. A number, a truth value or an
+    enumeration is a constant, a number that may be None a function, 0 for None. A norm is constants ...ed, ...Eps and
+    ...Stride and the function of its gain's offset. Matrices and rotations are the layout's.
+    """
     op = next(iter(of_layers.values()))
-    functions = {}
-    fields |= {
-        "Name": int(op.name),
-        "Channels": op.channels,
-        "Reads": op.reads,
-        "Writes": op.writes,
-        "Activation": op.activation,
-        "Gated": op.gated,
-        "Normed": op.norm is not None,
-        "Biased": op.matrices[0].bias is not None,
+    constants, functions = {}, {}
+    for field, kind in fields(type(op)):
+        kinds, optional = alternatives(kind) or ([kind], False)
+        value, title = getattr(op, field), field.title().replace("_", "")
+        if kinds == [Norm]:
+            constants[f"{title}ed"] = value is not None
+            constants[f"{title}Eps"] = value.eps if value else 0.0
+            constants[f"{title}Stride"] = layout.plan.places[value.gain.path].stride if value else 0
+            functions[field] = {
+                layer: _at(layout, getattr(own, field).gain) if value else 0 for layer, own in of_layers.items()
+            }
+        elif kinds == [int] and optional:
+            functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}
+        elif isinstance(kind, type) and issubclass(kind, (int, float)):
+            constants[title] = value
+    return constants, functions
+
+
+def _attend_constants(layout: Layout, op: Attend) -> dict:
+    of_all = {
+        f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
+        for side, norm in (("Q", op.q_norm), ("K", op.k_norm))
     }
-    if op.norm:
-        fields |= _norm_fields(layout, op.norm)
-        functions["norm"] = {layer: _at(layout, own.norm.gain) for layer, own in of_layers.items()}
-    if op.matrices[0].bias:
-        fields["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
-        functions["bias"] = {layer: _at(layout, own.matrices[0].bias) for layer, own in of_layers.items()}
-    aliases = {"Attended": attended} if op.reads is Value.ATTENDED else {}
-    yield from _struct(name, fields, functions, aliases, layout.num_layers)
-
-
-def _attend_struct(layout: Layout, name: str, fields: dict, of_layers: dict) -> Iterator[str]:
-    op = next(iter(of_layers.values()))
-    functions = {"window": {layer: own.window or 0 for layer, own in of_layers.items()}}
-    fields |= {
-        "Heads": op.heads,
-        "KvHeads": op.kv_heads,
-        "HeadDim": op.head_dim,
+    return of_all | {
         "MaxSplits": layout.max_splits(op),
         "Scale": _score_scale(op.scale),
-        "Gated": op.gated,
         "Rotated": op.rotary is not None,
         "Rotations": layout.rotations.get((op.rotary, op.head_dim), 0),
     }
-    for side in ("q_norm", "k_norm"):
-        norm, title = getattr(op, side), side.title().replace("_", "")
-        fields |= {f"{title}ed": norm is not None, f"{title}Eps": norm.eps if norm else 0.0}
-        fields[f"{title}OfAll"] = norm is not None and norm.gain.shape[0] > op.head_dim
-        fields[f"{title}Stride"] = layout.plan.places[norm.gain.path].stride if norm else 0
-        functions[side] = {
-            layer: _at(layout, getattr(own, side).gain) if norm else 0 for layer, own in of_layers.items()
-        }
-    yield from _struct(name, fields, functions, {}, layout.num_layers)
 
 
 def _at(layout: Layout, weight: Weight) -> int:
     return layout.plan.places[weight.path].offset
-
-
-def _norm_fields(layout: Layout, norm: Norm) -> dict:
-    return {"NormStride": layout.plan.places[norm.gain.path].stride, "Eps": norm.eps}
 
 
 def _tables(layout: Layout) -> Iterator[str]:

@@ -109,6 +109,9 @@ def test_the_key_follows_what_a_library_is_made_from(sources, headers, monkeypat
     (sources / "small.cc").rename(sources / "other.cc")
     assert build.key() != first
     (sources / "other.cc").rename(sources / "small.cc")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "ops_header", lambda: "struct Attend {};")
+        assert build.key() != first
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     assert build.key() != first
 

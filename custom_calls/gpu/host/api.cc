@@ -38,7 +38,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
     return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.plan.vocab_size || (int64_t)caches.size() != 2 * model.plan.layers() ||
+  if ((int64_t)seen.element_count() != model.plan.vocab_size || (int64_t)caches.size() != 2 * model.plan.num_layers() ||
       caches_after.size() != caches.size())
     return wrong(
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
@@ -53,7 +53,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    const size_t layer = i % (size_t)model.plan.layers();
+    const size_t layer = i % (size_t)model.plan.num_layers();
     if (before->element_type() != dtype_of(model.plan.cache_dtype) || shape.size() != 5 ||
         shape[0] != model.lanes_here || shape[1] != 1 || shape[3] != model.attends[layer].kv_heads ||
         shape[4] != model.attends[layer].head_dim || (i > 0 && shape[2] != p.capacity))

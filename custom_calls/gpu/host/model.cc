@@ -13,10 +13,10 @@ namespace {
 // The attention of each layer. custom_calls/gpu/layout.py ensures that each layer has one.
 std::vector<plan::Attend> attends_of(const plan::Plan& plan) {
   std::vector<plan::Attend> found;
-  for (const plan::Module& module : plan.modules)
-    for (const plan::Op& op : module)
+  for (int m = 0; m < plan.num_modules(); m++)
+    for (const plan::Op& op : plan.module(m))
       if (const auto* attend = std::get_if<plan::Attend>(&op)) found.push_back(*attend);
-  if ((int)found.size() != plan.layers()) throw std::runtime_error("each layer of a plan must have one attention");
+  if ((int)found.size() != plan.num_layers()) throw std::runtime_error("each layer of a plan must have one attention");
   return found;
 }
 

@@ -143,7 +143,7 @@ class Decoder {
     }
     if (!kSteps) stream_.skip_padding(kHeadPadding);
     sync_cta();
-    const float factor = normed ? norm_factor(squares, Head::kEps) : 1.0f;
+    const float factor = normed ? norm_factor(squares, Head::kNormEps) : 1.0f;
     for (int r = opaque(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
     clock.end();
   }
@@ -201,7 +201,7 @@ class Decoder {
 
   // A small weight of this lane.
   LF_DEVICE const float* small(int offset, int stride) const { return p_.small + offset + (i64)lane_ * stride; }
-  LF_DEVICE const float* final_gains() const { return small(Head::kNorm, Head::kNormStride); }
+  LF_DEVICE const float* final_gains() const { return small(Head::norm(0), Head::kNormStride); }
 
   template <class Op>
   LF_DEVICE float biased(float value, int layer, int row) const {
@@ -267,7 +267,7 @@ class Decoder {
       sync_cta();
       clock.end();
     }
-    const Clock clock(*this, kNameProduct + Op::kName, layer);
+    const Clock clock(*this, kNameProduct + (int)Op::kName, layer);
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
@@ -331,7 +331,7 @@ class Decoder {
         if (!watch_.keep_waiting(spins, kAtVector, from * kStreamRows)) break;
       sum += value_of(word);
     }
-    const float factor = rsqrt_of(sum_over_cta(sum, squares(turn_)) / (float)kHidden + Op::kEps);
+    const float factor = rsqrt_of(sum_over_cta(sum, squares(turn_)) / (float)kHidden + Op::kNormEps);
     const float* gains = small(Op::norm(layer), Op::kNormStride) + residual.first;
     residual.set_output(time, [&](int r) { return residual.output(time, r) * factor * gains[r]; });
     end_module<Op>(layer, tag, sequence);
@@ -354,7 +354,7 @@ class Decoder {
     constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
     u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
     float factor = 1;
-    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kEps);
+    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
     for (int r = opaque(thread()); r < count; r += kThreads) {
       float value;
@@ -384,7 +384,7 @@ class Decoder {
       sum = sum_over_warp(sum);
       if (warp_lane() == 0) squares[warp()] = sum;
       sync_cta();
-      factor = norm_factor(squares, Head::kEps);
+      factor = norm_factor(squares, Head::kNormEps);
     }
     watch_.delay();
     residual.each([&](int r) {

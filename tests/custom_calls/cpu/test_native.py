@@ -31,6 +31,7 @@ def run(
     emulator: Sequence[str] = (),
 ) -> str:
     """What it printed."""
+    (work / build.GENERATED).write_text(build.ops_header(), encoding="utf-8")
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     command = [
         *(cxx or build.compiler()),
@@ -41,6 +42,7 @@ def run(
         "-Wextra",
         "-Werror",
         f"-I{build.HERE}/cpu",
+        f"-I{work}",
         str(HERE / f"{program}.cc"),
         *link,
         "-pthread",

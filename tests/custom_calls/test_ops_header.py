@@ -1,0 +1,87 @@
+"""The C++ structs of the ops: their types and order, and that an installation can write them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from custom_calls import build, ops_header
+
+FILE = """
+from dataclasses import dataclass
+from enum import IntEnum
+
+@dataclass(frozen=True)
+class Weight:
+    path: str
+
+class Kind(IntEnum):
+    ONE = 0
+    OTHER = 1
+
+@dataclass(frozen=True)
+class Add:
+    kind: Kind
+    weight: Weight
+    scale: float
+    window: int | None
+    weights: tuple[Weight, ...] = ()
+    gated: bool = False
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.scale
+
+@dataclass(frozen=True)
+class Drop:
+    channels: int
+
+Op = Add | Drop
+
+@dataclass(frozen=True)
+class Model:
+    modules: tuple[tuple[Op, ...], ...]
+    last: Op | None
+"""
+
+
+@pytest.fixture
+def header_of(tmp_path):
+    def made(text: str) -> str:
+        (tmp_path / "ops.py").write_text(text)
+        return ops_header.ops_header(tmp_path / "ops.py")
+
+    return made
+
+
+def test_types_and_order_of_fields(header_of):
+    lines = [line.strip() for line in header_of(FILE).splitlines()]
+    declared = [line.removesuffix("{};") for line in lines if line.endswith("{};")]
+    assert declared == [
+        *("Kind kind", "Array weight", "float scale", "std::optional<int> window"),
+        *("std::vector<Array> weights", "bool gated", "int channels"),
+        "std::vector<std::vector<std::variant<Add, Drop>>> modules",
+        "std::optional<std::variant<Add, Drop>> last",
+    ]
+    visited = [line for line in lines if line.startswith('visitor("Add.')]
+    names = ("kind", "weight", "scale", "window", "weights", "gated")
+    assert visited == [f'visitor("Add.{name}", {name});' for name in names]
+    assert "enum class Kind : int32_t { one = 0, other = 1 };" in lines
+    assert "constexpr int count_of(Kind) { return 2; }" in lines
+    assert "using Op = std::variant<Add, Drop>;" in lines
+    assert "struct Weight {" not in lines
+
+
+@pytest.mark.parametrize("kind", ["str", "tuple[int, float]", "complex"])
+def test_types_that_cpp_does_not_have_are_refused(header_of, kind):
+    with pytest.raises(TypeError, match="has no C\\+\\+ type"):
+        header_of(FILE.replace("channels: int", f"channels: {kind}"))
+
+
+def test_an_installation_can_write_it():
+    """Without any package, as where only setuptools is installed."""
+    command = [sys.executable, "-I", "-S", str(build.HERE / "ops_header.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == build.ops_header() + "\n"
+    for name in ("Product", "Attend", "OutputNorm", "Head", "DecoderOps"):
+        assert f"struct {name} {{" in printed
