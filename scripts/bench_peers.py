@@ -16,23 +16,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import tyro
 
 import custom_calls
+from infer.bench.latency import packed_weight_bytes
 from infer.bench.machine import hardware, software, utc_now
 from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
-from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token
 from scripts.peers import prompts
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.load import QUIET, beside, quiet
 from scripts.peers.ours import full_attention
 from scripts.peers.process import EngineError, Process
-from scripts.peers.protocol import Shape, Task
+from scripts.peers.protocol import BF12, Shape, Task
 
 USUAL = "llama.cpp,torch,openvino"
 READ_BYTES = 1 << 30  # far larger than any cache, and small compared with the memory of an engine
@@ -50,8 +51,10 @@ class Options:
     """Install the environments, and measure nothing."""
     peers: str = USUAL
     """Comma-separated engines to compare with: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our
-    model compiled by XLA).
+    model compiled by XLA), bf12 (our kernel with weights in 12 bits).
     """
+    weights: Literal["bfloat16", "bf12"] = "bfloat16"
+    """How our engine holds the weights; engine bf12 of --peers measures both formats in turn."""
     shape: str = "laneformer_2b"
     """Recipe, HF folder or training run with the sizes that all engines use."""
     context: int = 512
@@ -112,7 +115,8 @@ def run(options: Options) -> str:
             f"none of {options.peers} is installed; run python -m scripts.bench_peers --setup {options.folder}"
         )
     failed = []
-    with start(OURS, sys.executable, task, options) as ours:
+    engine = replace(OURS, option=BF12) if options.weights == "bf12" else OURS
+    with start(engine, sys.executable, task, options) as ours:
         record["ours"] = ours.conditions
         for engine, python in pythons.items():
             if python is None:
@@ -261,10 +265,8 @@ def read(threads: int) -> tuple[float, float]:
 
 def bytes_per_token(conditions: dict, config: ModelConfig, options: Options) -> float:
     """Bytes read per token: weights, and keys and values at the mean context, in the engine's dtypes."""
-    weight, value = (jnp.dtype(conditions[name]).itemsize for name in ("weights", "kv"))
-    return weight_bytes_per_token(config, weight) + kv_bytes_per_token(
-        config, options.context + options.tokens // 2, value
-    )
+    kv = kv_bytes_per_token(config, options.context + options.tokens // 2, jnp.dtype(conditions["kv"]).itemsize)
+    return packed_weight_bytes(config, conditions["weights"], conditions) + kv
 
 
 def links(a: dict, b: dict, threads: int) -> str:
@@ -364,8 +366,9 @@ def _all_rounds(pair: dict) -> list[dict]:
 def _conditions(c: dict, who: str, pair: dict) -> str:
     peak = max(r[who]["peak_bytes"] for r in _all_rounds(pair))
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
+    packed = f" ({c['bf12_weights']:,} in 12 bits, {c['bf12_exceptions']:,} exceptions)" if "bf12_weights" in c else ""
     return (
-        f"{versions}; weights {c['weights']}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads;"
+        f"{versions}; weights {c['weights']}{packed}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads;"
         f" {c['load']}; {c['system']}; loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
     )
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "bf12.h"
 #include "decoder.h"
 
 namespace laneformer {
@@ -81,6 +82,52 @@ double read_bandwidth(int64_t bytes, int threads) {
   const double seconds = seconds_of(threads, [&](int i) { sums[i] = kernels.read(buffer.data + i * each, each); });
   keep(sums);
   return (double)(each * threads) / seconds;
+}
+
+double bf12_speedup(const char* instructions, int threads) {
+  const Kernels* kernels = choose_kernels(instructions);
+  if (kernels == nullptr) return 0;
+  constexpr int64_t kColumns = 3072, kBytes = 128 << 20;  // of bf16; beyond most caches
+  constexpr int kRounds = 9;
+  constexpr uint16_t kOne = 0x3f80;
+  const int64_t wide = tile_bytes(Dtype::bf16, kColumns), narrow = bf12_tile_bytes(kColumns);
+  const int64_t tiles = std::max<int64_t>(1, kBytes / wide / threads), rows = tiles * kTile;
+  // One tile everywhere, with as many exceptions as trained weights have: 1.2e-4.
+  std::vector<uint16_t> tile(wide / 2, kOne);
+  for (size_t i = 0; i < tile.size(); i += tile.size() / 6) tile[i] = 0;
+  Bf12Counts counts{};
+  for (int high = 0x3c; high < 0x44; high++) counts[high] = 1;  // a table without zero
+  const Bf12Codes codes(counts);
+  std::vector<char> units(narrow);
+  std::vector<uint32_t> exceptions;
+  encode(tile.data(), kTile, kColumns, codes, units.data(), exceptions);
+  const std::vector<uint32_t> starts(tiles, 0);
+  const std::vector<float> x(kColumns, 1);
+  std::vector<float> prepared(prepared_floats(kColumns, 1)), y(threads * rows);
+  kernels->prepare(Dtype::bf16, Activations::exact, x.data(), kColumns, kColumns, 1, prepared.data());
+  Region all(threads * tiles * (wide + narrow));
+  const auto at = [&](int i) { return all.data + i * tiles * (wide + narrow); };  // a thread's bf16, then its bf12
+  seconds_of(threads, [&](int i) {
+    for (int64_t t = 0; t < tiles; t++) {
+      std::memcpy(at(i) + t * wide, tile.data(), wide);
+      std::memcpy(at(i) + tiles * wide + t * narrow, units.data(), narrow);
+    }
+  });
+  std::vector<double> ratios;
+  for (int round = 0; round < kRounds; round++) {
+    const double bf16 = seconds_of(threads, [&](int i) {
+      kernels->product(Dtype::bf16, Activations::exact, at(i), prepared.data(), kColumns, tiles, 1, y.data() + i * rows,
+                       rows);
+    });
+    const double bf12 = seconds_of(threads, [&](int i) {
+      const Bf12 weights{at(i) + tiles * wide, codes.high, exceptions.data(), starts.data()};
+      kernels->product_bf12(Activations::exact, weights, prepared.data(), kColumns, tiles, 1, y.data() + i * rows,
+                            rows);
+    });
+    ratios.push_back(bf16 / bf12);
+  }
+  std::nth_element(ratios.begin(), ratios.begin() + kRounds / 2, ratios.end());
+  return ratios[kRounds / 2];
 }
 
 double arithmetic_peak(int64_t count, int threads) {

@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads
+from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
+from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import DecodeSession
 from laneformer.errors import CheckpointError
 from laneformer.ops import ProductName
 
 MOST_THREADS = 1024
+LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 
 
 class Bf12Weights(NamedTuple):
@@ -124,3 +126,10 @@ class Session(DecodeSession):
             spans = np.zeros(self._lib.laneformer_spans(self.id, worker, None, 0), SPAN)
             self._lib.laneformer_spans(self.id, worker, spans.ctypes.data, len(spans))
             yield worker, spans
+
+
+def bf12_pays(threads: int | None = None, instructions: str | None = None) -> bool:
+    """Whether decoding is faster with weights in 12 bits on this machine, as measured; options as of a Session."""
+    cores = default_threads()
+    threads = cores if threads is None else max(1, min(threads, cores))
+    return bf12_gain(instructions or instruction_sets()[0], threads) >= LEAST_GAIN

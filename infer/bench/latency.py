@@ -6,9 +6,9 @@ backends also record when the kernel drew it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import custom_calls
 from infer.engine.engine import Engine
 from infer.engine.generation import Result
 from infer.sampling import Sampling
+from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
@@ -218,11 +219,17 @@ def bytes_per_token(engine: Engine, case: Case) -> float:
 
 
 def weight_bytes(engine: Engine) -> float:
-    """Bytes of weights that decoding one token reads, those of the lists of bf12's exceptions included."""
-    facts = engine.conditions
-    size = jnp.dtype(facts["weights_dtype"]).itemsize
+    """Bytes of weights that decoding one token reads."""
+    return packed_weight_bytes(engine.config, engine.conditions["weights_dtype"], engine.conditions)
+
+
+def packed_weight_bytes(config: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> float:
+    """Bytes of weights read per token. facts: the conditions of a backend, which count the weights that it holds in 12
+    bits and their exceptions, of which each takes 4 bytes in a list as well.
+    """
+    size = jnp.dtype(dtype).itemsize
     saved = facts.get("bf12_weights", 0) * (size - FORMATS["bf12"].bytes) - 4 * facts.get("bf12_exceptions", 0)
-    return weight_bytes_per_token(engine.config, size) - saved
+    return weight_bytes_per_token(config, size) - saved
 
 
 def kv_bytes(engine: Engine, case: Case) -> float:

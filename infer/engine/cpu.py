@@ -7,13 +7,15 @@ import logging
 import jax
 
 import custom_calls
-from custom_calls import Session
+from custom_calls import Session, bf12_pays
 from infer.engine.backend import Source, device_name
 from infer.engine.native import NativeBackend, pack, plan_of
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
+from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
+LARGE = 256 << 20  # bytes of bfloat16 weights per token that are read from memory; bf12 is slower in a cache
 
 
 class CpuBackend(NativeBackend):
@@ -42,20 +44,24 @@ class CpuBackend(NativeBackend):
         one_thread_per_lane: bool = False,
         chaos_us: int = 0,
         instructions: str | None = None,
-        weights: str = "bfloat16",
+        weights: str | None = None,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
-        they have. The other options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the
-        library cannot be used, or for bf12 with weights of another dtype.
+        they have; None for bf12 where the model exceeds all caches and that was measured to be faster. The other
+        options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
+        used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
-        if weights not in ("bfloat16", "bf12"):
+        if weights not in (None, "bfloat16", "bf12"):
             raise ConfigError(f"weights must be bfloat16 or bf12, got {weights}")
         if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
             raise ConfigError(
                 f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16"
             )
         try:
+            if weights is None:
+                large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
+                weights = "bf12" if large and bf12_pays(threads, instructions) else "bfloat16"
             session = Session(
                 plan,
                 threads=threads,

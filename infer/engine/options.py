@@ -29,7 +29,7 @@ class EngineOptions:
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
-    """How backend cpu holds bfloat16 weights: as they are (default), or in 12 bits without loss (docs/bf12.md)."""
+    """How backend cpu holds bfloat16 weights: as they are, in 12 bits without loss (bf12), or by default the faster."""
     compute: Dtype = None
     """Dtype that is multiplied, sums are float32; by default that of the weights, on a CPU float32."""
 

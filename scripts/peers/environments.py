@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laneformer.errors import ConfigError
-from scripts.peers.protocol import CPP_WRAPPER, XLA
+from scripts.peers.protocol import BF12, CPP_WRAPPER, XLA
 
 INSTALLED = "laneformer-peer"  # file in an environment, written once it is complete
 
@@ -52,6 +52,7 @@ PEERS = {
         Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
         Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),
         Engine("xla", "scripts.peers.ours", option=XLA),
+        Engine("bf12", "scripts.peers.ours", option=BF12),
     )
 }
 

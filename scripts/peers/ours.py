@@ -1,4 +1,6 @@
-"""Our engine in the same harness, with random weights: the decode kernel or, with option "xla", XLA in float32."""
+"""Our engine in the same harness, with random weights: the decode kernel with bfloat16 weights or, with option "bf12",
+the same weights in 12 bits; with option "xla", XLA in float32.
+"""
 
 import os
 import time
@@ -13,7 +15,7 @@ from infer.engine.sources import RandomSource, model_config
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
 from laneformer.config import ModelConfig
-from scripts.peers.protocol import XLA, Task, serve
+from scripts.peers.protocol import BF12, XLA, Task, serve
 
 
 def full_attention(config: ModelConfig) -> ModelConfig:
@@ -38,11 +40,13 @@ class Ours:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA uses a thread per core
             self._backend = XlaBackend(RandomSource(config, "float32"))
         else:
-            self._backend = Resuming(RandomSource(config, "bfloat16"), threads=task.threads)
+            weights = BF12 if task.option == BF12 else "bfloat16"
+            self._backend = Resuming(RandomSource(config, "bfloat16"), threads=task.threads, weights=weights)
         self._vocab, self._prompts, c = config.vocab_size, 0, self._backend.conditions
         self.conditions = {
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
             "weights": c["weights_dtype"],
+            **{name: c[name] for name in ("bf12_weights", "bf12_exceptions") if name in c},
             "compute": c["compute_dtype"],
             "kv": c["kv_dtype"],
             "threads": c.get("threads", task.threads),

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-XLA, CPP_WRAPPER = "xla", "cpp_wrapper"  # options
+XLA, CPP_WRAPPER, BF12 = "xla", "cpp_wrapper", "bf12"  # options
 PR_SET_PDEATHSIG = 1
 LONGEST = 131_072  # context length in the files of models, for any request
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 import custom_calls
 import laneformer
+from custom_calls.cpu import session
 from infer import Engine, Sampling
 from infer.bench.latency import weight_bytes
+from infer.engine import cpu
 from infer.engine.backend import ModelSource, Request
 from infer.engine.cpu import CpuBackend
 from infer.sampling import sample
@@ -71,6 +73,17 @@ def test_weights_in_twelve_bits_give_the_same_answer(case):
 def test_unfit_weight_formats_are_refused(dtype, weights, words):
     with pytest.raises(ConfigError, match=words):
         Engine.load(ORACLE / "case_03", "cpu", dtype=dtype, weights=weights)
+
+
+@pytest.mark.parametrize(("least", "gain", "dtype", "chosen"), [
+    (0, 1.2, "bfloat16", True), (0, 1.0, "bfloat16", False), (1 << 40, 1.2, "bfloat16", False),
+    (0, 1.2, "float32", False),
+])  # fmt: skip
+def test_large_models_have_the_faster_format_by_default(monkeypatch, least, gain, dtype, chosen):
+    monkeypatch.setattr(cpu, "LARGE", least)
+    monkeypatch.setattr(session, "bf12_gain", lambda instructions, threads: gain)
+    engine = Engine.load(ORACLE / "case_03", "cpu", dtype=dtype)
+    assert (engine.session.bf12_weights.weights > 0) == chosen
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
