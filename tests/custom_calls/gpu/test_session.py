@@ -21,6 +21,7 @@ from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu import layout as gpu_layout
 from custom_calls.gpu import session as gpu_session
 from custom_calls.gpu.layout import H200, Machine
+from infer.noise import gumbel
 from infer.sampling import sample
 from laneformer.ops import ProductName
 from tests.support import emulated, small
@@ -190,6 +191,21 @@ def test_log_probabilities_and_the_most_likely_tokens(model, call):
     order = np.argsort(-outputs.logits[:40], axis=-1, stable=True)[:, :3]
     np.testing.assert_array_equal(outputs.top_tokens[:40], order)
     np.testing.assert_allclose(outputs.top_logprobs[:40], np.take_along_axis(logprobs, order, -1), atol=2e-6)
+
+
+def test_largest_noise_decides_between_tokens(model, call):
+    """Token 2 of seed 94712 at position 3 has the largest word: its noise is 16.6355, and 15.942 for u = w 2^-23. The
+    temperature is where another token would win against the smaller one.
+    """
+    config, _ = model
+    key, ids = np.array([94712, 0], np.uint32), [3, 4, 5]
+    logits = call(small.make_inputs(ids, 1, room=ROOM), small.make_state(config, 160))[0].logits[0]
+    noise = np.asarray(gumbel(key, jnp.int32(3), jnp.arange(config.vocab_size)))
+    assert noise[2] == pytest.approx(16.6355, abs=1e-3)
+    ahead = [other for other in range(config.vocab_size) if logits[other] > logits[2]]
+    temperature = max((logits[n] - logits[2]) / (16.3 - noise[n]) for n in ahead)
+    inputs = small.make_inputs(ids, 1, room=ROOM, seed=key, temperature=temperature)
+    assert call(inputs, small.make_state(config, 160))[0].tokens[0] == 2
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
