@@ -31,7 +31,7 @@ class EngineOptions:
     weights: WeightFormat = None
     """How backend cpu holds bfloat16 weights: as they are, in 12 bits without loss (bf12), or by default the faster."""
     compute: Dtype = None
-    """Dtype that is multiplied, sums are float32; by default that of the weights, on a CPU float32."""
+    """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that no engine accepts."""
