@@ -82,8 +82,7 @@ class Laneformer(nnx.Module):
         shardings = (
             None if mesh is None else {k: sharding(p.spec, p.shape, mesh) for k, p in parameter_table(config).items()}
         )
-        make = jax.jit(initial_weights, static_argnums=(0, 1, 2), out_shardings=shardings)
-        return cls(config, make(config, seed, precision.param), precision, mesh)
+        return cls(config, initial_weights(config, seed, precision.param, shardings), precision, mesh)
 
     def weights(self) -> dict[str, jax.Array]:
         """Path -> array, in the order of `parameter_table`; an argument of the constructor."""

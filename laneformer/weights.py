@@ -2,10 +2,14 @@
 
 import math
 import zlib
+from collections.abc import Mapping
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
@@ -61,23 +65,36 @@ def _head(config: ModelConfig) -> Weight | None:
     return Weight(file_name=file_name, shape=shape, spec=spec, initial="normal", group="embedding", part="head")
 
 
-def initial_weights(config: ModelConfig, seed: int, dtype="float32") -> dict[str, jax.Array]:
+def initial_weights(
+    config: ModelConfig, seed: int, dtype="float32", shardings: Mapping[str, Sharding] | None = None
+) -> dict[str, jax.Array]:
     """Fresh weights, the same on every mesh: truncated normals of deviation 0.02; outputs to the stream by a further
     1/sqrt(2N).
 
     (GPT-2's rule, Radford et al. 2019.) The key of a weight depends on its path alone, so that adding one changes no
-    other.
+    other. shardings: by path; each weight is made on its devices, by one program for all weights of a shape.
     """
     deviation = {"normal": 0.02, "embedding": 0.02, "output": 0.02 / math.sqrt(2 * config.num_hidden_layers)}
 
     def make(path: str, weight: Weight) -> jax.Array:
+        where = shardings and shardings[path]
         if weight.initial in ("ones", "zeros"):
-            return getattr(jnp, weight.initial)(weight.shape, dtype)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()) & 0x7FFFFFFF)
-        sample = jax.random.truncated_normal(key, -3, 3, weight.shape, jnp.float32)
-        return (deviation[weight.initial] * sample).astype(dtype)
+            return getattr(jnp, weight.initial)(weight.shape, dtype, device=where)
+        draw = _draw(seed, weight.shape, deviation[weight.initial], jnp.dtype(dtype).name, where)
+        return draw(np.uint32(zlib.crc32(path.encode()) & 0x7FFFFFFF))
 
     return {path: make(path, weight) for path, weight in parameter_table(config).items()}
+
+
+@lru_cache(128)  # as many programs are kept
+def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where: Sharding | None):
+    """draw(number): truncated normals with the key of that number."""
+
+    def draw(number: np.uint32) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return (deviation * jax.random.truncated_normal(key, -3, 3, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(draw, out_shardings=where)
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -72,7 +72,8 @@ class Trainer:
 
     def init(self) -> State:
         """The state before the first step, created on the devices that hold it."""
-        return jax.jit(self._init, out_shardings=self.state_shardings)()
+        params = initial_weights(self.phase.model, self.config.seed, shardings=self.state_shardings.params)
+        return jax.jit(self._before, donate_argnums=0, out_shardings=self.state_shardings)(params)
 
     def adopt(self, state: State, before: Phase) -> State:
         """The final state of phase `before`, for this phase: with its moments, unless the kind of optimizer changes."""
@@ -132,7 +133,9 @@ class Trainer:
         return data.batch_size, data.sequence_length + (key != "weights")
 
     def _init(self) -> State:
-        params = initial_weights(self.phase.model, self.config.seed)
+        return self._before(initial_weights(self.phase.model, self.config.seed))
+
+    def _before(self, params: dict[str, jax.Array]) -> State:
         return State(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def _state_shardings(self) -> State:
