@@ -13,7 +13,8 @@ void Worker::attention(const Attention& attention) {
   const plan::Attend& op = attention.op;
   const int64_t window = op.window ? *op.window : INT64_MAX / 2;
   const int64_t low = std::max<int64_t>(0, start_ - window + 1), high = start_ + positions_;
-  const int64_t size = 256 * ((high - low + 256 * 16 - 1) / (256 * 16)), first_chunk = low / size;
+  // Chunks depend on the session alone, so a position's sums do not depend on those that are computed with it.
+  const int64_t size = 256 * ((m_.context + 256 * 16 - 1) / (256 * 16)), first_chunk = low / size;
   const int chunks = (int)((high - 1) / size + 1 - first_chunk);
   int64_t first = (int64_t)first_lane_ * chunks, last = (int64_t)last_lane_ * chunks;
   if (d_.lanes_shared) {
@@ -103,7 +104,8 @@ void Worker::merge(int lane) {
     for (int c = 0; c < chunks_; c++) largest = std::max(largest, part[c * stride + e]);
     std::memset(a, 0, e * sizeof(float));
     for (int c = 0; c < chunks_; c++) {
-      const float weight = part[c * stride + e] == -INFINITY ? 0.0f : std::exp(part[c * stride + e] - largest);
+      if (part[c * stride + e] == -INFINITY) continue;  // other positions see its keys
+      const float weight = std::exp(part[c * stride + e] - largest);
       k_.add_scaled(a, part + c * stride, weight, e);
       sum += weight * part[c * stride + e + 1];
     }

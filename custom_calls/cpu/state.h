@@ -105,7 +105,7 @@ struct Span {  // one op of one worker, for the trace
 enum TraceOp { kEmbed, kAttend, kExchange, kSample, kHead, kProducts };
 
 constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
-constexpr int kChunks = 18;  // parts of a lane's keys that are attended to apart
+constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
 
 struct Answer {  // a place for each token of a call
   std::vector<int32_t> tokens, top_tokens;

@@ -1,5 +1,9 @@
 // Attention over a lane's keys and values, for one position or a block of a prompt. Included by kernels.cc alone, as
 // simd.h is.
+//
+// The bits of a query's result do not depend on the queries beside it, whichever code computes it. Keys are attended to
+// in blocks of kKeys that begin at its multiples. A score is kWidth chains of multiply-adds over the channels i, by i
+// modulo kWidth, and a sum of exponentials that many over the keys; chains are added in pairs, the farthest first.
 #pragma once
 
 #include <cmath>
@@ -155,32 +159,41 @@ void mix(const float* weights, Rows values, int count, int e, const float* shrin
   }
 }
 
-// G queries of one key/value head and position over a block of keys.
+// The sum of chains that lie kWidth / G to a vector, those of each query G apart: the farthest pairs first.
+template <int G>
+LF_INLINE vf sum_of_chains(vf (&chains)[G]) {
+  for (int half = G / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) chains[i] += chains[i + half];
+  return sum_by_rest<G>(chains[0]);
+}
+
+// G queries of one key/value head and position over `count` keys of a block, from its key number `slot` on.
 template <Dtype dtype, int G>
-void attend_block(const float* q, Rows keys, Rows values, int count, int e, float* out, Ahead first_half,
+void attend_block(const float* q, Rows keys, Rows values, int slot, int count, int e, float* out, Ahead first_half,
                   Ahead second_half) {
   const int64_t ldo = e + 2;
-  const int end = (count * G + kWidth - 1) / kWidth * kWidth;
-  float scores[kKeys * G], shrink[G], before[kWidth], most[kWidth];
-  score<dtype, G>(q, keys, count, e, scores, first_half);
+  constexpr int kScores = kKeys * G;
+  float scores[kScores + kWidth], shrink[kWidth], before[kWidth], most[kWidth];
+  for (int i = 0; i < kScores; i += kWidth) storef(scores + i, splat(-INFINITY));
+  score<dtype, G>(q, keys, count, e, scores + slot * G, first_half);
   for (int i = 0; i < kWidth; i++) before[i] = out[i % G * ldo + e];
   vf largest = loadf(before);
-  for (int i = 0; i < end; i += kWidth) largest = max(largest, loadf(scores + i));
+  for (int i = 0; i < kScores; i += kWidth) largest = max(largest, loadf(scores + i));
   largest = largest_by_rest<G>(largest);
   storef(most, largest);
-  for (int g = 0; g < G; g++) {
-    shrink[g] = before[g] == most[g] ? 1.0f : std::exp(before[g] - most[g]);
-    out[g * ldo + e] = most[g];
-  }
-  vf total = {};
-  for (int i = 0; i < end; i += kWidth) {
-    const vf weight = exp(loadf(scores + i) - largest);
-    storef(scores + i, weight);
-    total += weight;
-  }
-  storef(most, sum_by_rest<G>(total));
+  storef(shrink, exp(loadf(before) - largest));
+  vf totals[G] = {};
+  for (int i = 0; i < kScores; i += G * kWidth)
+    for (int g = 0; g < G; g++) {
+      const vf weight = exp(loadf(scores + i + g * kWidth) - largest);
+      storef(scores + i + g * kWidth, weight);
+      totals[g] += weight;
+    }
+  for (int g = 0; g < G; g++) out[g * ldo + e] = most[g];
+  storef(most, sum_of_chains<G>(totals));
   constexpr int channels = kMixed / G * kWidth;
-  mix<dtype, G>(scores, values, count, e, shrink, out, ldo, second_half, count * ((e + channels - 1) / channels));
+  mix<dtype, G>(scores + slot * G, values, count, e, shrink, out, ldo, second_half,
+                count * ((e + channels - 1) / channels));
   for (int g = 0; g < G; g++) out[g * ldo + e + 1] = out[g * ldo + e + 1] * shrink[g] + most[g];
 }
 
@@ -197,7 +210,7 @@ void attend_in(const Attend& a) {
       out[a.e + 1] = 0;
     }
   // Blocks of keys outermost, then heads and queries: keys and values come from memory once.
-  for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
+  for (int64_t t0 = a.first / kKeys * kKeys; t0 < a.last; t0 += kKeys) {
     const bool more = a.last - t0 > kKeys;
     const int64_t end = more ? t0 + kKeys : a.last;
     // The next rows in the order of memory: a share is fetched with each head's scores, and with its mixture.
@@ -207,8 +220,8 @@ void attend_in(const Attend& a) {
                         ((rows < kKeys ? rows : kKeys) * row + 63) / 64};
     for (int n = 0; n < a.kv_heads; n++)
       for (int p = 0; p < a.positions; p++) {
-        const int64_t position = a.start + p, oldest = position - a.window + 1;
-        const int64_t low = t0 > oldest ? t0 : oldest;
+        const int64_t position = a.start + p, oldest = position - a.window + 1, begin = t0 > a.first ? t0 : a.first;
+        const int64_t low = begin > oldest ? begin : oldest;
         const int64_t high = end < position + 1 ? end : position + 1;
         const int count = (int)(high - low);
         if (count <= 0) continue;
@@ -222,7 +235,8 @@ void attend_in(const Attend& a) {
           const int64_t head = (int64_t)p * heads + n * a.group + g;
           const auto some = [&](auto queries) {
             attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride},
-                                           count, a.e, a.out + head * (a.e + 2), share(2 * n), share(2 * n + 1));
+                                           (int)(low - t0), count, a.e, a.out + head * (a.e + 2), share(2 * n),
+                                           share(2 * n + 1));
             g += queries();
           };
           const int left = a.group - g;
@@ -249,7 +263,7 @@ constexpr int kLongestHead = 256;
 struct Panel {
   float q[kLongestHead][kPanel], mixed[kLongestHead][kPanel], scores[kKeys][kPanel], rows[kKeys * kLongestHead];
   vf largest[2], total[2];
-  vi first[2], last[2];  // the keys of a block that each query attends to
+  vi seen[kKeys][2];  // whether a query attends to a key of the block
 };
 
 // Rows as float32: in place, or widened into `space`.
@@ -272,39 +286,78 @@ const float* widened(Rows rows, int count, int e, float* space, int64_t* stride)
   return space;
 }
 
-// The scores of a block of keys, -inf where a query does not attend to one.
+constexpr int reversed_bits(int number) {  // of those that count kWidth
+  int reversed = 0;
+  for (int bit = 1; bit < kWidth; bit *= 2) reversed = 2 * reversed + (number & bit ? 1 : 0);
+  return reversed;
+}
+
+// The scores of `count` keys of a block, from its key number `slot` on; -inf where a query does not attend to one.
 template <Dtype dtype>
-void score_panel(Panel& panel, Rows keys, int count, int e, bool all) {
+void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) {
   int64_t stride;
   const float* rows = widened<dtype>(keys, count, e, panel.rows, &stride);
   for (int j = 0; j < count; j += kTogether) {
     const float* key[kTogether];
-    vf acc[kTogether][2];
-    for (int c = 0; c < kTogether; c++)
-      key[c] = rows + (j + c < count ? j + c : count - 1) * stride, acc[c][0] = acc[c][1] = vf{};
-    for (int i = 0; i < e; i++) {
-      const vf low = loadf(panel.q[i]), high = loadf(panel.q[i] + kWidth);
-      for (int c = 0; c < kTogether; c++) {
-        const vf x = splat(key[c][i]);
-        acc[c][0] += x * low;
-        acc[c][1] += x * high;
+    for (int c = 0; c < kTogether; c++) key[c] = rows + (j + c < count ? j + c : count - 1) * stride;
+    // Chains in the order in which they are added: pending[n] has the sum of 2^n of them.
+    vf pending[5][kTogether][2], acc[kTogether][2];
+    for (int chain = 0; chain < kWidth; chain++) {
+      each<kTogether>([&](auto c) LF_INLINED { acc[c()][0] = acc[c()][1] = vf{}; });
+      for (int i = reversed_bits(chain); i < e; i += kWidth) {
+        const vf low = loadf(panel.q[i]), high = loadf(panel.q[i] + kWidth);
+        each<kTogether>([&](auto c) LF_INLINED {
+          const vf x = splat(key[c()][i]);
+          acc[c()][0] += x * low;
+          acc[c()][1] += x * high;
+        });
       }
+      int level = 0;
+      for (; chain >> level & 1; level++)
+        each<kTogether>([&](auto c) LF_INLINED {
+          acc[c()][0] += pending[level][c()][0];
+          acc[c()][1] += pending[level][c()][1];
+        });
+      if (chain < kWidth - 1)
+        each<kTogether>([&](auto c) LF_INLINED {
+          pending[level][c()][0] = acc[c()][0];
+          pending[level][c()][1] = acc[c()][1];
+        });
     }
-    for (int c = 0; c < kTogether && j + c < count; c++)
-      for (int v = 0; v < 2; v++) {
-        const vi number = vi{} + (j + c);
-        const vf seen =
-            all ? acc[c][v]
-                : select((number >= panel.first[v]) & (number <= panel.last[v]), acc[c][v], splat(-INFINITY));
-        storef(panel.scores[j + c] + v * kWidth, seen);
-      }
+    each<kTogether>([&](auto c) LF_INLINED {
+      if (j + c() < count)
+        each<2>([&](auto v) LF_INLINED {
+          const int at = slot + j + c();
+          const vf seen = all ? acc[c()][v()] : select(panel.seen[at][v()], acc[c()][v()], splat(-INFINITY));
+          storef(panel.scores[at] + v() * kWidth, seen);
+        });
+    });
+  }
+}
+
+// Exponentials of the scores, and their sum.
+LF_INLINE void weigh_panel(Panel& panel, int slot, int count, vf (&shrink)[2]) {
+  for (int v = 0; v < 2; v++) {
+    vf most = panel.largest[v], totals[kWidth] = {};
+    for (int j = slot; j < slot + count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
+    const vf from = max(most, splat(-3e38f));  // finite even before the first visible key
+    shrink[v] = exp(panel.largest[v] - from);
+    for (int j = slot; j < slot + count; j++) {
+      const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);
+      storef(panel.scores[j] + v * kWidth, weight);
+      totals[j % kWidth] += weight;
+    }
+    for (int half = kWidth / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; i++) totals[i] += totals[i + half];
+    panel.total[v] = panel.total[v] * shrink[v] + totals[0];
+    panel.largest[v] = most;
   }
 }
 
 // mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not attend to cannot change its
 // sum, not even as NaN.
 template <Dtype dtype, bool all>
-void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2]) {
+void mix_panel(Panel& panel, Rows values, int slot, int count, int e, const vf (&shrink)[2]) {
   int64_t stride;
   const float* rows = widened<dtype>(values, count, e, panel.rows, &stride);
   for (int i = 0; i < e; i += kTogether) {
@@ -315,11 +368,14 @@ void mix_panel(Panel& panel, Rows values, int count, int e, const vf (&shrink)[2
       for (int v = 0; v < 2; v++) acc[c][v] = loadf(panel.mixed[channel[c]] + v * kWidth) * shrink[v];
     }
     for (int j = 0; j < count; j++) {
-      const vf weight[2] = {loadf(panel.scores[j]), loadf(panel.scores[j] + kWidth)};
+      const float* const weights = panel.scores[slot + j];
+      const vf weight[2] = {loadf(weights), loadf(weights + kWidth)};
       for (int c = 0; c < kTogether; c++) {
         const vf x = splat(rows[j * stride + channel[c]]);
-        for (int v = 0; v < 2; v++)
-          acc[c][v] = all ? acc[c][v] + x * weight[v] : select(weight[v] != vf{}, acc[c][v] + x * weight[v], acc[c][v]);
+        for (int v = 0; v < 2; v++) {
+          const vf sum = acc[c][v] + x * weight[v];
+          acc[c][v] = all ? sum : select(panel.seen[slot + j][v], sum, acc[c][v]);
+        }
       }
     }
     for (int c = 0; c < kTogether; c++)
@@ -347,38 +403,30 @@ void attend_panels(const Attend& a) {
       for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
       const int64_t oldest = a.start + position[0],
                     newest = a.start + position[kPanel - 1];  // of the panel's positions
-      for (int64_t t0 = a.first; t0 < a.last; t0 += kKeys) {
-        int64_t low = t0, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
+      for (int64_t t0 = a.first / kKeys * kKeys; t0 < a.last; t0 += kKeys) {
+        int64_t low = t0 > a.first ? t0 : a.first, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
         if (low < oldest - a.window + 1) low = oldest - a.window + 1;
         if (high > newest + 1) high = newest + 1;
         if (high <= low) continue;
-        const int count = (int)(high - low);
+        const int slot = (int)(low - t0), count = (int)(high - low);
         const bool all = high <= oldest + 1 && low >= newest - a.window + 1;
-        for (int c = 0; c < kPanel && !all; c++) {
-          const int64_t last = a.start + position[c] - low, first = last - a.window + 1;
-          panel.first[c / kWidth][c % kWidth] = first < 0 ? 0 : first > kKeys ? kKeys : (int)first;
-          panel.last[c / kWidth][c % kWidth] = last < 0 ? -1 : last > kKeys ? kKeys : (int)last;
+        for (int v = 0; v < 2 && !all; v++) {
+          vi first, last;  // the keys of this block that each query attends to
+          for (int c = 0; c < kWidth; c++) {
+            const int64_t own = a.start + position[v * kWidth + c] - t0, least = own - a.window + 1;
+            first[c] = least < 0 ? 0 : least > kKeys ? kKeys : (int)least;
+            last[c] = own < 0 ? -1 : own > kKeys ? kKeys : (int)own;
+          }
+          for (int j = slot; j < slot + count; j++) panel.seen[j][v] = (j >= first) & (j <= last);
         }
         const int64_t offset = low * stride + (int64_t)n * a.e;
-        score_panel<dtype>(panel, {a.keys, offset, stride}, count, a.e, all);
+        score_panel<dtype>(panel, {a.keys, offset, stride}, slot, count, a.e, all);
         vf shrink[2];
-        for (int v = 0; v < 2; v++) {
-          vf most = panel.largest[v];
-          for (int j = 0; j < count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
-          const vf from = max(most, splat(-3e38f));  // finite even before the first visible key
-          shrink[v] = exp(panel.largest[v] - from);
-          panel.total[v] *= shrink[v];
-          for (int j = 0; j < count; j++) {
-            const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);
-            storef(panel.scores[j] + v * kWidth, weight);
-            panel.total[v] += weight;
-          }
-          panel.largest[v] = most;
-        }
+        weigh_panel(panel, slot, count, shrink);
         if (all) {
-          mix_panel<dtype, true>(panel, {a.values, offset, stride}, count, a.e, shrink);
+          mix_panel<dtype, true>(panel, {a.values, offset, stride}, slot, count, a.e, shrink);
         } else {
-          mix_panel<dtype, false>(panel, {a.values, offset, stride}, count, a.e, shrink);
+          mix_panel<dtype, false>(panel, {a.values, offset, stride}, slot, count, a.e, shrink);
         }
       }
       for (int c = 0; c < used; c++) {

@@ -11,6 +11,8 @@ namespace laneformer {
 constexpr int kTile =
     16;  // rows of a weight tile: a line of 64 bytes holds 16 rows of one (float32) or two (bf16) columns
 
+constexpr int kMostPositions = 128;  // of a product
+
 enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }

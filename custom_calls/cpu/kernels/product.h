@@ -1,9 +1,9 @@
 // Products of packed weight tiles with the vectors of one position or of several. Included by kernels.cc alone, as
 // simd.h is.
 //
-// The bits of a result depend on its weights, its vector and whether that is alone: not on the number of other
-// positions, on the tiles computed beside it, or on the threads. With several positions a sum is one chain over the
-// columns.
+// The bits of a result depend on its weights and its vector alone: not on other positions, on the tiles computed beside
+// it, or on the threads. A sum is kChains chains of multiply-adds, one for the lines of a tile whose number is even and
+// one for the others, which are added at the end.
 #pragma once
 
 #include "formats.h"
@@ -17,10 +17,18 @@ using laneformer::Activations;
 using laneformer::Dtype;
 
 // Positions whose sums fit the registers, beside a column's weights and one value of a vector.
-constexpr int kMostPositions = kWidth == 16 ? 24 : kWidth == 8 ? 6 : kRegisters == 32 ? 4 : 2;
-constexpr int64_t kChunkBytes = kWidth == 16 ? 32768 : 16384;  // of a tile, which all positions use before the next
-// How far ahead weights are fetched, in bytes: 0.98 of a pure read of them with it, 0.91 without (Xeon, 2 threads).
-constexpr int kAhead = 1024;
+constexpr int kPartPositions = kWidth == 16 ? 24 : kWidth == 8 ? 6 : kRegisters == 32 ? 4 : 2;
+// Of a tile, which all positions use before the next: those of one part and of several.
+constexpr int64_t kPartChunk = 8192, kChunk = kWidth == 16 ? 32768 : 16384;
+constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-add of one position wait for the last
+
+// How one position reads weights from memory: tiles at a time, which are as many streams, and how many bytes ahead they
+// are fetched.
+struct Reading {
+  int streams;
+  int64_t ahead;
+};
+LF_INLINE Reading reading() { return {kVectors == 1 ? 8 : 1, 1024}; }
 
 bool uses_dot(Dtype dtype, Activations activations) {
   return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
@@ -28,23 +36,20 @@ bool uses_dot(Dtype dtype, Activations activations) {
 
 // Positions are multiplied in parts of equal size, one of the sizes for which there is code; the last may be padded.
 int part_of(int positions) {
-  const int parts = (positions + kMostPositions - 1) / kMostPositions;
+  const int parts = (positions + kPartPositions - 1) / kPartPositions;
   const int size = (positions + parts - 1) / parts;
-  return kMostPositions < 8 || size < 3 ? size : (size + 3) / 4 * 4;
+  return kPartPositions < 8 || size < 3 ? size : (size + 3) / 4 * 4;
 }
 
-// One position: T tiles side by side, in two chains of sums each where one would wait for its own multiply-adds.
-// Several tiles are as many streams from memory, for prefetchers that stop at the end of a page. Sums are the same for
-// every T.
+// One position: T tiles side by side.
 template <class Line, int T>
-__attribute__((noinline)) void multiply_one(const char* w, const float* x, int64_t lines, float* y) {
-  constexpr int kChains = kVectors < 4 ? 2 : 1;
+__attribute__((noinline)) void multiply_one(const char* w, const float* x, int64_t lines, int64_t by, float* y) {
   vf sums[kChains * T][kVectors][1] = {};
   const int64_t tile = lines * Line::bytes;
   const char* const end = w + tile;
-  int64_t ahead = kAhead;
+  int64_t ahead = by;
   for (; end - w >= kChains * Line::bytes; w += kChains * Line::bytes, x += kChains * Line::step) {
-    if (end - w <= kAhead) ahead = kAhead + (T - 1) * tile;  // behind the tiles the next T begin
+    if (end - w <= by) ahead = by + (T - 1) * tile;  // behind the tiles the next T begin
     each<kChains>([&](auto c) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         const char* line = w + t() * tile + c() * Line::bytes;
@@ -65,49 +70,82 @@ __attribute__((noinline)) void multiply_one(const char* w, const float* x, int64
 
 // As many tiles as fit, T at a time; then half as many at a time.
 template <class Line, int T>
-void tiles_of_one(const char* w, const float* x, int64_t lines, int64_t tiles, float* y) {
-  for (; tiles >= T; tiles -= T, w += T * lines * Line::bytes, y += T * kTile) multiply_one<Line, T>(w, x, lines, y);
+void tiles_of_one(const char* w, const float* x, int64_t lines, int64_t tiles, int64_t by, float* y) {
+  for (; tiles >= T; tiles -= T, w += T * lines * Line::bytes, y += T * kTile)
+    multiply_one<Line, T>(w, x, lines, by, y);
   if constexpr (T > 1) {
-    if (tiles) tiles_of_one<Line, T / 2>(w, x, lines, tiles, y);
+    if (tiles) tiles_of_one<Line, T / 2>(w, x, lines, tiles, by, y);
   }
 }
 
-// Some lines of a tile and the vectors of N positions, of which the first `positions` count. The sums continue those in
-// y, where there are `earlier` columns.
+// Some lines of a tile and the vectors of N positions, of which the first `positions` count.
 struct Block {
   const char* w;
-  int64_t lines;
+  int64_t bytes;
   const float* x;
   float* y;
   int64_t ldy;
+  float* odd;  // [N][kTile]: the second chain, while there are lines left
   int positions;
-  bool earlier;
-  const char* ahead;   // what to fetch while line 0 is used
-  int64_t ahead_step;  // from line to line
+  bool earlier, ended;  // whether y and `odd` have the sums of earlier lines, and whether these are the last
+  const char* ahead;    // what to fetch while line 0 is used
+  int64_t ahead_step;   // from line to line
 };
 
-// A function by itself: inlined, it would share the general registers with its callers' loops.
-template <class Line, int N>
-__attribute__((noinline)) void multiply(const Block& block) {
-  vf sums[kVectors][N] = {};
-  float* const y = block.y;
-  const int64_t ldy = block.ldy, ahead_step = block.ahead_step;
-  const int positions = block.positions;
-  if (block.earlier)
-    each<kVectors>([&](auto v) LF_INLINED {
-      each<N>([&](auto p) LF_INLINED {
-        if (p() < positions) sums[v()][p()] = loadf(y + p() * ldy + v() * kWidth);
-      });
-    });
-  const char *w = block.w, *ahead = block.ahead, *const end = w + block.lines * Line::bytes;
-  for (const float* x = block.x; w < end; w += Line::bytes, x += Line::step * N, ahead += ahead_step) {
-    __builtin_prefetch(ahead);
-    Line::add(w, x, sums);
-  }
+template <int N, class F>
+LF_INLINE void for_sums(int positions, float* to, int64_t ld, F f) {
   each<kVectors>([&](auto v) LF_INLINED {
     each<N>([&](auto p) LF_INLINED {
-      if (p() < positions) storef(y + p() * ldy + v() * kWidth, sums[v()][p()]);
+      if (p() < positions) f(v, p, to + p() * ld + v() * kWidth);
     });
+  });
+}
+
+// One chain after the other. A function by itself: inlined, it would share the general registers with its callers'
+// loops.
+template <class Line, int N>
+__attribute__((noinline)) void multiply(const Block& block) {
+  const int64_t ahead_step = block.ahead_step;
+  const char *ahead = block.ahead, *const end = block.w + block.bytes;
+  each<kChains>([&](auto chain) LF_INLINED {
+    vf sums[kVectors][N] = {};
+    float* const carried = chain() ? block.odd : block.y;
+    const int64_t ld = chain() ? kTile : block.ldy;
+    if (block.earlier)
+      for_sums<N>(block.positions, carried, ld,
+                  [&](auto v, auto p, float* at) LF_INLINED { sums[v()][p()] = loadf(at); });
+    const char* w = block.w + chain() * Line::bytes;
+    const float* x = block.x + chain() * Line::step * N;
+    for (; w < end; w += kChains * Line::bytes, x += kChains * Line::step * N, ahead += ahead_step) {
+      __builtin_prefetch(ahead);
+      Line::add(w, x, sums);
+    }
+    if (chain() && block.ended) {
+      for_sums<N>(block.positions, block.y, block.ldy,
+                  [&](auto v, auto p, float* at) LF_INLINED { storef(at, loadf(at) + sums[v()][p()]); });
+    } else {
+      for_sums<N>(block.positions, carried, ld,
+                  [&](auto v, auto p, float* at) LF_INLINED { storef(at, sums[v()][p()]); });
+    }
+  });
+}
+
+// A whole tile, both chains at once: for few positions.
+template <class Line, int N>
+__attribute__((noinline)) void multiply_few(const char* w, const float* x, int64_t lines, int64_t by, int positions,
+                                            float* y, int64_t ldy) {
+  vf sums[kChains][kVectors][N] = {};
+  const char* const end = w + lines * Line::bytes;
+  for (; end - w >= kChains * Line::bytes; w += kChains * Line::bytes, x += kChains * Line::step * N)
+    each<kChains>([&](auto c) LF_INLINED {
+      __builtin_prefetch(w + c() * Line::bytes + by);
+      Line::add(w + c() * Line::bytes, x + c() * Line::step * N, sums[c()]);
+    });
+  if (w < end) Line::add(w, x, sums[0]);
+  for_sums<N>(positions, y, ldy, [&](auto v, auto p, float* at) LF_INLINED {
+    vf total = sums[0][v()][p()];
+    if constexpr (kChains > 1) total += sums[kChains - 1][v()][p()];
+    storef(at, total);
   });
 }
 
@@ -115,31 +153,42 @@ __attribute__((noinline)) void multiply(const Block& block) {
 template <class Line, int N>
 void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y,
                       int64_t ldy) {
-  constexpr int64_t kChunk = kChunkBytes / Line::bytes;
-  const int parts = (positions + N - 1) / N;
-  for (; tiles > 0; tiles--, y += kTile)
-    for (int64_t first = 0; first < lines; first += kChunk) {
-      const int64_t chunk = lines - first < kChunk ? lines - first : kChunk, size = chunk * Line::bytes;
-      for (int part = 0; part < parts; part++) {
-        const float* values = x + (part * lines + first) * Line::step * N;
-        const char* ahead = parts == 1 ? w + kAhead : w + size + part * size / parts;
-        multiply<Line, N>(
-            {w, chunk, values, y + part * N * ldy, ldy, positions - part * N, first > 0, ahead, Line::bytes / parts});
+  if constexpr (kChains > 1 && kChains * kVectors * N <= kRegisters / 2) {  // never several parts
+    for (; tiles > 0; tiles--, y += kTile, w += lines * Line::bytes)
+      multiply_few<Line, N>(w, x, lines, reading().ahead, positions, y, ldy);
+  } else {
+    float odd[kChains > 1 ? laneformer::kMostPositions * kTile : 1];
+    const int parts = (positions + N - 1) / N;
+    const int64_t most = (parts == 1 ? kPartChunk : kChunk) / Line::bytes;
+    for (; tiles > 0; tiles--, y += kTile)
+      for (int64_t first = 0; first < lines; first += most) {
+        const int64_t chunk = lines - first < most ? lines - first : most, size = chunk * Line::bytes;
+        for (int part = 0; part < parts; part++) {
+          const int begin = part * N;
+          multiply<Line, N>({w, size, x + (part * lines + first) * Line::step * N, y + begin * ldy, ldy,
+                             odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
+                             first + chunk == lines, w + size + part * size / parts, Line::bytes / parts});
+        }
+        w += size;
       }
-      w += size;
-    }
+  }
 }
 
 template <class Line, int N>
 void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
-  if constexpr (N > kMostPositions) {
+  if constexpr (N > kPartPositions) {
     return;
   } else {
-    constexpr int next = kMostPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
+    constexpr int next = kPartPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
     if (part_of(positions) != N) return product_of<Line, next>(w, x, columns, tiles, positions, y, ldy);
     const int64_t lines = (columns + Line::columns - 1) / Line::columns;
     if constexpr (N == 1) {
-      tiles_of_one<Line, kVectors == 1 ? 8 : 1>(w, x, lines, tiles, y);
+      const Reading way = reading();
+      if (kVectors == 1 && way.streams > 1) {
+        tiles_of_one<Line, kVectors == 1 ? 8 : 1>(w, x, lines, tiles, way.ahead, y);
+      } else {
+        tiles_of_one<Line, 1>(w, x, lines, tiles, way.ahead, y);
+      }
     } else {
       tiles_of_several<Line, N>(w, x, lines, tiles, positions, y, ldy);
     }

@@ -3,6 +3,7 @@
 // without having met.
 #include "decoder.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -28,19 +29,20 @@ struct Model {
   std::vector<float> floats;
   int lanes, head_type, vocab;
 
-  Model(int lanes, Layout layout, int head_type)
+  Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
+        Dtype cache = Dtype::f16, bool rounded = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
     add({2, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
     floats.push_back(1);
-    add({lanes, kHidden, vocab, kCapacity, 0, kLayers});
+    add({lanes, kHidden, vocab, capacity, 0, kLayers});
     for (int layer = 0; layer < kLayers; layer++) ops(layer);
     add({head_type, kOfLayer * kLayers + 1, number(1e-5f), layout == Layout::early && head_type == 0,
          kOfLayer * kLayers + 2});
     schedule(layout);
-    add({1, 2, 0});  // weights in bfloat16, caches in float16
+    add({(int32_t)weight, (int32_t)cache, rounded});
     words[1] = (int32_t)words.size(), words[2] = (int32_t)floats.size();
   }
 
@@ -149,14 +151,14 @@ void pack(Decoder& decoder) {
 
 // A call with its own buffers.
 struct Buffers {
-  std::vector<std::vector<uint16_t>> caches;
+  std::vector<std::vector<char>> caches;
   std::vector<uint8_t> seen;
   std::vector<float> logits;
   Call call;
 
   Buffers(const plan::Plan& m, int prompt, int limit) : seen(m.vocab_size), logits((int64_t)limit * m.vocab_size) {
-    const int64_t size = (int64_t)kCapacity * kKvHeads * kHeadDim;
-    caches.assign(2 * kLayers * m.lanes, std::vector<uint16_t>(size));
+    const int64_t size = (int64_t)m.context * kKvHeads * kHeadDim * bytes_of((Dtype)m.cache_dtype);
+    caches.assign(2 * kLayers * m.lanes, std::vector<char>(size));
     for (int i = 0; i < kLayers * m.lanes; i++) {
       call.keys.push_back(caches[i].data());
       call.values.push_back(caches[kLayers * m.lanes + i].data());
@@ -216,6 +218,33 @@ void any_threads(int lanes, Layout layout, int head_type) {
     same(expected, generate(decoder), what);
     same(longer, generate(decoder, 40, 5), what);
     same(expected, generate(decoder), what);
+  }
+}
+
+// Any company, same bits: a prompt in calls of any length gives the logits and the caches of one call, and so does one
+// token after the other.
+void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded) {
+  constexpr int kLong = 300, kDrawn = 3;  // the keys of two chunks, and a window that begins anywhere
+  const Model model(2, Layout::delayed, 0, 320, weight, cache, rounded);
+  Decoder decoder(model.plan(), {2, false, 0, 60000, instructions});
+  pack(decoder);
+  Buffers whole(decoder.plan(), kLong, kDrawn);
+  CHECK(decoder.run(whole.call) == End::length, "the whole prompt");
+  for (const int step : {1, 2, 3, 5, 7, 24, 33, 48, 50, 97, 250}) {
+    Buffers pieces(decoder.plan(), kLong, kDrawn);
+    const std::vector<int32_t> prompt = pieces.call.prompt;
+    for (int first = 0; first < kLong; first += step) {
+      const int last = std::min(first + step, kLong);
+      pieces.call.prompt.assign(prompt.begin() + first, prompt.begin() + last);
+      pieces.call.start = first;
+      pieces.call.limit = last == kLong ? kDrawn : 1;
+      std::fill(pieces.seen.begin(), pieces.seen.end(), 0);
+      CHECK(decoder.run(pieces.call) == End::length, "tokens %d to %d", first, last);
+    }
+    CHECK(std::memcmp(whole.logits.data(), pieces.logits.data(), whole.logits.size() * sizeof(float)) == 0 &&
+              whole.caches == pieces.caches,
+          "%s, dtypes %d and %d%s: %d tokens at a time depend on the others", instructions, (int)weight, (int)cache,
+          rounded ? ", rounded" : "", step);
   }
 }
 
@@ -345,6 +374,12 @@ int main() {
       any_threads(lanes, layout, (int)layout % 3);
   any_threads(4, Layout::early, 0);
   any_threads(1, Layout::delayed, 0);
+  for (const char* instructions : {"portable", "avx2", "avx512", "avx512_bf16"}) {
+    if (choose_kernels(instructions) == nullptr) continue;
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) any_company(instructions, dtype, dtype, false);
+    any_company(instructions, Dtype::bf16, Dtype::f32, false);
+    any_company(instructions, Dtype::bf16, Dtype::bf16, true);
+  }
   cancelling(false);
   cancelling(true);
   failing(true);

@@ -207,18 +207,15 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
             "%s dtype %d %s: %ld columns, row %ld, position %d of %d: %g, not %g", k.name, (int)dtype,
             read_as == Dtype::f32 ? "exact" : "rounded", (long)columns, (long)r, p, positions, got, exact);
     }
-  // The same bits tile by tile and, for several positions, in a pair.
-  const int company = positions == 1 ? 1 : 2;
-  for (int p = 0; p + company <= positions; p++) {
-    k.prepare(dtype, activations, x.data() + p * ldx, ldx, columns, company, prepared.data());
+  for (int p = 0; p < positions; p++) {  // any company, same bits: each position and each tile alone
+    k.prepare(dtype, activations, x.data() + p * ldx, ldx, columns, 1, prepared.data());
     for (int t = 0; t < tiles; t++) {
-      float alone[2 * kTile];
-      k.product(dtype, activations, packed.data() + t * tile_bytes(dtype, columns), prepared.data(), columns, 1,
-                company, alone, kTile);
-      for (int other = 0; other < company; other++)
-        CHECK(std::memcmp(alone + other * kTile, &y[(p + other) * ldy + t * kTile], kTile * sizeof(float)) == 0,
-              "%s dtype %d: %ld columns, tile %d of %d, position %d of %d depends on the others", k.name, (int)dtype,
-              (long)columns, t, tiles, p + other, positions);
+      float alone[kTile];
+      k.product(dtype, activations, packed.data() + t * tile_bytes(dtype, columns), prepared.data(), columns, 1, 1,
+                alone, kTile);
+      CHECK(std::memcmp(alone, &y[p * ldy + t * kTile], sizeof alone) == 0,
+            "%s dtype %d: %ld columns, tile %d of %d, position %d of %d depends on the others", k.name, (int)dtype,
+            (long)columns, t, tiles, p, positions);
     }
   }
 }
@@ -283,6 +280,16 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
               (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
       }
     }
+  std::vector<float> alone((int64_t)heads * (e + 2));
+  for (int p = 0; p < positions; p++) {  // any company, same bits
+    const int64_t low = std::max(first, start + p - window + 1), high = std::min(last, start + p + 1);
+    if (low >= high) continue;
+    k.attend({q.data() + (int64_t)p * heads * e, keys.data.data(), values.data.data(), alone.data(), dtype, kv_heads,
+              group, e, low, high, start + p, window, 1, nullptr, nullptr, 0});
+    CHECK(std::memcmp(alone.data(), out.data() + (int64_t)p * heads * (e + 2), alone.size() * sizeof(float)) == 0,
+          "%s dtype %d e %d group %d window %ld: position %d of %d depends on the others", k.name, (int)dtype, e, group,
+          (long)window, p, positions);
+  }
 }
 
 void attends(const Kernels& k) {
@@ -303,6 +310,9 @@ void attends(const Kernels& k) {
       attend(k, dtype, channels[i / 3], 2, groups[i % 3], 0, 150, 118, windows[(i / 3 + i % 3) % 3], 32);
     attend(k, dtype, 24, 1, 2, 64, 128, 110, 40, 32);  // some see none of the first keys, some none of the last
     for (int group = 1; group < 20; group++) attend(k, dtype, 40, 2, group, 3, 60, 55, 30, 5);
+    for (int positions = 2; positions < 49; positions++)
+      for (const int64_t window : {all, int64_t{45}})
+        attend(k, dtype, 24, 1, 2, 0, 77 + positions, 77, window, positions);
   }
 }
 
