@@ -23,12 +23,17 @@ constexpr int64_t kPartChunk = 8192, kChunk = kWidth == 16 ? 32768 : 16384;
 constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-add of one position wait for the last
 
 // How one position reads weights from memory: tiles at a time, which are as many streams, and how many bytes ahead they
-// are fetched.
+// are fetched. AMD's prefetchers follow one stream best, and lose it where lines that they would bring are asked for.
 struct Reading {
   int streams;
   int64_t ahead;
 };
-LF_INLINE Reading reading() { return {kVectors == 1 ? 8 : 1, 1024}; }
+LF_INLINE Reading reading() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("amd")) return {1, 384};
+#endif
+  return {kVectors == 1 ? 8 : 1, 1024};
+}
 
 bool uses_dot(Dtype dtype, Activations activations) {
   return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
