@@ -118,8 +118,7 @@ LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf& sum) {
 // One position, T tiles side by side: multiply_one of the lines that the units hold.
 template <class Line, int T>
 __attribute__((noinline)) void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines,
-                                                 float* y) {
-  constexpr int kChains = kVectors < 4 ? 2 : 1;
+                                                 int64_t by, float* y) {
   const int64_t units = lines / kUnitLines, tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
   const vb table = table_of(weights);
   const char* w = weights.data + first * tile;
@@ -127,10 +126,10 @@ __attribute__((noinline)) void multiply_one_bf12(const Bf12& weights, int64_t fi
   each<T>([&](auto t) LF_INLINED { exceptions[t()] = weights.exceptions + weights.starts[first + t()]; });
   vf sums[kChains * T][kVectors] = {};
   const char* const end = w + units * kUnitBytes;
-  int64_t ahead = kAhead;
+  int64_t ahead = by;
   uint32_t unit = 0;
   for (; w < end; w += kUnitBytes, x += kUnitLines * Line::step, unit++) {
-    if (end - w <= kAhead) ahead = kAhead + (T - 1) * tile;  // behind the tiles the next T begin
+    if (end - w <= by) ahead = by + (T - 1) * tile;  // behind the tiles the next T begin
     each<T>([&](auto t) LF_INLINED {
       const char* from = w + t() * tile;
       each<kUnitBytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(from + ahead + 64 * line()); });
@@ -159,19 +158,21 @@ __attribute__((noinline)) void multiply_one_bf12(const Bf12& weights, int64_t fi
 }
 
 template <class Line, int T>
-void tiles_of_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, float* y) {
-  for (; tiles >= T; tiles -= T, first += T, y += T * kTile) multiply_one_bf12<Line, T>(weights, first, x, lines, y);
+void tiles_of_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, int64_t by,
+                       float* y) {
+  for (; tiles >= T; tiles -= T, first += T, y += T * kTile)
+    multiply_one_bf12<Line, T>(weights, first, x, lines, by, y);
   if constexpr (T > 1) {
-    if (tiles) tiles_of_one_bf12<Line, T / 2>(weights, first, x, lines, tiles, y);
+    if (tiles) tiles_of_one_bf12<Line, T / 2>(weights, first, x, lines, tiles, by, y);
   }
 }
 
 // Decodes `count` units of a tile into lines of bf16. exceptions: the first one of these units or of later ones;
 // returns the first one of later units.
 const uint32_t* decode(const char* units, vb table, const uint32_t* exceptions, int64_t first, int64_t count,
-                       char* lines) {
+                       int64_t by, char* lines) {
   for (int64_t u = 0; u < count; u++, units += kUnitBytes, lines += kUnitLines * Bf16Line::bytes) {
-    each<kUnitBytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(units + kAhead + 64 * line()); });
+    each<kUnitBytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(units + by + 64 * line()); });
     each<kVectors>([&](auto v) LF_INLINED {
       unit_lines(units, table, v(), exceptions, (uint32_t)(first + u), [&](auto line, vu pairs) LF_INLINED {
         std::memcpy(lines + line() * Bf16Line::bytes + v() * sizeof(vu), &pairs, sizeof(vu));
@@ -188,6 +189,8 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
                            int64_t ldy) {
   constexpr int64_t kLines = kPiece / Line::bytes;
   alignas(64) char piece[kPiece];
+  float odd[kChains > 1 ? laneformer::kMostPositions * kTile : 1];
+  const int64_t by = reading().ahead;
   const vb table = table_of(weights);
   const int parts = (positions + N - 1) / N;
   const int64_t tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
@@ -197,10 +200,13 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
     for (int64_t first = 0; first < lines; first += kLines) {
       const int64_t count = lines - first < kLines ? lines - first : kLines;
       const int64_t unit = first / kUnitLines, units = (count + kUnitLines - 1) / kUnitLines;
-      exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, piece);
-      for (int part = 0; part < parts; part++)
-        multiply<Line, N>({piece, count, x + (part * lines + first) * Line::step * N, y + part * N * ldy, ldy,
-                           positions - part * N, first > 0, piece, 0});
+      exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, by, piece);
+      for (int part = 0; part < parts; part++) {
+        const int begin = part * N;
+        multiply<Line, N>({piece, count * Line::bytes, x + (part * lines + first) * Line::step * N, y + begin * ldy,
+                           ldy, odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
+                           first + count == lines, piece, 0});
+      }
     }
   }
 }
@@ -208,14 +214,19 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
 template <class Line, int N>
 void product_of_bf12(const Bf12& weights, const float* x, int64_t columns, int64_t tiles, int positions, float* y,
                      int64_t ldy) {
-  if constexpr (N > kMostPositions) {
+  if constexpr (N > kPartPositions) {
     return;
   } else {
-    constexpr int next = kMostPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
+    constexpr int next = kPartPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
     if (part_of(positions) != N) return product_of_bf12<Line, next>(weights, x, columns, tiles, positions, y, ldy);
     const int64_t lines = (columns + Line::columns - 1) / Line::columns;
     if constexpr (N == 1) {
-      tiles_of_one_bf12<Line, kVectors == 1 ? 4 : 1>(weights, 0, x, lines, tiles, y);
+      const Reading way = reading();
+      if (kVectors == 1 && way.streams > 1) {
+        tiles_of_one_bf12<Line, kVectors == 1 ? 4 : 1>(weights, 0, x, lines, tiles, way.ahead, y);
+      } else {
+        tiles_of_one_bf12<Line, 1>(weights, 0, x, lines, tiles, way.ahead, y);
+      }
     } else {
       tiles_of_several_bf12<Line, N>(weights, x, lines, tiles, positions, y, ldy);
     }
