@@ -25,7 +25,7 @@ run: setup
 	$(PY) -m infer generate --checkpoint $(RUN) --prompt '$(PROMPT)' --max-new-tokens 200 --temperature 0.6 --top-p 0.95
 
 test: setup
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n 3 --dist worksteal
 
 lint: setup
 	$(PY) -m ruff check .

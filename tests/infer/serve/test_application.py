@@ -341,7 +341,7 @@ def test_metrics_count_requests_and_tokens(server):
         'inter_token_latency_seconds_bucket{le="+Inf"}',
     )
     before = [server.metric(name) for name in names]
-    server.complete(PROMPT, max_tokens=10)
+    server.complete(PROMPT, max_tokens=10, ignore_eos=True)
     assert [server.metric(name) - b for name, b in zip(names, before, strict=True)] == [
         len(PROMPT),
         10,
