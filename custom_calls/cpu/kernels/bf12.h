@@ -9,6 +9,10 @@
 
 #include "product.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace LF_ISA {
 namespace {
 
@@ -69,7 +73,7 @@ alignas(64) constexpr uint8_t kSlots[128] = {
 
 // Puts the high byte of an exception into vector v of the high bytes of columns 0-3 (half 0) or 4-7, if it is there.
 template <int half>
-LF_INLINE void put(uint32_t exception, int v, vb& high) {
+LF_INLINE void put(uint32_t exception, [[maybe_unused]] int v, vb& high) {
   const uint32_t slot = exception >> 8 & 127;
 #if defined(__AVX512BW__)
   high = (vb)_mm512_mask_set1_epi8((__m512i)high, slot >> 6 == half ? 1ull << (slot & 63) : 0, (char)exception);
@@ -203,9 +207,9 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
       exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, by, piece);
       for (int part = 0; part < parts; part++) {
         const int begin = part * N;
-        multiply<Line, N>({piece, count * Line::bytes, x + (part * lines + first) * Line::step * N, y + begin * ldy,
-                           ldy, odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
-                           first + count == lines, piece, 0});
+        multiply_chains<Line, N>({piece, count * Line::bytes, x + (part * lines + first) * Line::step * N,
+                                  y + begin * ldy, ldy, odd + (kChains > 1 ? begin * kTile : 0), positions - begin,
+                                  first > 0, first + count == lines, piece, 0});
       }
     }
   }
@@ -222,8 +226,8 @@ void product_of_bf12(const Bf12& weights, const float* x, int64_t columns, int64
     const int64_t lines = (columns + Line::columns - 1) / Line::columns;
     if constexpr (N == 1) {
       const Reading way = reading();
-      if (kVectors == 1 && way.streams > 1) {
-        tiles_of_one_bf12<Line, kVectors == 1 ? 4 : 1>(weights, 0, x, lines, tiles, way.ahead, y);
+      if (way.streams > 1) {
+        tiles_of_one_bf12<Line, (kStreams + 1) / 2>(weights, 0, x, lines, tiles, way.ahead, y);
       } else {
         tiles_of_one_bf12<Line, 1>(weights, 0, x, lines, tiles, way.ahead, y);
       }

@@ -24,6 +24,11 @@ constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-a
 
 // How one position reads weights from memory: tiles at a time, which are as many streams, and how many bytes ahead they
 // are fetched. AMD's prefetchers follow one stream best, and lose it where lines that they would bring are asked for.
+#if defined(__clang__)
+constexpr int kStreams = kVectors == 1 ? 4 : 1;  // with eight it keeps sums in memory
+#else
+constexpr int kStreams = kVectors == 1 ? 8 : 1;
+#endif
 struct Reading {
   int streams;
   int64_t ahead;
@@ -32,7 +37,7 @@ LF_INLINE Reading reading() {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("amd")) return {1, 384};
 #endif
-  return {kVectors == 1 ? 8 : 1, 1024};
+  return {kStreams, 1024};
 }
 
 bool uses_dot(Dtype dtype, Activations activations) {
@@ -97,42 +102,41 @@ struct Block {
   int64_t ahead_step;   // from line to line
 };
 
-template <int N, class F>
-LF_INLINE void for_sums(int positions, float* to, int64_t ld, F f) {
+// The lines of one chain. A function by itself: inlined, it would share the registers with its callers' loops.
+// The loops over sums are written out: Clang keeps sums in memory that a function object refers to.
+template <class Line, int N, int kChain>
+__attribute__((noinline)) void multiply(const Block& block) {
+  vf sums[kVectors][N] = {};
+  float* const carried = kChain ? block.odd : block.y;
+  const int64_t ld = kChain ? kTile : block.ldy, ahead_step = block.ahead_step;
+  const int positions = block.positions;
+  if (block.earlier)
+    each<kVectors>([&](auto v) LF_INLINED {
+      each<N>([&](auto p) LF_INLINED {
+        if (p() < positions) sums[v()][p()] = loadf(carried + p() * ld + v() * kWidth);
+      });
+    });
+  const char *w = block.w + kChain * Line::bytes, *const end = block.w + block.bytes, *ahead = block.ahead;
+  if (kChain) ahead += (block.bytes / Line::bytes + 1) / 2 * ahead_step;  // behind what the other chain fetched
+  const float* x = block.x + kChain * Line::step * N;
+  for (; w < end; w += kChains * Line::bytes, x += kChains * Line::step * N, ahead += ahead_step) {
+    __builtin_prefetch(ahead);
+    Line::add(w, x, sums);
+  }
+  const bool added = kChain && block.ended;
+  float* const to = added ? block.y : carried;
+  const int64_t ldt = added ? block.ldy : ld;
   each<kVectors>([&](auto v) LF_INLINED {
     each<N>([&](auto p) LF_INLINED {
-      if (p() < positions) f(v, p, to + p() * ld + v() * kWidth);
+      float* const at = to + p() * ldt + v() * kWidth;
+      if (p() < positions) storef(at, added ? loadf(at) + sums[v()][p()] : sums[v()][p()]);
     });
   });
 }
 
-// One chain after the other. A function by itself: inlined, it would share the general registers with its callers'
-// loops.
 template <class Line, int N>
-__attribute__((noinline)) void multiply(const Block& block) {
-  const int64_t ahead_step = block.ahead_step;
-  const char *ahead = block.ahead, *const end = block.w + block.bytes;
-  each<kChains>([&](auto chain) LF_INLINED {
-    vf sums[kVectors][N] = {};
-    float* const carried = chain() ? block.odd : block.y;
-    const int64_t ld = chain() ? kTile : block.ldy;
-    if (block.earlier)
-      for_sums<N>(block.positions, carried, ld,
-                  [&](auto v, auto p, float* at) LF_INLINED { sums[v()][p()] = loadf(at); });
-    const char* w = block.w + chain() * Line::bytes;
-    const float* x = block.x + chain() * Line::step * N;
-    for (; w < end; w += kChains * Line::bytes, x += kChains * Line::step * N, ahead += ahead_step) {
-      __builtin_prefetch(ahead);
-      Line::add(w, x, sums);
-    }
-    if (chain() && block.ended) {
-      for_sums<N>(block.positions, block.y, block.ldy,
-                  [&](auto v, auto p, float* at) LF_INLINED { storef(at, loadf(at) + sums[v()][p()]); });
-    } else {
-      for_sums<N>(block.positions, carried, ld,
-                  [&](auto v, auto p, float* at) LF_INLINED { storef(at, sums[v()][p()]); });
-    }
-  });
+LF_INLINE void multiply_chains(const Block& block) {  // one after the other
+  each<kChains>([&](auto chain) LF_INLINED { multiply<Line, N, chain()>(block); });
 }
 
 // A whole tile, both chains at once: for few positions.
@@ -147,10 +151,12 @@ __attribute__((noinline)) void multiply_few(const char* w, const float* x, int64
       Line::add(w + c() * Line::bytes, x + c() * Line::step * N, sums[c()]);
     });
   if (w < end) Line::add(w, x, sums[0]);
-  for_sums<N>(positions, y, ldy, [&](auto v, auto p, float* at) LF_INLINED {
-    vf total = sums[0][v()][p()];
-    if constexpr (kChains > 1) total += sums[kChains - 1][v()][p()];
-    storef(at, total);
+  each<kVectors>([&](auto v) LF_INLINED {
+    each<N>([&](auto p) LF_INLINED {
+      vf total = sums[0][v()][p()];
+      if constexpr (kChains > 1) total += sums[kChains - 1][v()][p()];
+      if (p() < positions) storef(y + p() * ldy + v() * kWidth, total);
+    });
   });
 }
 
@@ -170,9 +176,9 @@ void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tile
         const int64_t chunk = lines - first < most ? lines - first : most, size = chunk * Line::bytes;
         for (int part = 0; part < parts; part++) {
           const int begin = part * N;
-          multiply<Line, N>({w, size, x + (part * lines + first) * Line::step * N, y + begin * ldy, ldy,
-                             odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
-                             first + chunk == lines, w + size + part * size / parts, Line::bytes / parts});
+          multiply_chains<Line, N>({w, size, x + (part * lines + first) * Line::step * N, y + begin * ldy, ldy,
+                                    odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
+                                    first + chunk == lines, w + size + part * size / parts, Line::bytes / parts});
         }
         w += size;
       }
@@ -189,8 +195,8 @@ void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, i
     const int64_t lines = (columns + Line::columns - 1) / Line::columns;
     if constexpr (N == 1) {
       const Reading way = reading();
-      if (kVectors == 1 && way.streams > 1) {
-        tiles_of_one<Line, kVectors == 1 ? 8 : 1>(w, x, lines, tiles, way.ahead, y);
+      if (way.streams > 1) {
+        tiles_of_one<Line, kStreams>(w, x, lines, tiles, way.ahead, y);
       } else {
         tiles_of_one<Line, 1>(w, x, lines, tiles, way.ahead, y);
       }
