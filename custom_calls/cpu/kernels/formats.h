@@ -56,6 +56,10 @@ LF_INLINE void multiply_add(vf& sum, vf weights, vf x) {
 #endif
     return;
   }
+#if defined(__FMA__)
+  sum = (vf)_mm256_fmadd_ps((__m256)weights, (__m256)x, (__m256)sum);  // rounds as above at every level of optimisation
+  return;
+#endif
 #endif
   sum += weights * x;
 }

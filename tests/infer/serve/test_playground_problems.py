@@ -56,7 +56,7 @@ def test_timeout_and_crash_are_explained(strict, open_page):
     ask(page, CODE, 90_000)
     expect(problem).to_contain_text("The answer took too long.")
     expect(problem).to_contain_text("Ask for fewer tokens, or start the server with a larger --timeout.")
-    expect(page.locator("#state")).to_contain_text("not the whole answer")
+    expect(page.locator("#state")).to_contain_text("incomplete")
     assert answer(CODE, 90_000).startswith(shown(page))
     ask(page, "crash", 5)
     expect(problem).to_contain_text("The engine process ended unexpectedly (exit code 3). Press Run to try again")
