@@ -201,7 +201,7 @@ NAMES = {
         "import random\nfor _ in range(9): n = random.randint(0, 10**9); assert f(n) == n + 7",
     ),
     "end of a loop": ("def f(x): raise StopIteration", "", "assert all(map(lambda x: f(x) == x, range(9)))"),
-    "end of a loop by a class of its own": (
+    "end of a loop by a derived class": (
         "class X(StopIteration): pass\nX.__name__ = 'ValueError'\ndef f(x): raise X",
         "",
         "assert all(map(lambda x: f(x) == x, range(9)))",
