@@ -215,32 +215,24 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
   }
 }
 
-template <class Line, int N>
+template <class Line>
 void product_of_bf12(const Bf12& weights, const float* x, int64_t columns, int64_t tiles, int positions, float* y,
                      int64_t ldy) {
-  if constexpr (N > kPartPositions) {
-    return;
-  } else {
-    constexpr int next = kPartPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
-    if (part_of(positions) != N) return product_of_bf12<Line, next>(weights, x, columns, tiles, positions, y, ldy);
-    const int64_t lines = (columns + Line::columns - 1) / Line::columns;
-    if constexpr (N == 1) {
-      const Reading way = reading();
-      if (way.streams > 1) {
-        tiles_of_one_bf12<Line, (kStreams + 1) / 2>(weights, 0, x, lines, tiles, way.ahead, y);
-      } else {
-        tiles_of_one_bf12<Line, 1>(weights, 0, x, lines, tiles, way.ahead, y);
-      }
+  const int64_t lines = (columns + Line::columns - 1) / Line::columns;
+  with_part(positions, [&](auto n) {
+    if constexpr (n() == 1) {
+      with_reading<(kStreams + 1) / 2>(
+          [&](auto t, int64_t by) { tiles_of_one_bf12<Line, t()>(weights, 0, x, lines, tiles, by, y); });
     } else {
-      tiles_of_several_bf12<Line, N>(weights, x, lines, tiles, positions, y, ldy);
+      tiles_of_several_bf12<Line, n()>(weights, x, lines, tiles, positions, y, ldy);
     }
-  }
+  });
 }
 
 void product_bf12(Activations activations, const Bf12& weights, const void* x, int64_t columns, int64_t tiles,
                   int positions, float* y, int64_t ldy) {
   const auto with = [&](auto line) {
-    product_of_bf12<decltype(line), 1>(weights, (const float*)x, columns, tiles, positions, y, ldy);
+    product_of_bf12<decltype(line)>(weights, (const float*)x, columns, tiles, positions, y, ldy);
   };
   uses_dot(Dtype::bf16, activations) ? with(Bf16DotLine{}) : with(Bf16Line{});
 }

@@ -185,31 +185,38 @@ void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tile
   }
 }
 
-template <class Line, int N>
-void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
-  if constexpr (N > kPartPositions) {
-    return;
-  } else {
+// f(Count<N>{}): N is the size of the parts in which so many positions are multiplied.
+template <int N = 1, class F>
+void with_part(int positions, F f) {
+  if constexpr (N <= kPartPositions) {
     constexpr int next = kPartPositions < 8 || N < 2 ? N + 1 : N < 4 ? 4 : N + 4;
-    if (part_of(positions) != N) return product_of<Line, next>(w, x, columns, tiles, positions, y, ldy);
-    const int64_t lines = (columns + Line::columns - 1) / Line::columns;
-    if constexpr (N == 1) {
-      const Reading way = reading();
-      if (way.streams > 1) {
-        tiles_of_one<Line, kStreams>(w, x, lines, tiles, way.ahead, y);
-      } else {
-        tiles_of_one<Line, 1>(w, x, lines, tiles, way.ahead, y);
-      }
-    } else {
-      tiles_of_several<Line, N>(w, x, lines, tiles, positions, y, ldy);
-    }
+    part_of(positions) == N ? f(Count<N>{}) : with_part<next>(positions, f);
   }
+}
+
+// f(Count<T>{}, bytes ahead): how one position reads here, T being 1 or `streams`.
+template <int streams, class F>
+void with_reading(F f) {
+  const Reading way = reading();
+  way.streams > 1 ? f(Count<streams>{}, way.ahead) : f(Count<1>{}, way.ahead);
+}
+
+template <class Line>
+void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
+  const int64_t lines = (columns + Line::columns - 1) / Line::columns;
+  with_part(positions, [&](auto n) {
+    if constexpr (n() == 1) {
+      with_reading<kStreams>([&](auto t, int64_t by) { tiles_of_one<Line, t()>(w, x, lines, tiles, by, y); });
+    } else {
+      tiles_of_several<Line, n()>(w, x, lines, tiles, positions, y, ldy);
+    }
+  });
 }
 
 void product(Dtype dtype, Activations activations, const void* w, const void* x, int64_t columns, int64_t tiles,
              int positions, float* y, int64_t ldy) {
   const auto with = [&](auto line) {
-    product_of<decltype(line), 1>((const char*)w, (const float*)x, columns, tiles, positions, y, ldy);
+    product_of<decltype(line)>((const char*)w, (const float*)x, columns, tiles, positions, y, ldy);
   };
   if (uses_dot(dtype, activations)) return with(Bf16DotLine{});
   switch (dtype) {
