@@ -15,7 +15,7 @@ def run_schedule(
     sum_lanes: Callable[[jax.Array], jax.Array],
     num_lanes: int,
     observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
-    sum_factor: Callable[[int, jax.Array], jax.Array] | None = None,
+    receive: Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] = lambda m, total, o: (total, o),
 ) -> jax.Array:
     """Runs all modules over the lane streams; returns the streams before the final norm, [l, b, s, d] in the stream
     dtype.
@@ -24,8 +24,8 @@ def run_schedule(
     model, here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part
     exists, so that the compiler can overlap it with the modules until it lands. `observe(before, own, after)` is called
     for each time of the schedule, the one before the final norm included: the streams before it, the lanes' own
-    additions, and the streams after it. `sum_factor(m, total)`, [1, b, s, d] -> [1, b, s, d], is what the norm of a
-    module's sum over the lanes multiplies it by, in a schedule that `adds_whole_sums`.
+    additions, and the streams after it. `receive(m, total, o)` is what the streams get of the sum that module m
+    completes, and of its output on every local lane; by default both as they are.
     """
     x, outputs, sums = x_lbsd, {}, {}
 
@@ -57,9 +57,7 @@ def run_schedule(
                 with jax.named_scope(f"reduce_{t}"):
                     share = combine(payload, payload.parts)
                     sums[payload] = sum_lanes(share if payload.stream_mean_at is None else share + before / num_lanes)
-                if sum_factor is not None:
-                    factor = sum_factor(t, sums[payload]).astype(x.dtype)
-                    sums[payload], outputs[t] = factor * sums[payload], factor * outputs[t]
+                    sums[payload], outputs[t] = receive(t, sums[payload], outputs[t])
         for landing in landings:
             with jax.named_scope(f"landing_{t}"):
                 x = land(x, landing)

@@ -247,11 +247,10 @@ class Laneformer(nnx.Module):
                     o, kept[n] = attention(layer, x, memory)
                 return self._by_batch(o.astype(x.dtype))
 
-        def sum_factor(m: int, total: jax.Array) -> jax.Array:
-            return self.layers[m // 2].sum_factor(total, LayerOptions._fields[m % 2])
+        def receive(m: int, total: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.layers[m // 2].receive(total, o, LayerOptions._fields[m % 2])
 
-        normed = sum_factor if config.norms.after_sum else None
-        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe, normed)
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe, receive)
         if cache is not None:
             cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
         return x_lbsd, cache

@@ -47,9 +47,14 @@ class Layer(nnx.Module):
         norm = getattr(self, AFTER[name])
         return norm(o_lbsd) if norm and not self.after_sum else o_lbsd
 
-    def sum_factor(self, total_lbsd: jax.Array, name: str) -> jax.Array:
-        """The factor by which the norm of the sum over all lanes multiplies a block's output."""
-        return getattr(self, AFTER[name]).factor(total_lbsd)
+    def receive(self, total_lbsd: jax.Array, o_lbsd: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
+        """The sum over all lanes [1, b, s, d] that a block's output completes, and the output, as the streams receive
+        them.
+        """
+        if not self.after_sum:
+            return total_lbsd, o_lbsd
+        norm = getattr(self, AFTER[name])
+        return norm(total_lbsd).astype(total_lbsd.dtype), norm(o_lbsd, of=total_lbsd).astype(o_lbsd.dtype)
 
     @staticmethod
     def tables(options: LayerOptions, norms: Norms, path: str) -> list[dict[str, Weight]]:

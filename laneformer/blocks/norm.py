@@ -9,16 +9,11 @@ from laneformer.blocks.block import Weight
 from laneformer.config import NormOptions
 
 
-def rms_factor(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """rms_norm(x) / x, but for rounding."""
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, of: jax.Array | None = None) -> jax.Array:
+    """x / sqrt(mean(of^2) + eps) * scale over the last axis, in float32; of: by default x."""
     x = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    of = x if of is None else of.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(of * of, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -27,16 +22,10 @@ class RMSNorm(nnx.Module):
     def __init__(self, scale: jax.Array, options: NormOptions):
         self.scale, self.eps = nnx.Param(scale), options.eps
 
-    def __call__(self, x_lbsd: jax.Array) -> jax.Array:
-        return rms_norm(x_lbsd, self._scale(), self.eps)
-
-    def factor(self, x_lbsd: jax.Array) -> jax.Array:
-        """By what the norm multiplies x."""
-        return rms_factor(x_lbsd, self._scale(), self.eps)
-
-    def _scale(self) -> jax.Array:
+    def __call__(self, x_lbsd: jax.Array, of: jax.Array | None = None) -> jax.Array:
+        """Float32, like x; `of` as in rms_norm."""
         scale = self.scale[...]
-        return scale if scale.ndim == 1 else scale[:, None, None, :]
+        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps, of)
 
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:
