@@ -3,6 +3,7 @@
 Weights have our own names and lie lane-first in files too, but for the lane head.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -19,38 +20,8 @@ if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
 
 ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
-SAME_NAME = (  # fields of config.json under the names of ModelConfig
-    *REQUIRED,
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "num_lanes",
-    "layout",
-    "broadcast_delay",
-    "use_early_comm",
-    "early_lands_twice",
-    "use_attention_comm",
-    "use_mlp_comm",
-    "lm_head_type",
-    "pre_norm_lane_agg",
-    "replicated_rmsn_scale",
-    "norm_before",
-    "norm_after",
-    "tie_word_embeddings",
-    "sliding_window",
-    "sliding_window_n_layers",
-    "unclamped_layers",
-    "swa_layers",
-    "nope_layers",
-    "rope_theta",
-    "norm_eps",
-    "qkv_bias",
-    "qk_norm",
-    "attention_gate",
-    "hidden_act",
-    "gated_mlp",
-    "qk_norm_over",
-    "bos_token_id",
+SAME_NAME = tuple(  # fields of config.json under the names of ModelConfig
+    field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("rope_scaling", "eos_token_id")
 )
 
 
