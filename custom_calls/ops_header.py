@@ -2,7 +2,8 @@
 
 custom_calls/build.py writes it beside the objects that include it (custom_calls/common/plan.h). Each struct has the
 fields of its dataclass in the same order, which is that of a plan's words, and a member `visit` that calls a function
-with the name and the value of each; custom_calls/common/plan.cc decodes words by it.
+with the name and the value of each; custom_calls/common/plan.cc decodes words by it. Of a union of dataclasses such as
+Op there is also the macro EACH_OP(F), which is F(kind) for each of them.
 
 Nothing here imports JAX or NumPy: an installation runs this file by itself.
 """
@@ -47,7 +48,9 @@ def ops_header(source: Path = OPS) -> str:
         if name in BY_HAND:
             continue
         if alternatives(kind):
-            lines += [f"using {name} = {_variant(alternatives(kind)[0])};", ""]
+            kinds = alternatives(kind)[0]
+            each = " ".join(f"F({_type(one)})" for one in kinds)
+            lines += [f"using {name} = {_variant(kinds)};", f"#define EACH_{name.upper()}(F) {each}", ""]
         elif isinstance(kind, type) and kind.__module__ == spec.name:
             lines += [*(_enumeration(kind) if issubclass(kind, enum.Enum) else _struct(kind)), ""]
     return "\n".join(lines)

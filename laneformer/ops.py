@@ -14,8 +14,10 @@ what decodes them, custom_calls/gpu/header.py the constants of the GPU kernel. A
 Nothing here imports JAX.
 """
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar, get_args
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ class Attend:
     """The result is multiplied by sigmoid(g)."""
     # To come, in a commit that computes it: sinks.
 
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
+
     @property
     def projected(self) -> int:
         """Channels of PROJECTED."""
@@ -164,28 +169,59 @@ class Attend:
 
 @dataclass(frozen=True)
 class OutputNorm:
-    """The last op of a module: RMSNorm of OUTPUT."""
+    """RMSNorm of OUTPUT, in place."""
 
     norm: Norm
-    of_sum: bool
-    """Of the sum of all lanes' outputs, where the schedule adds it; otherwise of the lane's own, before the schedule
-    adds or sends it.
-    """
+
+    reads: ClassVar = Value.OUTPUT
+    writes: ClassVar = Value.OUTPUT
 
 
 Op = Product | Attend | OutputNorm  # to come: routes and experts; ops with another state than keys and values
 
 
+def trace_name(op: Op | type[Op]) -> str:
+    """An op's name in traces; a product has its own."""
+    if isinstance(op, Product):
+        return op.name.name.lower()
+    kind = op if isinstance(op, type) else type(op)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+TRACE_NAMES = (*(name.name.lower() for name in ProductName), *map(trace_name, get_args(Op)[1:]))
+"""Those of all ops, in the order of their numbers: of products their ProductName, then the other kinds of Op."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """What a lane computes between two times of the schedule, from STREAM to OUTPUT, and what becomes of the latter."""
+
+    ops: tuple[Op, ...]
+    sum_norm: Norm | None = None
+    """RMSNorm of the sum over the lanes that this output completes, where the schedule adds it; all lanes have the same
+    gain.
+    """
+
+    @property
+    def edges(self) -> int:
+        """Results that all of a lane's workers wait for: of each op, and of the norm of the sum."""
+        return len(self.ops) + (self.sum_norm is not None)
+
+
 @dataclass(frozen=True)
 class Layer:
-    """The ops of a layer's two modules."""
+    """A layer's two modules."""
 
-    attention: tuple[Op, ...]
-    feed_forward: tuple[Op, ...]
+    attention: Module
+    feed_forward: Module
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        return self.attention, self.feed_forward
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        return (*self.attention, *self.feed_forward)
+        return tuple(op for module in self.modules for op in module.ops)
 
 
 class HeadKind(IntEnum):

@@ -22,7 +22,7 @@ int64_t rows(const Product& product) {
 
 namespace {
 
-constexpr int kFormat = 2;  // custom_calls/words.py
+constexpr int kFormat = 3;  // custom_calls/words.py
 constexpr int kMostDimensions = 4;
 constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20;
 constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
@@ -179,7 +179,23 @@ class Reader {
   // Channels of each value of the module that is checked, 0 before it is written.
   int64_t& channels_of(Value value) { return channels_[(int)value]; }
 
-  void check(const Product& product) {
+  // Norms of the stream's channels, as all are but those of queries and keys.
+  template <class T>
+  void check_norms(T& value) {
+    value.visit([&](const char*, auto& field) {
+      using Field = std::decay_t<decltype(field)>;
+      if constexpr (std::is_same_v<Field, Norm> || std::is_same_v<Field, std::optional<Norm>>)
+        check_norm(field, plan_.hidden_size);
+    });
+  }
+
+  // An op that has no more to check.
+  template <class T>
+  void check(T& op) {
+    check_norms(op);
+  }
+
+  void check(Product& product) {
     const std::vector<Matrix>& matrices = product.matrices;
     require(!matrices.empty(), "a product without matrices");
     for (const Matrix& matrix : matrices) {
@@ -187,7 +203,7 @@ class Reader {
       require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
       if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias");
     }
-    check_norm(product.norm, columns(product));
+    check_norms(product);
     require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
             "a gated product needs two equal matrices");
     require(channels_of(product.reads) == columns(product), "a product has other columns than the value that it reads");
@@ -197,7 +213,7 @@ class Reader {
     channels_of(product.writes) = channels(product);
   }
 
-  void check(const Attend& op) {
+  void check(Attend& op) {
     require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
     require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
     require(!op.rotary || 2 * (int64_t)plan_.rotaries[op.rotary->index].frequencies.size() == op.head_dim,
@@ -209,33 +225,29 @@ class Reader {
     channels_of(Value::attended) = width(op);
   }
 
-  void check(const OutputNorm& op) { check_norm(op.norm, plan_.hidden_size); }
-
   void check_ops() {
     require(plan_.lanes <= kMostLanes, "too many lanes");
     check_matrix(plan_.embedding, "the embedding");
     require(!plan_.weights[plan_.embedding.number].lane_sharded && plan_.embedding.size == plan_.vocab_size &&
                 plan_.embedding.columns == plan_.hidden_size,
             "the embedding has another shape than vocab_size x hidden_size");
-    for (int m = 0; m < plan_.num_modules(); m++) {
-      for (int64_t& size : channels_) size = 0;
-      channels_of(Value::stream) = plan_.hidden_size;
-      const Module& module = plan_.module(m);
-      for (const Op& op : module) {
-        require(!std::holds_alternative<OutputNorm>(op) || &op == &module.back(),
-                "an op follows the norm of the output");
-        std::visit([&](const auto& one) { check(one); }, op);
-      }
-      require(channels_of(Value::output) > 0, "a module has no output");
-    }
-    const Head& head = plan_.head;
-    check_norm(head.norm, plan_.hidden_size);
+    for (Layer& layer : plan_.layers) check_module(layer.attention), check_module(layer.feed_forward);
+    Head& head = plan_.head;
+    check_norms(head);
     check_matrix(head.weight, "the head");
     const int slices = head.kind == HeadKind::vocab_parallel ? plan_.lanes : 1;
     require(plan_.weights[head.weight.number].lane_sharded == (head.kind != HeadKind::replicate) &&
                 head.weight.columns == plan_.hidden_size && head.weight.size * slices == plan_.vocab_size,
             "the head has another shape than its kind asks for");
     require(!head.norm_of_sum || head.kind == HeadKind::replicate, "a norm of the sum needs head replicate");
+  }
+
+  void check_module(Module& module) {
+    for (int64_t& size : channels_) size = 0;
+    channels_of(Value::stream) = plan_.hidden_size;
+    for (Op& op : module.ops) std::visit([&](auto& one) { check(one); }, op);
+    require(channels_of(Value::output) > 0, "a module has no output");
+    check_norms(module);
   }
 
   // ---- schedule
@@ -277,30 +289,6 @@ class Reader {
         require(event.payload < 0 ||
                     (event.payload < (int64_t)plan_.sums.size() && plan_.sums[event.payload].complete_at <= time),
                 "a sum lands that does not exist or is not complete");
-    for (int m = 0; m < modules; m++)
-      if (const OutputNorm* normed = output_norm(plan_.module(m)); normed && normed->of_sum) {
-        require(normed->norm.gain.stride == 0, "a norm of a sum has a gain for each lane");
-        require(added_as_sum(m), "a norm of a sum, but the module's output is also added otherwise");
-      }
-  }
-
-  // Whether one sum has this module, and nothing else, in it, and its output is added in no other way.
-  bool added_as_sum(int module) const {
-    int sums = 0;
-    for (const Sum& sum : plan_.sums)
-      for (const Part& part : sum.parts) {
-        if (part.module != module) continue;
-        sums++;
-        if (sum.parts.size() > 1 || part.weight != 1.0f || sum.stream_mean || sum.width != plan_.hidden_size)
-          return false;
-      }
-    for (const std::vector<Event>& now : plan_.events)
-      for (const Event& event : now) {
-        if (event.payload < 0 && event.module == module) return false;
-        for (const Part& part : event.apart)
-          if (part.module == module) return false;
-      }
-    return sums == 1;
   }
 
   const int32_t* words_;

@@ -54,11 +54,6 @@ inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim;
 inline int64_t values_end(const Attend& op) { return ((int64_t)op.heads + 2 * (int64_t)op.kv_heads) * op.head_dim; }
 inline int64_t projected(const Attend& op) { return values_end(op) + (op.gated ? width(op) : 0); }
 
-using Module = std::vector<Op>;
-
-// The norm of a module's output, its last op; null if it has none.
-inline const OutputNorm* output_norm(const Module& module) { return std::get_if<OutputNorm>(&module.back()); }
-
 struct Part {
   int module;
   float weight;

@@ -8,9 +8,7 @@
 
 namespace laneformer {
 
-void Worker::attention(const Attention& attention) {
-  const int64_t began = clock();
-  const plan::Attend& op = attention.op;
+void Worker::run(const plan::Attend& op, int module) {
   const int64_t window = op.window ? *op.window : INT64_MAX / 2;
   const int64_t low = std::max<int64_t>(0, start_ - window + 1), high = start_ + positions_;
   // Chunks depend on the session alone, so a position's sums do not depend on those that are computed with it.
@@ -28,11 +26,11 @@ void Worker::attention(const Attention& attention) {
   for (int64_t unit = first; unit < last; unit++) {
     const Keys keys = keys_of(unit);
     if (unit == first || unit % chunks == 0) queries(op, keys.lane);
-    attend(attention, keys, unit + 1 < last ? keys_of(unit + 1) : Keys{keys.lane, 0, 0}, (int)(unit % chunks), window);
+    attend(op, module / 2, keys, unit + 1 < last ? keys_of(unit + 1) : Keys{keys.lane, 0, 0}, (int)(unit % chunks),
+           window);
   }
   attend_ = &op;
   chunks_ = chunks;
-  mark(kAttend, attention.layer, began);
 }
 
 // Applies the norm, of each head or of all, and the rotation to the heads at block position p, in place.
@@ -71,12 +69,9 @@ void Worker::round_trip(float* x, int64_t n) {
 }
 
 // Writes the new keys and values among first..last - 1 to the cache, then attends to these keys with all queries.
-void Worker::attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window) {
-  const plan::Attend& op = attention.op;
+void Worker::attend(const plan::Attend& op, int layer, Keys part, Keys next, int chunk, int64_t window) {
   const int64_t e = op.head_dim, n = op.kv_heads, width = bytes_of(d_.cache);
-  const auto cache = [&](const std::vector<void*>& caches, int lane) {
-    return (char*)caches[attention.layer * m_.lanes + lane];
-  };
+  const auto cache = [&](const std::vector<void*>& caches, int lane) { return (char*)caches[layer * m_.lanes + lane]; };
   char *keys = cache(d_.call->keys, part.lane), *values = cache(d_.call->values, part.lane);
   for (int64_t t = std::max(part.first, start_); t < part.last; t++) {
     const int p = (int)(t - start_);

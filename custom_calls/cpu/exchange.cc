@@ -1,5 +1,5 @@
-// The schedule after a module: adds own outputs and sums over the lanes to the streams. Lanes share memory, or send
-// each other messages as GPUs do (exchange.h).
+// The end of a module: the norm of its output, then the schedule, which adds own outputs and sums over the lanes to the
+// streams. Lanes share memory, or send each other messages as GPUs do (exchange.h).
 #include <algorithm>
 #include <cstring>
 
@@ -18,20 +18,13 @@ void Worker::keep_streams(int payload) {
         std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
 }
 
-// A module's output as the schedule adds and sends it: under the norm of the lane's own output, where it has one, in
-// `space`.
-const float* Worker::added_output(int module, int lane, int position, float* space) {
-  const float* raw = output(module, lane, position);
-  const plan::OutputNorm* own = plan::output_norm(m_.module(module));
-  if (own == nullptr || own->of_sum) return raw;
-  k_.rms_norm(raw, d_.small(own->norm.gain, lane), own->norm.eps, m_.hidden_size, space);
-  return space;
-}
-
-// The norm of a sum over the lanes [hidden_size], in place, where its module has one.
-void Worker::norm_sum(const plan::Sum& sum, float* total) {
-  const plan::OutputNorm* of = plan::output_norm(m_.module(sum.complete_at));
-  if (of != nullptr && of->of_sum) k_.rms_norm(total, d_.small(of->norm.gain, 0), of->norm.eps, m_.hidden_size, total);
+// The first worker that has a lane norms its output.
+void Worker::run(const plan::OutputNorm& op, int module) {
+  for (int lane = first_lane_; lane < last_lane_; lane++)
+    for (int p = 0; p < positions_ && owns(lane); p++) {
+      float* o = output(module, lane, p);
+      k_.rms_norm(o, d_.small(op.norm.gain, lane), op.norm.eps, m_.hidden_size, o);
+    }
 }
 
 // A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean; in `space`,
@@ -39,10 +32,10 @@ void Worker::norm_sum(const plan::Sum& sum, float* total) {
 const float* Worker::share_of(int payload, int lane, int position, float* space) {
   const plan::Sum& sum = m_.sums[payload];
   if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
-    return added_output(sum.parts[0].module, lane, position, space);
+    return output(sum.parts[0].module, lane, position);
   std::fill_n(space, sum.width, 0.0f);
   for (const plan::Part& part : sum.parts)
-    k_.add_scaled(space, added_output(part.module, lane, position, h_.data()), part.weight, sum.width);
+    k_.add_scaled(space, output(part.module, lane, position), part.weight, sum.width);
   if (sum.stream_mean) {
     const float* kept = kept_stream(payload, lane, position);
     for (int i = 0; i < sum.width; i++) space[i] += kept[i] / (float)m_.lanes;
@@ -60,9 +53,13 @@ void Worker::send(int module) {
   }
 }
 
-// The sum over all lanes of a payload, [B][hidden].
+// The sum over all lanes of a payload, [B][hidden], under its norm.
 const float* Worker::total(int payload) {
   const int width = m_.sums[payload].width;
+  const std::optional<plan::Norm>& norm = m_.module(m_.sums[payload].complete_at).sum_norm;
+  const auto finish = [&](float* sum) {
+    if (norm) k_.rms_norm(sum, d_.small(norm->gain, 0), norm->eps, width, sum);
+  };
   if (!d_.mail) {
     wait_for(module_points_[m_.sums[payload].complete_at]);
     std::fill_n(factors_.begin(), m_.lanes, 1.0f);
@@ -71,7 +68,7 @@ const float* Worker::total(int payload) {
       for (int lane = 0; lane < m_.lanes; lane++)
         added_[lane] = share_of(payload, lane, p, share_.data() + lane * m_.hidden_size);
       k_.add_parts(added_.data(), factors_.data(), m_.lanes, false, width, sum);
-      norm_sum(m_.sums[payload], sum);
+      finish(sum);
     }
     return total_.data();
   }
@@ -89,7 +86,7 @@ const float* Worker::total(int payload) {
       }
     }
   }
-  for (int p = 0; p < positions_; p++) norm_sum(m_.sums[payload], sum + p * m_.hidden_size);
+  for (int p = 0; p < positions_; p++) finish(sum + p * m_.hidden_size);
   return sum;
 }
 
@@ -124,7 +121,7 @@ void Worker::apply(int time) {
       if (d_.lanes_shared) wait_for(module_points_[event.module]);
       for (int lane = first_lane_; lane < last_lane_; lane++)
         for (int p = 0; p < positions_; p++)
-          k_.add_scaled(stream(lane, p), added_output(event.module, lane, p, h_.data()), event.weight, d);
+          k_.add_scaled(stream(lane, p), output(event.module, lane, p), event.weight, d);
       continue;
     }
     const plan::Sum& payload = m_.sums[event.payload];
@@ -139,7 +136,7 @@ void Worker::apply(int time) {
         } else {
           added_[0] = sum;
           for (size_t i = 0; i < event.apart.size(); i++) {
-            added_[i + 1] = added_output(event.apart[i].module, lane, p, h_.data() + i * d);
+            added_[i + 1] = output(event.apart[i].module, lane, p);
             factors_[i + 1] = -event.apart[i].weight;
           }
           k_.add_parts(added_.data(), factors_.data(), (int)event.apart.size() + 1, true, payload.width,

@@ -10,7 +10,7 @@ from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import DecodeSession
 from laneformer.errors import CheckpointError
-from laneformer.ops import ProductName
+from laneformer.ops import TRACE_NAMES
 
 MOST_THREADS = 1024
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
@@ -33,7 +33,7 @@ class Session(DecodeSession):
     """
 
     _prefix, target = "", TARGET
-    ops = ("embed", "attend", "exchange", "sample", "head", *(name.name.lower() for name in ProductName))
+    ops = ("embed", "exchange", "sample", "head", *TRACE_NAMES)
     worker = "worker"
 
     def __init__(

@@ -79,12 +79,16 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
 void DecodeState::make_ops() {
   for (int m = 0; m < plan.num_modules(); m++) {
     std::vector<Op>& module = modules.emplace_back();
-    for (const plan::Op& op : plan.module(m))
-      if (const auto* product = std::get_if<plan::Product>(&op)) {
-        module.push_back(product_of(*product, plan.lanes));
-      } else if (const auto* attend = std::get_if<plan::Attend>(&op)) {
-        module.push_back(Attention{m / 2, *attend});
-      }  // the norm of the output is applied where the schedule reads it: exchange.cc
+    for (const plan::Op& op : plan.module(m).ops)
+      std::visit(
+          [&](const auto& one) {
+            if constexpr (std::is_same_v<decltype(one), const plan::Product&>) {
+              module.push_back(product_of(one, plan.lanes));
+            } else {
+              module.push_back(one);
+            }
+          },
+          op);
   }
   for (std::vector<Op>& module : modules)
     for (Op& op : module)
@@ -148,7 +152,7 @@ void DecodeState::make_buffers() {
 const plan::Attend& DecodeState::attend_of(int layer) const {
   const plan::Attend* found = nullptr;
   for (int m = 2 * layer; m < 2 * layer + 2; m++)
-    for (const plan::Op& op : plan.module(m))
+    for (const plan::Op& op : plan.module(m).ops)
       if (const auto* attend = std::get_if<plan::Attend>(&op)) {
         if (found) throw std::runtime_error("the CPU kernel attends once per layer: use backend xla");
         found = attend;

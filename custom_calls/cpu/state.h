@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -78,12 +79,13 @@ struct Product {
   int64_t unit_bytes(Dtype dtype) const { return tile_bytes(dtype, columns) * (gated ? 2 : 1); }
 };
 
-struct Attention {
-  int layer;  // whose cache it reads and writes
-  plan::Attend op;
-};
-
-using Op = std::variant<Product, Attention>;
+// Ops as workers run them: a product as it is packed, every other as in the plan.
+template <class T>
+using Prepared = std::conditional_t<std::is_same_v<T, plan::Product>, Product, T>;
+template <class... T>
+std::variant<Prepared<T>...> prepared(const std::variant<T...>&);
+using Op = decltype(prepared(plan::Op()));
+static_assert(std::is_same_v<std::variant_alternative_t<0, Op>, Product>, "the others are numbered from 1 in a trace");
 
 struct Region {  // memory that grows page by page as it is written
   Region() = default;
@@ -101,8 +103,8 @@ struct Span {  // one op of one worker, for the trace
   int64_t begin_ns, end_ns;
 };
 
-// Ops of a trace (custom_calls/cpu/session.py): a layer's products follow, by laneformer.ops.ProductName.
-enum TraceOp { kEmbed, kAttend, kExchange, kSample, kHead, kProducts };
+// Ops of a trace (custom_calls/cpu/session.py): those of layers follow, as in laneformer.ops.TRACE_NAMES.
+enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 
 constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
 constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart

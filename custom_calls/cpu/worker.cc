@@ -75,10 +75,10 @@ Worker::Worker(DecodeState& state, int index)
     kv_heads = std::max(kv_heads, (int64_t)attend.kv_heads * attend.head_dim);
   }
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
-  size_t parts = kBlock;  // of a sum, and its positions
+  size_t apart = 0;
   for (const auto& events : m_.events)
-    for (const plan::Event& event : events) parts = std::max(parts, event.apart.size());
-  h_.resize(parts * d);
+    for (const plan::Event& event : events) apart = std::max(apart, event.apart.size());
+  h_.resize(kBlock * d);
   a_.resize(kBlock * heads);
   prepared_.resize(prepared_floats(widest, kBlock));
   y_.resize(rows_of_y);
@@ -91,7 +91,7 @@ Worker::Worker(DecodeState& state, int index)
   }
   total_.resize(kBlock * d);
   share_.resize(m_.lanes * d);
-  added_.resize(std::max<size_t>(parts + 1, m_.lanes));
+  added_.resize(std::max<size_t>(apart + 1, m_.lanes));
   factors_.resize(added_.size());
   module_points_.resize(m_.num_modules());
   if (index == 0) weights_of_.resize(m_.vocab_size);
@@ -222,11 +222,11 @@ void Worker::module(int number) {
   for (const Op& op : d_.modules[number]) {
     if (!first) meet_if_shared();
     first = false;
-    if (const auto* product = std::get_if<Product>(&op)) {
-      multiply(*product, number);
-    } else {
-      attention(std::get<Attention>(op));
-    }
+    const int64_t began = clock();
+    std::visit([&](const auto& one) { run(one, number); }, op);
+    const auto* product = std::get_if<Product>(&op);
+    const int kind = count_of(plan::ProductName{}) + (int)op.index() - 1;
+    mark(kOps + (product ? (int)product->name : kind), number / 2, began);
   }
 }
 
@@ -274,8 +274,7 @@ int64_t Worker::times(const Product& product, const Share& share, int64_t tile, 
   return tile + tiles;
 }
 
-void Worker::multiply(const Product& product, int module) {
-  const int64_t began = clock();
+void Worker::run(const Product& product, int module) {
   int64_t tile = 0;
   for (const Share& share : shares(product)) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
@@ -299,7 +298,6 @@ void Worker::multiply(const Product& product, int module) {
     for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
       k_.activate(product.activation, false, y + p * stride + first, units, y + p * stride + first);
   }
-  mark(kProducts + (int)product.name, module / 2, began);
 }
 
 }  // namespace laneformer

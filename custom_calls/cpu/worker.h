@@ -52,8 +52,9 @@ class Worker {
   // One block of positions through the model.
   void step(const int32_t* tokens, int64_t start, int positions, bool last);
   void module(int number);
-  void multiply(const Product& product, int module);
-  void attention(const Attention& attention);
+#define DECLARE(Kind) void run(const Prepared<plan::Kind>& op, int module);
+  EACH_OP(DECLARE)
+#undef DECLARE
   void head();
   const float* vector_of(const Product& product, int lane);
   int64_t times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y, int64_t ldy);
@@ -62,16 +63,14 @@ class Worker {
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
-  void attend(const Attention& attention, Keys part, Keys next, int chunk, int64_t window);
+  void attend(const plan::Attend& op, int layer, Keys part, Keys next, int chunk, int64_t window);
   void merge(int lane);
   void round_trip(float* x, int64_t n);
 
   // The schedule.
   void keep_streams(int payload);
   float* kept_stream(int payload, int lane, int position) const;
-  const float* added_output(int module, int lane, int position, float* space);
   const float* share_of(int payload, int lane, int position, float* space);
-  void norm_sum(const plan::Sum& sum, float* total);
   const float* total(int payload);
   void apply(int time);
   void send(int module);
@@ -127,7 +126,7 @@ class Worker {
   int blocks_ = 0;
 
   std::vector<float> x_;         // [own lanes][B][hidden_size]
-  std::vector<float> h_, a_;     // [B][widest]; h_ at least [parts][hidden_size]
+  std::vector<float> h_, a_;     // [B][widest]
   std::vector<float> prepared_;  // as the products read it
   std::vector<float> y_;         // [B][own gate and up rows], or the own logits
   std::vector<float> q_, key_;   // [B][heads][head_dim], [kv_heads][head_dim]

@@ -1,19 +1,33 @@
 """The header model.h, for which the kernel is compiled.
 
 It has the numbers of a layout, a struct for each op of each kind of layer, whose constants are the fields of the op
-(laneformer/ops.py), how it is tiled and where its small weights are, and the list of each kind's ops
-(custom_calls/gpu/kernel/ops.h).
+(laneformer/ops.py), how it is tiled and where its small weights are, the list of each kind's ops
+(custom_calls/gpu/kernel/ops.h), and a struct for the fields that modules have beside their ops.
 """
 
 import math
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import get_args
 
 import numpy as np
 
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.ops_header import alternatives, fields
-from laneformer.ops import Attend, Head, HeadKind, Norm, OutputNorm, Product, ProductName, Value, Weight
+from laneformer.ops import (
+    TRACE_NAMES,
+    Attend,
+    Head,
+    HeadKind,
+    Module,
+    Norm,
+    Op,
+    Product,
+    ProductName,
+    Value,
+    Weight,
+    trace_name,
+)
 
 
 def model_header(layout: Layout) -> str:
@@ -65,10 +79,10 @@ def model_header(layout: Layout) -> str:
         *(_enumeration(names) for names in (Value, HeadKind, ProductName)),
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
         f"constexpr bool kAnyMean = {_literal(any_mean)};",
-        f"constexpr bool kNormedSums = {_literal(layout.normed_sums)};",
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
         *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
         *_head_struct(layout),
+        *_modules_struct(layout),
         f"using Layers = Kinds<{', '.join(f'Kind{index}' for index in range(len(layout.kinds)))}>;",
         *(line for before, function in functions for line in (*before, function)),
         "struct Event { int landing, module; float weight; int parts, num_parts; };",
@@ -86,6 +100,12 @@ def _head_struct(layout: Layout) -> Iterator[str]:
     return _struct("Head", layout.head.fields | constants, functions, {}, layout.num_layers)
 
 
+def _modules_struct(layout: Layout) -> Iterator[str]:
+    """Functions in it are of the module, by time."""
+    constants, functions = _of_fields(layout, dict(enumerate(layout.modules)))
+    return _struct("Modules", constants, functions, {}, len(layout.modules))
+
+
 def _structs(layout: Layout, index: int) -> Iterator[str]:
     """A struct for each op of a kind of layers, and their list."""
     kind, names, attended = layout.kinds[index], [], None
@@ -95,15 +115,15 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         names.append(name)
         of_layers = {layer: layout.plan.ops.layers[layer].ops[number] for layer in kind.layers}
         constants, functions = _of_fields(layout, of_layers)
-        constants |= {"Module": kind.modules[number]}
-        constants |= {f"Is{each.__name__}": isinstance(op, each) for each in (Product, Attend, OutputNorm)}
+        constants |= {"Module": kind.modules[number], "EndsModule": kind.ends_module(number)}
+        constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
+        constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         aliases = {}
         if isinstance(op, Attend):
             attended = name
             constants |= _attend_constants(layout, op)
         elif isinstance(op, Product):
-            followed = any(isinstance(each, OutputNorm) for each in kind.ops[number + 1 : number + 2])
-            constants |= {"FirstLine": kind.lines_before(number), "OutputNormed": followed, "Channels": op.channels}
+            constants |= {"FirstLine": kind.lines_before(number), "Channels": op.channels}
             constants |= kind.tilings[number].fields
             if op.matrices[0].bias:
                 constants["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
@@ -114,12 +134,12 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
 
 
-def _of_fields(layout: Layout, of_layers: dict[int, Product | Attend | OutputNorm | Head]) -> tuple[dict, dict]:
+def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tuple[dict, dict]:
     """What an op's fields are in its struct: constants by name, and functions of the layer, their values by layer.
 
-    of_layers: the op by layer; they differ in their weights and windows alone. A number, a truth value or an
-    enumeration is a constant, a number that may be None a function, 0 for None. A norm is constants ...ed, ...Eps and
-    ...Stride and the function of its gain's offset. Matrices and rotations are the layout's.
+    of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
+    value or an enumeration is a constant, a number that may be None a function, 0 for None. A norm is constants ...ed,
+    ...Eps and ...Stride and the function of its gain's offset. Matrices, rotations and lists are the layout's.
     """
     op = next(iter(of_layers.values()))
     constants, functions = {}, {}

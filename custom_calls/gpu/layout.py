@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Activation, Attend, HeadKind, Layer, Op, OutputNorm, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Layer, Module, Op, Product, Rotary, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -133,6 +133,10 @@ class Kind:
     def lines_before(self, op: int) -> int:
         return sum(tiling.lines for tiling in self.tilings[:op] if tiling)
 
+    def ends_module(self, op: int) -> bool:
+        """Whether it is its module's last op."""
+        return self.modules[op] not in self.modules[op + 1 :]
+
 
 def _signature(value):
     """What the kernel is compiled for: an op without the weights' names and the window."""
@@ -163,13 +167,17 @@ class Layout:
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in _unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
-        modules = [ops for layer in self.plan.ops.layers for ops in (layer.attention, layer.feed_forward)]
-        if self.normed_sums and not all(isinstance(ops[-1], OutputNorm) and ops[-1].of_sum for ops in modules):
-            raise ValueError("the GPU kernel norms the sums of all modules or of none; use backend xla")
+        if len({_signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
+            raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
 
     @property
     def table(self):
         return self.plan.schedule
+
+    @property
+    def modules(self) -> list[Module]:
+        """In the order of time."""
+        return [module for layer in self.plan.ops.layers for module in layer.modules]
 
     @property
     def lanes(self) -> int:
@@ -207,7 +215,7 @@ class Layout:
 
         def kind(layers: list[int]) -> Kind:
             layer = self.plan.ops.layers[layers[0]]
-            modules = (0,) * len(layer.attention) + (1,) * len(layer.feed_forward)
+            modules = tuple(number for number, module in enumerate(layer.modules) for _ in module.ops)
             tilings = tuple(self._tile(op) if isinstance(op, Product) else None for op in layer.ops)
             return Kind(layer.ops, modules, tilings, tuple(layers))
 
@@ -248,16 +256,6 @@ class Layout:
             places[rotary, head_dim] = end
             end += self.plan.ops.context * head_dim
         return places
-
-    @cached_property
-    def output_norms(self) -> list[OutputNorm]:
-        """Those of each kind."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, OutputNorm)]
-
-    @property
-    def normed_sums(self) -> bool:
-        """Whether the sums over the lanes are normed."""
-        return any(op.of_sum for layer in self.plan.ops.layers for op in layer.ops if isinstance(op, OutputNorm))
 
     @property
     def steps(self) -> list[tuple[int, int]]:
@@ -420,7 +418,8 @@ class Layout:
         )
         yield "HiddenBoard", self._channels(Value.HIDDEN)
         yield "HeadBoard", self.head.columns
-        yield "SquaresBoard", self.ctas if self.output_norms else 0
+        # Of each CTA a sum over its rows, for ops and for each event of the schedule.
+        yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))
 
     def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word is the call's failure."""
@@ -456,14 +455,14 @@ CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.
 
 def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
-    for module, chain in zip((layer.attention, layer.feed_forward), CHAINS, strict=True):
-        ops = module[:-1] if isinstance(module[-1], OutputNorm) else module
-        steps = [(op.reads, op.writes) if isinstance(op, Product) else (Value.PROJECTED, Value.ATTENDED) for op in ops]
-        if steps != list(itertools.pairwise(chain)):
+    for module, chain in zip(layer.modules, CHAINS, strict=True):
+        steps = [(op.reads, op.writes) for op in module.ops]
+        values = [module.ops[0].reads, *(op.writes for op in module.ops)]  # twice after an op in place
+        if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
             yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
     for op in layer.ops:
         if isinstance(op, Attend):
-            projected = layer.attention[0].channels
+            projected = layer.attention.ops[0].channels
             if projected != op.projected or op.heads % op.kv_heads:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
         if not isinstance(op, Product):

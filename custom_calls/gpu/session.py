@@ -23,7 +23,7 @@ from custom_calls.gpu.layout import H200, MI300X, Layout, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import DecodeSession
-from laneformer.ops import HeadKind, Product, ProductName, Rotary
+from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
 HANDLE_BYTES = 64  # gpu/host/driver.h
@@ -78,7 +78,7 @@ class GpuSession(DecodeSession):
     """
 
     _prefix = "gpu_"
-    ops = ("embed", "attend", "merge", "final", "head", "sample", "norm", *(name.name.lower() for name in ProductName))
+    ops = ("embed", "merge", "final", "head", "sample", *TRACE_NAMES)
     """As `Names` in gpu/kernel/decoder.h."""
     worker = "CTA"
 

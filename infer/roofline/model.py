@@ -10,19 +10,20 @@ not cover.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from infer.roofline.devices import Node
 from laneformer.blocks.block import PARTS
 from laneformer.config import ModelConfig
+from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import Schedule
 from laneformer.state import values_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_count, parameter_table
 
-ATTENTION_EDGES, MLP_EDGES = 3, 2  # results that a whole device waits for: q k v, attention, wo; w1 w3, w2
-OUTPUT_NORM_EDGES = 1  # the square sum of a module's output
 EDGES = "dependent operations"
+EDGES_PER_LAYER = 5  # of models known only by their bytes: q k v, attention, wo; w1 w3, w2
 OUTER_EDGES = 2  # head, sampled token
 EXCHANGES_PER_LAYER = 2  # plain tensor parallelism, for models known only by their bytes
 # Shares of the effective bandwidth that Kog measured at 4 GB per token: 2,100 of 7,680 tok/s on 8 H200, 3,000 of 8,400
@@ -111,14 +112,16 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
     """Seconds of each module, without exchanges."""
-    edges = module_edges(config)
-    return [size / node.total_bandwidth + edges[m % 2] * node.sync for m, size in enumerate(module_bytes(config, work))]
+    sizes = module_bytes(config, work)
+    return [
+        size / node.total_bandwidth + edges * node.sync for size, edges in zip(sizes, module_edges(config), strict=True)
+    ]
 
 
-def module_edges(config: ModelConfig) -> tuple[int, int]:
-    """Results that a whole device waits for in an attention and in an MLP module."""
-    more = 0 if config.norms.after is None else OUTPUT_NORM_EDGES
-    return ATTENTION_EDGES + more, MLP_EDGES + more
+@cache
+def module_edges(config: ModelConfig) -> tuple[int, ...]:
+    """Results that a whole device waits for in each module."""
+    return tuple(module.edges for layer in decoder_ops(config).layers for module in layer.modules)
 
 
 def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size: int) -> float:
@@ -167,7 +170,7 @@ def token(config: ModelConfig, node: Node, work: Work) -> Token:
         raise ConfigError(f"--context {work.context}: the model's longest context is {config.max_position_embeddings}")
     size = math.fsum(bytes_by_part(config, work).values())
     modules = module_seconds(config, node, work)
-    edges = sum(module_edges(config)) * config.num_hidden_layers + OUTER_EDGES
+    edges = sum(module_edges(config)) + OUTER_EDGES
     schedule, d = config.schedule, config.hidden_size
     head = {"replicate": d, "lane": config.vocab_size, "vocab_parallel": None}[config.lm_head_type]
     terms = [_reading(size, node), _edges(edges, node)]
@@ -195,7 +198,7 @@ def token_of_bytes(size: float, node: Node, layers: int | None) -> Token:
     """
     terms = [_reading(size, node)]
     if layers is not None:
-        edges = (ATTENTION_EDGES + MLP_EDGES) * layers + OUTER_EDGES
+        edges = EDGES_PER_LAYER * layers + OUTER_EDGES
         terms.append(_edges(edges, node))
         if node.devices > 1:
             count = EXCHANGES_PER_LAYER * layers + 1

@@ -74,13 +74,16 @@ class Layer(nnx.Module):
     def ops(options: LayerOptions, norms: Norms, path: str, rotary: Rotary) -> ops.Layer:
         """The ops of a decode step."""
 
-        def module(name: str) -> tuple[ops.Op, ...]:
+        def module(name: str) -> ops.Module:
             own = getattr(options, name)
-            before = norm_op(norms.before, f"{path}.{BEFORE[name]}") if norms.before else None
+            before, after = (
+                norm_op(norm, f"{path}.{names[name]}") if norm else None
+                for norm, names in ((norms.before, BEFORE), (norms.after, AFTER))
+            )
             found = BLOCKS[type(own)].ops(own, f"{path}.{name}", before, rotary)
-            if norms.after is None:
-                return found
-            return *found, ops.OutputNorm(norm_op(norms.after, f"{path}.{AFTER[name]}"), norms.after_sum)
+            if norms.after_sum:
+                return ops.Module(found, after)
+            return ops.Module((*found, ops.OutputNorm(after)) if after else found)
 
         return ops.Layer(*map(module, options._fields))
 

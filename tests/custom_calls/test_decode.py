@@ -12,7 +12,9 @@ import custom_calls
 from custom_calls import ENDS, build
 from infer.sampling import sample
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
+from tests.support.gpu_cases import plan_of_normed_sums, state_of, weights_of
+from tests.support.plan_interpreter import interpret
 
 pytestmark = small.needs_library
 
@@ -51,6 +53,22 @@ def test_layouts(layout, lanes):
 def test_configs(name):
     config = small.make_config(**(CONFIGS | MODELS)[name])
     check(small.interpreted_logits, config, small.make_weights(config))
+
+
+@pytest.mark.parametrize("layout", NORMED_SUMS)
+def test_norms_of_sums_in_any_schedule(layout):
+    plan, ids, results = plan_of_normed_sums(layout), [3, 1, 4, 1, 5, 9, 2], []
+    weights = weights_of(plan)
+    for ways in ({"threads": 1}, {"threads": 2}, {"one_thread_per_lane": True}):
+        session = custom_calls.Session(plan, **ways)
+        for path, weight in weights.items():
+            session.pack(path, weight)
+        call = small.jitted(session, room=3, logits=True)
+        results.append(call(small.make_inputs(ids, 3), state_of(plan, 64)))
+    outputs = results[0][0]
+    expected = interpret(plan, weights, [*ids, *outputs.tokens[:2].tolist()])[len(ids) - 1 :]
+    assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
+    assert all(small.same(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

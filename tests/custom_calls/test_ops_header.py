@@ -68,7 +68,7 @@ def test_types_and_order_of_fields(header_of):
     assert visited == [f'visitor("Add.{name}", {name});' for name in names]
     assert "enum class Kind : int32_t { one = 0, other = 1 };" in lines
     assert "constexpr int count_of(Kind) { return 2; }" in lines
-    assert "using Op = std::variant<Add, Drop>;" in lines
+    assert "using Op = std::variant<Add, Drop>;" in lines and "#define EACH_OP(F) F(Add) F(Drop)" in lines
     assert "struct Weight {" not in lines
 
 

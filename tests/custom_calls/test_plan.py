@@ -16,7 +16,7 @@ from custom_calls.words import Reader, Writer
 from laneformer import LAYOUTS
 from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
-from laneformer.ops import Weight
+from laneformer.ops import Norm, OutputNorm, Weight
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
 from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES
@@ -262,12 +262,19 @@ def test_the_library_refuses_damaged_words():
 
 
 @small.needs_library
-@pytest.mark.parametrize("layout", ["parallel", "desync(2)", "caat(0.5)", "dtp(1)", "none"])
-def test_the_library_refuses_norms_of_sums_that_no_lane_adds(layout):
-    summed = small.make_config(layout="tp", norm_after="sum")
-    schedule = summed.replace(layout=layout, norm_after=None).schedule
-    with pytest.raises(NativeError, match="a norm of a sum, but the module's output is also added otherwise"):
-        custom_calls.Session(make_plan(decoder_ops(summed), schedule), instructions="none")
+@pytest.mark.parametrize("layout", ["tp", "none"])
+def test_the_library_refuses_norms_of_another_size(layout):
+    """Of an output, and of a sum."""
+    config = small.make_config(layout=layout, norm_after="sum" if layout == "tp" else "lane")
+    first, *layers = (ops := decoder_ops(config)).layers
+    gain = first.attention.ops[0].norm.gain
+    norm = Norm(dataclasses.replace(gain, shape=(gain.shape[0] - 1,), path="other"), 1e-5)
+    module = first.attention
+    changes = {"sum_norm": norm} if module.sum_norm else {"ops": (*module.ops[:-1], OutputNorm(norm))}
+    first = dataclasses.replace(first, attention=dataclasses.replace(module, **changes))
+    plan = make_plan(dataclasses.replace(ops, layers=(first, *layers)), config.schedule)
+    with pytest.raises(NativeError, match="damaged plan: a norm has another size than its vector"):
+        custom_calls.Session(plan, instructions="none")
 
 
 @small.needs_library

@@ -39,27 +39,31 @@ def test_ops_name_every_weight_of_the_table(name):
 def test_values_are_written_before_they_are_read(name):
     config = small.make_config(**CASES[name])
     for layer in decoder_ops(config).layers:
-        for module in (layer.attention, layer.feed_forward):
+        for module in layer.modules:
             sizes = {Value.STREAM: config.hidden_size}
-            for op in module:
+            for op in module.ops:
                 if isinstance(op, Product):
                     assert all(matrix.weight.shape[1] == op.columns for matrix in op.matrices)
                     assert sizes[op.reads] == op.columns
                     assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
                     sizes[op.writes] = op.channels
                 elif isinstance(op, OutputNorm):
-                    assert op is module[-1] and op.norm.gain.shape == (sizes[Value.OUTPUT],)
+                    assert op is module.ops[-1] and op.norm.gain.shape == (sizes[Value.OUTPUT],)
                 else:
                     assert isinstance(op, Attend)
                     assert sizes[Value.PROJECTED] == op.projected
                     assert op.rotary is None or len(op.rotary.frequencies) == op.head_dim // 2
                     sizes[Value.ATTENDED] = op.heads * op.head_dim
+                assert op.reads in sizes and op.writes in sizes
             assert sizes[Value.OUTPUT] == config.hidden_size
+            assert module.sum_norm is None or module.sum_norm.gain == Weight(
+                module.sum_norm.gain.path, (config.hidden_size,), lane_sharded=False
+            )
 
 
 def test_windows_are_those_of_each_layer():
     config = small.make_config(sliding_window=5, swa_layers=(0, 2))
-    attends = [op for layer in decoder_ops(config).layers for op in layer.attention if isinstance(op, Attend)]
+    attends = [op for layer in decoder_ops(config).layers for op in layer.attention.ops if isinstance(op, Attend)]
     assert [attend.window for attend in attends] == [5, None, 5]
 
 

@@ -96,6 +96,10 @@ MODELS = {
 }
 
 
+NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")
+"""Layouts whose sums no config has under norms: of some channels, of several modules, late, with the streams' mean."""
+
+
 SAMPLINGS = [
     Sampling(temperature=1.0, seed=7),
     Sampling(temperature=0.7, top_k=5, seed=2**63),

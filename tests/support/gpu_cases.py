@@ -46,6 +46,12 @@ def mixed_plan(**options) -> Plan:
     return make_plan(dataclasses.replace(ops[0], layers=layers), one.schedule, **options)
 
 
+def plan_of_normed_sums(layout: str) -> Plan:
+    """Norms of the sums over the lanes in any layout; a config has them only where nothing but the sum is added."""
+    summed = small.make_config(layout="tp", norm_after="sum", lanes=3)
+    return make_plan(decoder_ops(summed), summed.replace(layout=layout, norm_after=None).schedule)
+
+
 def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights of any plan, by path: vectors near 1 or, as biases, near 0."""
     rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from custom_calls.plan import Plan, Table, decode_plan
-from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, OutputNorm, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
 
 ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -34,14 +34,13 @@ class Interpreter:
         """[s, vocab]."""
         ops = self.plan.ops
         embedded = self.matrix(ops.embedding, 0)[list(ids)]
-        modules = [module for layer in ops.layers for module in (layer.attention, layer.feed_forward)]
+        modules = [module for layer in ops.layers for module in layer.modules]
 
         def module(m: int, streams: np.ndarray) -> np.ndarray:
-            return np.stack([self.module(modules[m], lane, x) for lane, x in enumerate(streams)])
+            return np.stack([self.module(modules[m].ops, lane, x) for lane, x in enumerate(streams)])
 
         def norm_sum(m: int, total: np.ndarray) -> np.ndarray:
-            last = modules[m][-1]
-            return self.norm(last.norm, 0, total) if isinstance(last, OutputNorm) and last.of_sum else total
+            return self.norm(modules[m].sum_norm, 0, total) if modules[m].sum_norm else total
 
         return self.head(run_schedule(self.plan.schedule, np.stack([embedded] * ops.lanes), module, norm_sum))
 
@@ -53,7 +52,7 @@ class Interpreter:
                 values[op.writes] = self.product(op, lane, values[op.reads])
             elif isinstance(op, Attend):
                 values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
-            elif not op.of_sum:
+            else:
                 values[Value.OUTPUT] = self.norm(op.norm, lane, values[Value.OUTPUT])
         return values[Value.OUTPUT]
 
@@ -103,7 +102,7 @@ class Interpreter:
         return sum(logits) if head.kind == HeadKind.LANE else np.concatenate(logits, -1)
 
     def norm(self, norm: Norm, lane: int, x: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * self.vector(norm.gain, lane)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * self.vector(norm.gain, lane)[: x.shape[-1]]
 
     def matrix(self, weight: Weight, lane: int) -> np.ndarray:
         array = np.asarray(self.arrays[int(weight.path)], np.float64)
@@ -129,7 +128,7 @@ def run_schedule(
     norm_sum: Callable[[int, np.ndarray], np.ndarray] = lambda m, total: total,
 ) -> np.ndarray:
     """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane, and
-    norm_sum(m, total) the norm of its sum over the lanes, where it has one.
+    norm_sum(m, total) the norm of the sum over the lanes that it completes, where it has one.
     """
     modules, outputs, kept = len(table.events) - 1, {}, {}
     for time, events in enumerate(table.events):
@@ -146,7 +145,8 @@ def run_schedule(
             assert total.complete_at <= time, "it lands before it is complete"
             share = sum(weight * outputs[m][..., : total.width] for m, weight in total.parts)
             if total.stream_mean:
-                x = np.broadcast_to((share + kept[event.payload] / len(x)).sum(0), x.shape)
+                mean = norm_sum(total.complete_at, (share + kept[event.payload] / len(x)).sum(0))
+                x = np.broadcast_to(mean, x.shape)
                 continue
             apart = sum(weight * outputs[m][..., : total.width] for m, weight in event.apart)
             x = x.copy()

@@ -14,7 +14,7 @@ namespace {
 std::vector<plan::Attend> attends_of(const plan::Plan& plan) {
   std::vector<plan::Attend> found;
   for (int m = 0; m < plan.num_modules(); m++)
-    for (const plan::Op& op : plan.module(m))
+    for (const plan::Op& op : plan.module(m).ops)
       if (const auto* attend = std::get_if<plan::Attend>(&op)) found.push_back(*attend);
   if ((int)found.size() != plan.num_layers()) throw std::runtime_error("each layer of a plan must have one attention");
   return found;

@@ -13,8 +13,8 @@ namespace gpu {
 // Tags of a pass: the residual stream's edges, by time, and the last one of the head.
 constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
-// Names in a trace, as custom_calls/gpu/session.py has them; then those of the products.
-enum Names { kNameEmbed, kNameAttend, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameNorm, kNameProduct };
+// Names in a trace, as custom_calls/gpu/session.py has them; then those of ops (laneformer.ops.TRACE_NAMES).
+enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp };
 
 struct PaddedRows {
   template <class Op>
@@ -43,6 +43,7 @@ constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSa
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }
 
+static_assert(2 * kWarps + kStreamRows <= kScratchFloats, "the residual stream uses it too");
 static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag");
 
 // Shared memory after the ring: barriers, then floats.
@@ -87,6 +88,8 @@ class Decoder {
       : residual{p,
                  shared.x,
                  shared.history,
+                 shared.scratch,
+                 p.boards + (i64)lane_here * kLaneWords + kRowSumsBoard,
                  watch,
                  p.first_lane + lane_here,
                  c * kStreamRows,
@@ -235,11 +238,14 @@ class Decoder {
   LF_DEVICE void run_op(int layer, int position, u32 tag, u32 sequence) {
     if constexpr (Op::kIsProduct) {
       multiply<Op>(layer, position, tag, sequence);
-    } else if constexpr (Op::kIsOutputNorm) {
-      norm_output<Op>(layer, tag, sequence);
     } else {
-      const Clock clock(*this, kNameAttend, layer);
-      attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
+      const Clock clock(*this, kNameOp + Op::kTraced, layer);
+      if constexpr (Op::kIsAttend) {
+        attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
+      } else {
+        residual.run<Op>(layer, tag);
+        if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
+      }
       clock.end();
     }
   }
@@ -267,7 +273,7 @@ class Decoder {
       sync_cta();
       clock.end();
     }
-    const Clock clock(*this, kNameProduct + (int)Op::kName, layer);
+    const Clock clock(*this, kNameOp + Op::kTraced, layer);
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
@@ -286,12 +292,7 @@ class Decoder {
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
       residual.set_output(time, [&](int r) { return biased<Op>(row_sum<Op>(partial, r), layer, residual.first + r); });
-      if constexpr (Op::kOutputNormed) {
-        if (kNormedSums) residual.sum_output(time, sequence);
-        publish_squares(time, tag + time);
-      } else {
-        end_module<Op>(layer, tag, sequence);
-      }
+      if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
     } else {
       watch_.delay();
       write<Op>(partial, layer, tag + layer);
@@ -303,49 +304,9 @@ class Decoder {
   template <class Op>
   LF_DEVICE void end_module(int layer, u32 tag, u32 sequence) {
     const int time = 2 * layer + Op::kModule;
-    residual.add_output(time, sequence);
-    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, sequence);
+    residual.add_output(time, tag, sequence);
+    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, tag, sequence);
     residual.publish(stream_board(time + 1), tag + time + 1);
-  }
-
-  // The square sum of the CTA's rows of an output, for all CTAs of the lane. One board is enough: the next one is
-  // written behind an edge of the stream.
-  LF_DEVICE void publish_squares(int time, u32 tag) {
-    float sum = 0;
-    residual.each([&](int r) { sum += residual.output(time, r) * residual.output(time, r); });
-    sum = sum_over_cta(sum, squares(turn_));
-    watch_.delay();
-    if (thread() == 0) store_word(boards_ + kSquaresBoard + c_, word_of(sum, tag));
-  }
-
-  // The CTA's rows of an output under their norm.
-  template <class Op>
-  LF_DEVICE void norm_output(int layer, u32 tag, u32 sequence) {
-    const Clock clock(*this, kNameNorm, layer);
-    const int time = 2 * layer + Op::kModule;
-    turn_ ^= 1;  // the product's squares may still be read
-    float sum = 0;
-    for (int from = opaque(thread()); from < kCtas; from += kThreads) {
-      u64 word;
-      for (u32 spins = 0; !arrived(word = load_word(boards_ + kSquaresBoard + from), tag + time);)
-        if (!watch_.keep_waiting(spins, kAtVector, from * kStreamRows)) break;
-      sum += value_of(word);
-    }
-    const float factor = rsqrt_of(sum_over_cta(sum, squares(turn_)) / (float)kHidden + Op::kNormEps);
-    const float* gains = small(Op::norm(layer), Op::kNormStride) + residual.first;
-    residual.set_output(time, [&](int r) { return residual.output(time, r) * factor * gains[r]; });
-    end_module<Op>(layer, tag, sequence);
-    clock.end();
-  }
-
-  // In the order of the warps; shared: [kWarps].
-  LF_DEVICE static float sum_over_cta(float v, float* shared) {
-    v = sum_over_warp(v);
-    if (warp_lane() == 0) shared[warp()] = v;
-    sync_cta();
-    v = 0;
-    LF_UNROLL for (int w = 0; w < kWarps; w++) v += shared[w];
-    return v;
   }
 
   // The CTA's rows of a product of the stream, for all CTAs of the lane.

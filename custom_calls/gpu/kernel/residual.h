@@ -17,6 +17,8 @@ struct Residual {
   const Params& p;
   float* x;        // shared memory, [rows]
   float* history;  // [kHistory][rows]: outputs of the last modules
+  float* scratch;  // [2 * kWarps + rows]
+  u64* row_sums;   // the board of that name: [1 + events of the schedule][kCtas]
   Watch& watch;
   int lane, first, count;  // rows that the CTA has
 
@@ -41,26 +43,25 @@ struct Residual {
     each([&](int r) { history[time % kHistory * kStreamRows + r] = value(r); });
   }
 
-  // What the schedule does with it, and with what arrives at that time.
-  LF_DEVICE void add_output(int time, u32 sequence) {
-    if (kExchanged && !kNormedSums) send(time, sequence);
-    apply(time, sequence);
+  // An op on the output alone, which is its norm.
+  template <class Op>
+  LF_DEVICE void run(int layer, u32 tag) {
+    static_assert(Op::kIsOutputNorm, "an op that is computed here");
+    const int time = 2 * layer + Op::kModule;
+    float* own = history + time % kHistory * kStreamRows;
+    const float* gains = p.small + Op::norm(layer) + (i64)lane * Op::kNormStride;
+    norm(own, [&](int r) { return own[r]; }, kHidden, gains, Op::kNormEps, row_sums, tag + time);
   }
 
-  // Its sum over the lanes in place of the lane's own rows. The schedule adds nothing else of it (kNormedSums).
-  LF_DEVICE void sum_output(int time, u32 sequence) {
-    if (!kExchanged) return;
-    send(time, sequence);
-    for (int s = 0; s < kNumSums; s++) {
-      if (kSums[s].complete_at != time) continue;
-      watch.delay();
-      each([&](int r) { history[time % kHistory * kStreamRows + r] = arrived_sum(s, sequence, r); });
-    }
+  // What the schedule does with it, and with what arrives at that time.
+  LF_DEVICE void add_output(int time, u32 tag, u32 sequence) {
+    if (kExchanged) send(time, sequence);
+    apply(time, tag, sequence);
   }
 
   LF_DEVICE float output(int module, int r) const { return history[module % kHistory * kStreamRows + r]; }
 
-  LF_DEVICE void apply(int time, u32 sequence) {
+  LF_DEVICE void apply(int time, u32 tag, u32 sequence) {
     for (int e = kEventsAt[time]; e < kEventsAt[time + 1]; e++) {
       const Event& event = kEvents[e];
       if (event.landing < 0) {
@@ -69,9 +70,16 @@ struct Residual {
       }
       const Sum& sum = kSums[event.landing];
       watch.delay();
+      const auto sum_of_lanes = [&](int r) {
+        return kExchanged ? arrived_sum(event.landing, sequence, r) : share(sum, r);
+      };
+      float* normed = scratch + 2 * kWarps;
+      if (Modules::kSumNormed)
+        norm(normed, sum_of_lanes, sum.width, p.small + Modules::sum_norm(sum.complete_at), Modules::kSumNormEps,
+             row_sums + (1 + e) * kCtas, tag + time);
       each([&](int r) {
         if (first + r >= sum.width) return;
-        float total = kExchanged && !kNormedSums ? arrived_sum(event.landing, sequence, r) : share(sum, r);
+        float total = Modules::kSumNormed ? normed[r] : sum_of_lanes(r);
         if (sum.stream_mean) {
           x[r] = total;
           return;
@@ -90,6 +98,39 @@ struct Residual {
   }
 
  private:
+  // RMSNorm of a vector of the lane [width]: of the CTA's rows value(r), into out. All CTAs of the lane read the sums
+  // of squares on the board, which no other norm uses between two edges of the stream.
+  template <class Rows>
+  LF_DEVICE void norm(float* out, Rows value, int width, const float* gains, float eps, u64* board, u32 tag) {
+    float sum = 0;
+    each([&](int r) {
+      out[r] = first + r < width ? value(r) : 0.0f;
+      sum += out[r] * out[r];
+    });
+    sum = sum_over_cta(sum, scratch);
+    watch.delay();
+    if (thread() == 0) store_word(board + first / kStreamRows, word_of(sum, tag));
+    sum = 0;
+    for (int from = opaque(thread()); from < kCtas; from += kThreads) {
+      u64 word;
+      for (u32 spins = 0; !arrived(word = load_word(board + from), tag);)
+        if (!watch.keep_waiting(spins, kAtVector, from * kStreamRows)) break;
+      sum += value_of(word);
+    }
+    const float factor = rsqrt_of(sum_over_cta(sum, scratch + kWarps) / (float)width + eps);
+    each([&](int r) { out[r] = out[r] * factor * gains[first + r]; });
+  }
+
+  // In the order of the warps; shared: [kWarps], which no thread reads any more.
+  LF_DEVICE static float sum_over_cta(float v, float* shared) {
+    v = sum_over_warp(v);
+    if (warp_lane() == 0) shared[warp()] = v;
+    sync_cta();
+    v = 0;
+    LF_UNROLL for (int w = 0; w < kWarps; w++) v += shared[w];
+    return v;
+  }
+
   // A row of a sum over the lanes.
   LF_DEVICE float arrived_sum(int sum, u32 sequence, int r) const {
     float shares[kLanes];

@@ -17,8 +17,9 @@ struct Step {
 
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
-  if constexpr (Op::kIsProduct) return {{line + Op::kFirstLine, Op::kLines}, Op::kWrites == Value::kOutput};
-  return {{0, 0}, Op::kIsOutputNorm};
+  Step step = {{0, 0}, Op::kWrites == Value::kOutput};
+  if constexpr (Op::kIsProduct) step.weights = {line + Op::kFirstLine, Op::kLines};
+  return step;
 }
 template <class... Op>
 LF_DEVICE Step step_of(Ops<Op...>, int wanted, u32 line) {

@@ -32,7 +32,7 @@ struct Model {
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
         Dtype cache = Dtype::f16, bool rounded = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
-    add({2, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    add({3, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
@@ -90,9 +90,16 @@ struct Model {
       op(1, {kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
     }
     op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0});
-    add({2});
+    if (layer == 1) {
+      add({1, first + kNorm, eps});  // of the sum
+    } else {
+      add({0});
+    }
+    add({2 + (layer == 0)});
     op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1});
     op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0});
+    if (layer == 0) op(2, {first + kFfnNorm, eps});
+    add({0});
   }
 
   void schedule(Layout layout) {

@@ -67,11 +67,19 @@ def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, col
 
 def changed(plan, number: int, **fields):
     """The plan with one op of layer 1 changed; number: among the layer's ops."""
-    layer = plan.ops.layers[1]
-    ops = [*layer.attention, *layer.feed_forward]
+    ops, count = [*plan.ops.layers[1].ops], len(plan.ops.layers[1].attention.ops)
     ops[number] = dataclasses.replace(ops[number], **fields)
-    count = len(layer.attention)
-    layer = dataclasses.replace(layer, attention=tuple(ops[:count]), feed_forward=tuple(ops[count:]))
+    return with_ops(plan, ops[:count], ops[count:])
+
+
+def with_ops(plan, attention, feed_forward, **fields):
+    """The plan with these ops in layer 1, and other fields in its attention module."""
+    layer = plan.ops.layers[1]
+    layer = dataclasses.replace(
+        layer,
+        attention=dataclasses.replace(layer.attention, ops=tuple(attention), **fields),
+        feed_forward=dataclasses.replace(layer.feed_forward, ops=tuple(feed_forward)),
+    )
     layers = (plan.ops.layers[0], layer, *plan.ops.layers[2:])
     return dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, layers=layers))
 
@@ -94,8 +102,16 @@ def test_unknown_ops_are_refused(number, fields, message):
 
 def test_norms_of_some_sums_are_refused():
     plan = plan_of(layout="tp", norm_after="sum")
-    with pytest.raises(ValueError, match="norms the sums of all modules or of none"):
-        Layout(changed(plan, 3, of_sum=False), H200, 2)
+    attention, feed_forward = (module.ops for module in plan.ops.layers[1].modules)
+    with pytest.raises(ValueError, match="needs modules that differ in their ops and weights alone"):
+        Layout(with_ops(plan, attention, feed_forward, sum_norm=None), H200, 2)
+
+
+def test_ops_in_another_order_are_refused():
+    plan = plan_of(norm_after="lane")
+    (*attention, out, norm), feed_forward = (module.ops for module in plan.ops.layers[1].modules)
+    with pytest.raises(ValueError, match="PROJECTED -> ATTENDED OUTPUT -> OUTPUT ATTENDED -> OUTPUT"):
+        Layout(with_ops(plan, [*attention, norm, out], feed_forward), H200, 2)
 
 
 def test_biases_of_some_matrices_are_refused():

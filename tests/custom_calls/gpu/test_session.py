@@ -23,10 +23,22 @@ from custom_calls.gpu import session as gpu_session
 from custom_calls.gpu.layout import H200, Machine
 from infer.noise import gumbel
 from infer.sampling import sample
-from laneformer.ops import ProductName
+from laneformer.ops import TRACE_NAMES
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, SAMPLINGS
-from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, mixed_plan, same, some, state_of, weights_of
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
+from tests.support.gpu_cases import (
+    AMD,
+    REFUSED,
+    ROOM,
+    fail_often,
+    jitted,
+    mixed_plan,
+    plan_of_normed_sums,
+    same,
+    some,
+    state_of,
+    weights_of,
+)
 from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -79,15 +91,26 @@ def test_configs(name):
 @pytest.mark.parametrize("launch", ["persistent", "graph"])
 def test_layers_of_several_kinds(launch):
     """With biases, head norms and a norm of the sum, too."""
-    plan, ids = mixed_plan(), [3, 1, 4, 1, 5, 9, 2]
-    weights = weights_of(plan)
-    session = emulated.open_session(plan, weights, launch=launch)
+    session = check_plan(mixed_plan(), launch=launch)
     assert [kind.layers for kind in session.layout.kinds] == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("layout", some(NORMED_SUMS, ()))
+@pytest.mark.parametrize("launch", ["persistent", "graph"])
+def test_norms_of_sums_in_any_schedule(layout, launch):
+    check_plan(plan_of_normed_sums(layout), launch=launch, chaos_us=20)
+
+
+def check_plan(plan, **options):
+    """Its logits are those of the interpreter; returns the session."""
+    weights, ids = weights_of(plan), [3, 1, 4, 1, 5, 9, 2]
+    session = emulated.open_session(plan, weights, **options)
     call = jitted(session, room=4, logits=True)
     outputs, _ = call(small.make_inputs(ids, 4), state_of(plan, 64))
     assert session.failure is None
     expected = interpret(plan, weights, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
     assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
+    return session
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
@@ -409,8 +432,8 @@ def test_names_match_the_headers(session):
         words = re.search(rf"enum {name} {{(.*?)}}", (gpu_build.SOURCES / header).read_text(), re.DOTALL)[1]
         return [word.lower() for word in re.findall(r"k(?:Name|Step)(\w+)", words)]
 
-    *names, product = enum("decoder.h", "Names")
-    assert product == "product" and session.ops == (*names, *(name.name.lower() for name in ProductName))
+    *names, op = enum("decoder.h", "Names")
+    assert op == "op" and session.ops == (*names, *TRACE_NAMES)
     assert tuple(enum("params.h", "Steps")) == gpu_layout.STEPS
     limits = re.search(r"kMaxLayers = (\d+), kMaxDevices = (\d+)", (gpu_build.SOURCES / "params.h").read_text())
     assert tuple(map(int, limits.groups())) == (gpu_session.MOST_LAYERS, gpu_session.MOST_DEVICES)

@@ -81,9 +81,9 @@ struct Still {
 bool in_turn(const laneformer::gpu::Params& p) {
   using namespace laneformer::gpu;
   if (!kSteps || reading || p.op == kStepBegin || p.op == kStepHead) return false;
-  if (kLanes == 1 || p.op == kStepEmbed) return true;
+  if (p.op == kStepEmbed) return true;
 #if LF_STEPS
-  return p.op >= kStepOp && !step_of(p.op, p.layer).adds_output;
+  return p.op >= kStepOp && !step_of(p.op, p.layer).adds_output;  // sums over lanes and norms are waited for
 #else
   return false;
 #endif
