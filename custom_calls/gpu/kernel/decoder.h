@@ -89,7 +89,6 @@ class Decoder {
                  shared.x,
                  shared.history,
                  shared.scratch,
-                 p.boards + (i64)lane_here * kLaneWords + kRowSumsBoard,
                  watch,
                  p.first_lane + lane_here,
                  c * kStreamRows,

@@ -18,7 +18,6 @@ struct Residual {
   float* x;        // shared memory, [rows]
   float* history;  // [kHistory][rows]: outputs of the last modules
   float* scratch;  // [2 * kWarps + rows]
-  u64* row_sums;   // the board of that name: [1 + events of the schedule][kCtas]
   Watch& watch;
   int lane, first, count;  // rows that the CTA has
 
@@ -50,7 +49,7 @@ struct Residual {
     const int time = 2 * layer + Op::kModule;
     float* own = history + time % kHistory * kStreamRows;
     const float* gains = p.small + Op::norm(layer) + (i64)lane * Op::kNormStride;
-    norm(own, [&](int r) { return own[r]; }, kHidden, gains, Op::kNormEps, row_sums, tag + time);
+    norm(own, [&](int r) { return own[r]; }, kHidden, gains, Op::kNormEps, 0, tag + time);
   }
 
   // What the schedule does with it, and with what arrives at that time.
@@ -75,8 +74,8 @@ struct Residual {
       };
       float* normed = scratch + 2 * kWarps;
       if (Modules::kSumNormed)
-        norm(normed, sum_of_lanes, sum.width, p.small + Modules::sum_norm(sum.complete_at), Modules::kSumNormEps,
-             row_sums + (1 + e) * kCtas, tag + time);
+        norm(normed, sum_of_lanes, sum.width, p.small + Modules::sum_norm(sum.complete_at), Modules::kSumNormEps, 1 + e,
+             tag + time);
       each([&](int r) {
         if (first + r >= sum.width) return;
         float total = Modules::kSumNormed ? normed[r] : sum_of_lanes(r);
@@ -99,9 +98,10 @@ struct Residual {
 
  private:
   // RMSNorm of a vector of the lane [width]: of the CTA's rows value(r), into out. All CTAs of the lane read the sums
-  // of squares on the board, which no other norm uses between two edges of the stream.
+  // of squares, in a place of the board that no other norm has between two edges of the stream.
   template <class Rows>
-  LF_DEVICE void norm(float* out, Rows value, int width, const float* gains, float eps, u64* board, u32 tag) {
+  LF_DEVICE void norm(float* out, Rows value, int width, const float* gains, float eps, int place, u32 tag) {
+    u64* board = p.boards + (i64)(lane - p.first_lane) * kLaneWords + kRowSumsBoard + place * kCtas;
     float sum = 0;
     each([&](int r) {
       out[r] = first + r < width ? value(r) : 0.0f;
