@@ -60,7 +60,7 @@ def test_stop_frees_the_engine(server, open_page):
         stop()
         expect(page.locator("#state")).to_contain_text("stopped after")
         server.wait_for_metric("num_requests_running", 0)
-        assert server.complete("a", max_tokens=1)["metrics"]["queue_time_ms"] < 500
+        assert server.complete("a", max_tokens=1)["metrics"]["queue_time_ms"] < 5000
         text = shown(page)
         assert 0 < len(text) < 200_000 and answer(CODE, 90_000).startswith(text)
         record = record_of(page)
