@@ -299,7 +299,7 @@ def test_declared_length_is_refused_at_once(server):
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 1048577\r\n\r\n"
         )
-        assert client.recv(1000).startswith(b"HTTP/1.1 413 ") and time.monotonic() - began < 1
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ") and time.monotonic() - began < 5
 
 
 def test_parameters_without_effect_are_named_in_the_answer(server):

@@ -96,7 +96,7 @@ def test_headers_have_a_time_limit():
             assert served_on(client)
             client.sendall(b"G")
             assert refusal(client)[0] == 408, "also of a second request"
-        assert 0.8 <= time.monotonic() - began < 3
+        assert 0.8 <= time.monotonic() - began < 10
         with opened(port, GET) as client:
             assert served_on(client) and refusal(client) is None, "an idle connection is closed without an answer"
         with opened(port, POST + b"4") as client:

@@ -84,7 +84,7 @@ def test_signal_ends_both_processes_and_fails_requests(server):
         next(stream)
         code, err, seconds = server.end(signal.SIGTERM)
         *_, error = stream
-    assert code == 0 and err.splitlines()[-1] == "stopped" and "Traceback" not in err and seconds < 3
+    assert code == 0 and err.splitlines()[-1] == "stopped" and "Traceback" not in err and seconds < 10
     assert error["error"]["message"] == "the server is shutting down"
     assert not Path(f"/proc/{engine}").exists()
 
@@ -111,7 +111,7 @@ def test_control_c_while_loading_ends_the_server(checkpoint):
     status, body = server.post("/v1/completions", prompt="a")
     assert status == 503 and body["error"]["code"] == "engine_loading"
     code, err, seconds = server.end(signal.SIGINT)
-    assert code == 0 and err == "stopped\n" and seconds < 3
+    assert code == 0 and err == "stopped\n" and seconds < 10
 
 
 def test_loading_leaves_no_semaphore(checkpoint):
