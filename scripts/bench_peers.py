@@ -55,6 +55,8 @@ class Options:
     """
     weights: Literal["bfloat16", "bf12"] = "bfloat16"
     """How our engine holds the weights; engine bf12 of --peers measures both formats in turn."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of our engine's products and cache; sums are float32. llama.cpp rounds activations to bfloat16."""
     shape: str = "laneformer_2b"
     """Recipe, HF folder or training run with the sizes that all engines use."""
     context: int = 512
@@ -176,7 +178,9 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
     longest = max(lengths(options, config), default=0)
     folder = options.folder.absolute() / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    task = Task(options.shape, dense_shape(config, options.shape), positions, threads, str(folder))
+    task = Task(
+        options.shape, dense_shape(config, options.shape), positions, threads, str(folder), compute=options.compute
+    )
     return config, replace(task, longest_prompt=longest)
 
 

@@ -2,6 +2,7 @@
 the same weights in 12 bits; with option "xla", XLA in float32.
 """
 
+import dataclasses
 import os
 import time
 
@@ -15,6 +16,7 @@ from infer.engine.sources import RandomSource, model_config
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
 from laneformer.config import ModelConfig
+from laneformer.precision import Precision
 from scripts.peers.protocol import BF12, XLA, Task, serve
 
 
@@ -41,7 +43,9 @@ class Ours:
             self._backend = XlaBackend(RandomSource(config, "float32"))
         else:
             weights = BF12 if task.option == BF12 else "bfloat16"
-            self._backend = Resuming(RandomSource(config, "bfloat16"), threads=task.threads, weights=weights)
+            precision = dataclasses.replace(Precision.default("bfloat16"), compute=task.compute)
+            source = RandomSource(config, "bfloat16", precision=precision)
+            self._backend = Resuming(source, threads=task.threads, weights=weights)
         self._vocab, self._prompts, c = config.vocab_size, 0, self._backend.conditions
         self.conditions = {
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},

@@ -62,6 +62,8 @@ class Task:
     """Folder for files that later runs reuse."""
     option: str = ""
     """Option of the program, one word."""
+    compute: str = "float32"
+    """Dtype of our kernel's products; the other engines choose theirs."""
     longest_prompt: int = 0
     """Tokens of the longest prompt whose first token is measured."""
 

@@ -280,11 +280,14 @@ def small(tmp_path):
     return task(tmp_path, checkpoint=f"{tmp_path / 'recipes.py'}:small", threads=len(os.sched_getaffinity(0)))
 
 
-@pytest.mark.parametrize("option", ["", pytest.param(XLA, marks=pytest.mark.slow)])
-def test_our_engine_decodes_with_all_layers_full(small, option):
-    ours = Ours(dataclasses.replace(small, option=option))
+@pytest.mark.parametrize(
+    "option, compute", [("", "float32"), ("", "bfloat16"), pytest.param(XLA, "float32", marks=pytest.mark.slow)]
+)
+def test_our_engine_decodes_with_all_layers_full(small, option, compute):
+    ours = Ours(dataclasses.replace(small, option=option, compute=compute))
     assert (
         ours.conditions["weights"] == ("float32" if option else "bfloat16")
+        and (ours.conditions["compute"], ours.conditions["kv"]) == (compute, compute)
         and ours.conditions["threads"] == small.threads
     )
     assert set(ours._backend.source.config.layer_windows) == {None}
