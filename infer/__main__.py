@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tyro
 
 from laneformer.errors import run_command
-from laneformer.interrupts import importing
+from laneformer.interrupts import end, importing
 
 # Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
 COMMANDS = {
@@ -56,4 +56,4 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
-from laneformer.interrupts import LINE, interrupt_again, raise_at_interrupt
+from laneformer.interrupts import INTERRUPTED, LINE, interrupt_again, raise_at_interrupt
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def run_command(
         return 2
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def read_options(kind: Callable[..., T], program: str, arguments: Sequence[str] | None = None, **settings: Any) -> T:

@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
+from typing import NoReturn
 
+INTERRUPTED = 130  # exit status
 LINE = "error: interrupted"
 STOPPING = "stopping after this step; press Ctrl-C again to stop without saving"
 STOPPED = "stopped without saving; run the same command again to resume"
@@ -95,6 +97,18 @@ def _answer_to_ctrl_c() -> Iterator[None]:
         os.close(reader)
 
 
+def end(status: int) -> NoReturn:
+    """Ends a program. After Ctrl-C without Python's teardown, in which XLA crashes if it still computes."""
+    if status != INTERRUPTED:
+        sys.exit(status)
+    if processes := sys.modules.get("multiprocessing.util"):
+        processes._exit_function()  # ends them and removes their semaphores
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def interrupt_again() -> None:
     """Sends this process a Ctrl-C once more, a moment later."""
     again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
@@ -104,4 +118,4 @@ def interrupt_again() -> None:
 
 def _end(_number: int, _frame: FrameType | None, line: str = LINE) -> None:
     os.write(2, f"{line}\n".encode())
-    os._exit(130)
+    os._exit(INTERRUPTED)

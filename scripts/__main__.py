@@ -7,9 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from laneformer.interrupts import LINE, importing
+from laneformer.interrupts import LINE, end, importing
 
 
 class Command(NamedTuple):
@@ -113,5 +113,10 @@ def _renamed(program: str, name: str) -> Iterator[None]:
         yield
 
 
+def console() -> NoReturn:
+    """The console command."""
+    end(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from laneformer.errors import run_command
-from laneformer.interrupts import importing
+from laneformer.interrupts import end, importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,4 +37,4 @@ def _run(arguments: Sequence[str], interrupted: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

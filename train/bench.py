@@ -21,6 +21,7 @@ import tyro
 
 import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError, run_command, writing
+from laneformer.interrupts import end
 from laneformer.mesh import keep_freed_memory
 from train.config import TrainConfig
 from train.dense import dense_step
@@ -299,4 +300,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

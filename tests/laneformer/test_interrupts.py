@@ -129,3 +129,13 @@ def test_second_ctrl_c_ends_a_process_that_a_library_keeps():
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 1_000_000_000)\n"
     )
     assert run(code) == (130, "", f"{STOPPING}\n{STOPPED}\n")
+
+
+@pytest.mark.parametrize("status, out", [(0, "kept\ntorn down\n"), (2, "kept\ntorn down\n"), (130, "kept\n")])
+def test_interrupted_program_ends_without_teardown(status, out):
+    """XLA crashed there while it computed, or kept the process for as long as it did."""
+    code = (
+        "import atexit\nfrom laneformer.interrupts import end\n"
+        f"atexit.register(print, 'torn down')\nprint('kept')\nend({status})"
+    )
+    assert run(code) == (status, out, "")

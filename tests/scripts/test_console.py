@@ -28,7 +28,7 @@ def output_of(main, arguments, capsys) -> tuple[int, str, str]:
 
 def test_the_project_installs_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"laneformer": "scripts.__main__:main"}
+    assert project["scripts"] == {"laneformer": "scripts.__main__:console"}
 
 
 @pytest.mark.parametrize("name", NAMES)
