@@ -37,6 +37,7 @@ _FUNCTIONS = {
     "open": (_ID, _POINTER, _LONG, _POINTER, _LONG, *[_INT] * 5, ctypes.c_char_p, *_ERROR),
     "close": (None, _ID),
     "pack": (_ID, _ID, _INT, _POINTER, _LONG, _INT, *_ERROR),
+    "map": (_ID, _ID, _INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *_ERROR),
     "begin": (None, _ID),
     "wait": (_INT, _ID, _INT, _INT),
     "finished": (_INT, _ID),

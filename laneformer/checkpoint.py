@@ -1,6 +1,6 @@
 """Opens any checkpoint: an HF folder, a training run, or one saved step of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import jax
@@ -12,13 +12,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.files import parse_json, read_file, refuse_link_loops
-from laneformer.formats import KERNEL_FORMATS
+from laneformer.formats import KERNEL_FORMATS, Bf12Product
 from laneformer.hf import config_from_hf, read_hf_config
 from laneformer.hf.folder import HfFolder
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from laneformer.weights import parameter_table
+from laneformer.weights import packing_order, parameter_table
 
 STEPS = "checkpoints"  # in a run folder: one folder per saved step
 PARAMS, META = "params", "meta"  # Orbax items of a step
@@ -40,7 +40,7 @@ def load(
 
 def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
     """The checkpoint in `path`, validated without reading weights: `.config`, `.dtype`, `.weights()` one by one,
-    `.model()`.
+    `.packed()` those that a kernel can use as they are in the files, `.model()`.
 
     Arguments and errors as in `load`.
     """
@@ -60,13 +60,19 @@ class SavedStep:
             raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {self.config.num_lanes} lanes")
         self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, in the order of `parameter_table`. All are restored at once; each is freed
-        with the next.
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+        """Path and array of each weight, in `packing_order`, but for the paths in `without`. All are restored at once;
+        each is freed with the next.
         """
         weights = restore_params(self.step, self.config, self.dtype)
-        for path in parameter_table(self.config):
-            yield path, np.asarray(weights.pop(path))
+        for path in packing_order(self.config):
+            weight = np.asarray(weights.pop(path))
+            if path not in without:
+                yield path, weight
+
+    def packed(self) -> Iterator[Bf12Product]:
+        """None: a run keeps its weights as they are."""
+        return iter(())
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
         """All weights as a model; see `load`."""

@@ -5,9 +5,11 @@ The high byte of a bfloat16 is its sign and e >> 1, seven bits of its exponent, 
 bf12 keeps the eight most frequent of a matrix in a table and stores four bits for the high byte: the index in the table
 and, in bit 3, the sign. The low byte (the exponent's last bit, the mantissa) is stored as it is. Exceptions are the
 weights whose e >> 1 is not in the table: they have code 0, and a list has their high bytes. Any bfloat16 can be held.
+`Bf12` has them row by row; `Bf12Tiles` as the CPU kernel reads them and as files hold them (docs/bf12.md).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,6 +56,12 @@ BF12_TABLE = 8
 """Entries in the table of a bf12 matrix."""
 BF12_MOST_EXCEPTIONS = 1e-3
 """Share of exceptions above which a matrix stays bfloat16: each takes 32 bits in a kernel's list."""
+BF12_ROWS, BF12_COLUMNS = 16, 8
+"""Rows of a tile, and columns of each of its units."""
+BF12_LINE = 64
+"""Bytes of a line; a unit has three: codes, low bytes of columns 0 to 3, of 4 to 7."""
+BF12_END = 0xFFFFFFFF
+"""Word after the exceptions of a tile."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +114,100 @@ def bf12_exceptions(bits: np.ndarray) -> int:
     """Weights of a matrix, the bits of bfloat16 as uint16, whose e >> 1 is not in the table."""
     counts = np.bincount((bits.ravel() >> 8 & 0x7F).astype(np.uint8), minlength=128)
     return int(counts.sum() - counts[bf12_table(counts)].sum())
+
+
+@dataclass(frozen=True)
+class Bf12Tiles:
+    """Tiles of 16 rows of bfloat16 in 12 bits per weight, cut into units of 8 columns.
+
+    Byte 16 (r // 4) + 8 (c // 2) + 2 (r % 4) + c % 2 of a line is row r, column c of four.
+    """
+
+    table: np.ndarray
+    """The values of e >> 1 that codes stand for, uint8 [8]."""
+    units: np.ndarray
+    """Uint8 [tiles, units, 3, 64]: codes, those of columns 4 to 7 in the high halves; low bytes of columns 0 to 3; of 4
+    to 7.
+    """
+    exceptions: np.ndarray
+    """Words unit << 15 | slot << 8 | high byte, ascending in each tile, and BF12_END after each, uint32 [exceptions +
+    tiles]. Slot: the place of the weight's byte in the two lines of low bytes.
+    """
+
+    @classmethod
+    def encode(cls, bits: np.ndarray, table: np.ndarray) -> "Bf12Tiles":
+        """bits: uint16 [tiles, 16, columns], columns a multiple of 8; `table[0] << 8` as padding has code 0 and low
+        byte 0.
+        """
+        tiles, _, columns = bits.shape
+        # Two columns that are neighbours in a line are one uint32.
+        pairs = np.ascontiguousarray(bits).view(np.uint32).reshape(tiles, 4, 4, columns // BF12_COLUMNS, 2, 2)
+        lines = np.ascontiguousarray(pairs.transpose(0, 3, 4, 1, 5, 2)).view(np.uint16)
+        lines = lines.reshape(tiles, columns // BF12_COLUMNS, 2, BF12_LINE)
+        of_high = np.full(256, 0xFF, np.uint8)
+        of_high[table], of_high[table | 0x80] = np.arange(BF12_TABLE), np.arange(BF12_TABLE) | 8
+        high = (lines >> 8).astype(np.uint8)
+        codes = of_high[high]
+        tile, unit, half, slot = np.nonzero(codes == 0xFF)
+        codes[tile, unit, half, slot] = 0
+        units = np.empty((*lines.shape[:2], 3, BF12_LINE), np.uint8)
+        units[:, :, 0] = codes[:, :, 0] | codes[:, :, 1] << 4
+        units[:, :, 1:] = lines.astype(np.uint8)
+        exceptions = np.full(len(tile) + tiles, BF12_END, np.uint32)
+        words = unit << 15 | (BF12_LINE * half + slot) << 8 | high[tile, unit, half, slot]
+        exceptions[np.arange(len(tile)) + tile] = words
+        return cls(np.asarray(table, np.uint8), units, exceptions)
+
+    def decode(self, tiles: range) -> np.ndarray:
+        """The bits of bfloat16 of these tiles, uint16 [tiles, 16, columns]."""
+        units = self.units[tiles.start : tiles.stop : tiles.step]
+        count = units.shape[1]
+        high = np.concatenate([self.table, self.table | 0x80])[np.stack([units[:, :, 0] & 15, units[:, :, 0] >> 4], 2)]
+        begins = np.concatenate([[0], self._ends + 1])
+        words = self.exceptions[begins[tiles.start] : begins[tiles.stop]]
+        ends = words == BF12_END
+        tile, left = np.divmod(np.cumsum(ends), tiles.step)
+        listed = ~ends & (left == 0)
+        words, tile = words[listed], tile[listed]
+        high.reshape(len(units), -1)[tile, (words >> 15) * 2 * BF12_LINE + (words >> 8 & 127)] = words & 0xFF
+        lines = high.astype(np.uint16) << 8 | units[:, :, 1:]
+        pairs = lines.view(np.uint32).reshape(len(units), count, 2, 4, 2, 4).transpose(0, 3, 5, 1, 2, 4)
+        return np.ascontiguousarray(pairs).view(np.uint16).reshape(len(units), BF12_ROWS, count * BF12_COLUMNS)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Of each tile, where its word BF12_END is."""
+        return np.flatnonzero(self.exceptions == BF12_END)
+
+    def problem(self, columns: int) -> str | None:
+        """What is wrong with the table or the exceptions of tiles with so many columns; None if nothing is."""
+        if len(np.unique(self.table)) != BF12_TABLE or self.table.max() > 127:
+            return f"the table {self.table.tolist()} must have {BF12_TABLE} different values up to 127"
+        words = self.exceptions
+        if len(self._ends) != len(self.units) or self._ends[-1] != len(words) - 1:
+            return f"the exceptions must have an end for each of {len(self.units)} tiles, and no word after the last"
+        listed = words[words != BF12_END]
+        slot = listed >> 8 & 127
+        if ((listed >> 15) * BF12_COLUMNS + slot // 64 * 4 + slot // 8 % 2 * 2 + slot % 2 >= columns).any():
+            return f"an exception is outside the {columns} columns"
+        if ((words[1:] <= words[:-1]) & (words[:-1] != BF12_END)).any():
+            return "the exceptions of a tile must ascend"
+        return None
+
+    @property
+    def surely_finite(self) -> bool:
+        """Whether no weight can be infinite or NaN, by the table and the exceptions alone."""
+        listed = self.exceptions[self.exceptions != BF12_END]
+        return 0x7F not in self.table and not (listed & 0x7F == 0x7F).any()
+
+
+@dataclass(frozen=True)
+class Bf12Product:
+    """The matrices of one product, in all lanes."""
+
+    paths: tuple[str, ...]
+    """Of the weights, in the order of their rows."""
+    interleaved: bool
+    """Tiles alternate between the matrices; otherwise their rows follow each other."""
+    tiles: Bf12Tiles
+    """Lane by lane."""

@@ -29,6 +29,14 @@ def parameter_table(config: ModelConfig) -> dict[str, Weight]:
     return table if head is None else table | {"lm_head": head}
 
 
+def packing_order(config: ModelConfig) -> list[str]:
+    """Paths of the table, the embedding table and the head first: as a rule the largest, they are in memory twice
+    before the others are.
+    """
+    table = parameter_table(config)
+    return sorted(table, key=lambda path: table[path].group != "embedding")
+
+
 def module_weights(config: ModelConfig) -> list[dict[str, Weight]]:
     """The rows of the table by module: attention of layer 0, feed-forward of layer 0, ..., each with its norms."""
     return [

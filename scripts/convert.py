@@ -14,6 +14,7 @@ from infer.text.chat_template import ChatTemplate
 from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import CheckpointError, run_command
+from laneformer.hf.folder import HfFolder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,6 +37,8 @@ class Options:
     """Lanes to cut a dense model into; a Laneformer keeps its lanes."""
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
     """Dtype of the written weights."""
+    weights: Literal["bfloat16", "bf12"] | None = None
+    """How bfloat16 weights are written: as they are (the default), or in 12 bits without loss (docs/bf12.md)."""
     spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
     """model_type in config.json, which decides the names of its exchange switches."""
     overwrite: bool = False
@@ -51,7 +54,7 @@ def convert(options: Options) -> str:
     if options.target.absolute() == options.source.absolute():
         raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
     model = load(options.source, None if options.dtype == "stored" else options.dtype, num_lanes=options.lanes)
-    save_hf(model, options.target, spelling=options.spelling)
+    save_hf(model, options.target, spelling=options.spelling, weights=options.weights)
     beside = checkpoint_files(options.source)
     copied = [name for name in TOKENIZER_FILES if (beside / name).exists()]
     for name in copied:
@@ -65,6 +68,8 @@ def convert(options: Options) -> str:
         )
     tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
     size = f"{parameter_count(config):,} parameters in {dtype}"
+    if options.weights == "bf12":
+        size += f", {HfFolder(options.target).packed_weights:,} of them in 12 bits each"
     return f"{options.target}: {size}, {config.num_lanes} lanes, layout {config.layout}; {tokenizer}"
 
 

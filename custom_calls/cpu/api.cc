@@ -266,6 +266,15 @@ int64_t laneformer_pack(int64_t id, int32_t weight, const void* data, int64_t co
   return guarded(error, size, [&] { return 1 + sessions.find(id)->pack(weight, data, count, (Dtype)dtype); });
 }
 
+// All tiles of a product (Decoder::map), which stay where they are.
+int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t bytes, const uint8_t* table,
+                       const uint32_t* exceptions, int64_t count, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->map(product, tiles, bytes, table, exceptions, count);
+    return (int64_t)0;
+  });
+}
+
 void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }
 int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) {
   return sessions.find(id)->wait(have, timeout_ms);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
 
 namespace laneformer {
 
@@ -10,6 +11,16 @@ namespace {
 
 // Where column c of four and row r are in a line of bytes.
 inline int slot(int r, int c) { return 16 * (r / 4) + 8 * (c / 2) + 2 * (r % 4) + c % 2; }
+
+// The column of an exception in its tile, and its row.
+inline int64_t column_of(uint32_t exception) {
+  const int at = (int)(exception >> 8 & 127);
+  return (exception >> 15) * (int64_t)kUnitColumns + at / 64 * 4 + at / 8 % 2 * 2 + at % 2;
+}
+inline int row_of(uint32_t exception) {
+  const int line = (int)(exception >> 8 & 63);
+  return line / 16 * 4 + line % 8 / 2;
+}
 
 // The index of column k of row r in a tile of bf16 lines.
 inline int64_t place(int r, int64_t k) { return k / 2 * 2 * kTile + 2 * r + k % 2; }
@@ -58,6 +69,20 @@ void encode(const uint16_t* tile, int rows, int64_t columns, const Bf12Codes& co
   exceptions.push_back(~0u);
 }
 
+std::vector<uint32_t> starts_of(const uint32_t* exceptions, int64_t count, int64_t tiles, int64_t columns) {
+  std::vector<uint32_t> starts;
+  bool ended = true;
+  for (int64_t i = 0; i < count; i++) {
+    if (ended) starts.push_back((uint32_t)i);
+    ended = exceptions[i] == ~0u;
+    if (!ended && column_of(exceptions[i]) >= columns)
+      throw std::runtime_error("an exception of weights in 12 bits is in none of their columns");
+  }
+  if (!ended || (int64_t)starts.size() != tiles)
+    throw std::runtime_error("the exceptions of weights in 12 bits must end once for each of their tiles");
+  return starts;
+}
+
 void read_row(const Bf12& weights, int64_t t, int r, int64_t columns, uint16_t* row) {
   const auto* unit = (const uint8_t*)weights.data + t * bf12_tile_bytes(columns);
   const uint32_t* exception = weights.exceptions + weights.starts[t];
@@ -68,11 +93,8 @@ void read_row(const Bf12& weights, int64_t t, int r, int64_t columns, uint16_t* 
     if (c == kUnitColumns - 1) unit += kUnitBytes;
   }
   for (; *exception != ~0u; exception++) {
-    const int64_t first = (*exception >> 15) * (int64_t)kUnitColumns;
-    const int at = (int)(*exception >> 8 & 127), line = at % 64;
-    const int column = at / 64 * 4 + line / 8 % 2 * 2 + line % 2;
-    if (line / 16 * 4 + line % 8 / 2 == r)
-      row[first + column] = (uint16_t)((*exception & 0xff) << 8 | (row[first + column] & 0xff));
+    uint16_t& bits = row[column_of(*exception)];
+    if (row_of(*exception) == r) bits = (uint16_t)((*exception & 0xff) << 8 | (bits & 0xff));
   }
 }
 

@@ -27,6 +27,9 @@ void count(const uint16_t* tile, int rows, int64_t columns, Bf12Counts& counts);
 // Writes bf12_tile_bytes(columns), and the tile's exceptions with their end.
 void encode(const uint16_t* tile, int rows, int64_t columns, const Bf12Codes& codes, char* units,
             std::vector<uint32_t>& exceptions);
+// Where the exceptions of each tile begin in a list that has those of `tiles` tiles, each with its end. Throws
+// std::runtime_error for another number of tiles, and for exceptions that are in none of the columns.
+std::vector<uint32_t> starts_of(const uint32_t* exceptions, int64_t count, int64_t tiles, int64_t columns);
 // Row r of tile t as bf16.
 void read_row(const Bf12& weights, int64_t t, int r, int64_t columns, uint16_t* row);
 

@@ -91,8 +91,7 @@ End Decoder::run(const Call& call) {
 double Decoder::read_pass() {
   const std::lock_guard<std::mutex> alone(running_);
   const int64_t began = now_ns();
-  on_all(
-      [&](int w) { state_.packets[w].sum = state_.kernels->read(workers_[w]->stream(), workers_[w]->stream_bytes()); });
+  on_all([&](int w) { state_.packets[w].sum = workers_[w]->read(); });
   return 1e-9 * (double)(now_ns() - began);
 }
 

@@ -19,6 +19,11 @@ class Decoder {
   // std::runtime_error for one that the model does not have.
   // Returns the place of the first value that is not finite, -1 if all are.
   int64_t pack(int weight, const void* data, int64_t count, Dtype dtype);
+  // Uses all tiles of a product that is not packed yet where they are, lane by lane, in 12 bits; product: its number,
+  // or kEmbedding. table: the values of e >> 1 of eight codes. Throws std::runtime_error for what does not fit.
+  void map(int product, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
+           int64_t count);
+  static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come

@@ -173,7 +173,8 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
 }
 
 int64_t Decoder::packed_bytes() const {
-  int64_t bytes = state_.embedding.bytes;
+  int64_t bytes = state_.embedding.bytes + state_.mapped_embedding.bytes;
+  for (const Form& form : state_.forms) bytes += form.bytes;
   for (const auto& worker : workers_) bytes += worker->packed_bytes();
   return bytes;
 }
@@ -185,8 +186,9 @@ void DecodeState::embed(int32_t token, float* row) const {
     kernels->widen(embedding_dtype, embedding.data + token * d * bytes_of(embedding_dtype), d, row);
     return;
   }
-  const Bf12& tile = head_tiles[token / kTile];  // the head's rows are the table
-  if (forms[head.number].bf12) {
+  const bool mapped = mapped_embedding.mapped != nullptr;  // otherwise the head's rows are the table
+  const Bf12 tile = mapped ? mapped_embedding.tiles(token / kTile, d) : head_tiles[token / kTile];
+  if (mapped || forms[head.number].bf12) {
     std::vector<uint16_t> bits(d);
     read_row(tile, 0, token % kTile, d, bits.data());
     return kernels->widen(Dtype::bf16, bits.data(), d, row);
@@ -227,6 +229,40 @@ void Decoder::choose_form(const Product& product) {
   form.bf12 = (double)codes.exceptions <= kMostExceptions * (double)codes.weights;
   std::copy(std::begin(codes.high), std::end(codes.high), form.table);
   on_all([&](int w) { workers_[w]->place(product, form.bf12 ? &codes : nullptr); });
+}
+
+void Decoder::map(int number, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
+                  int64_t count) {
+  if (!options().bf12) throw std::runtime_error("this session was not opened for weights in 12 bits");
+  if (number < kEmbedding || number >= (int)state_.products.size())
+    throw std::runtime_error("the model has no product " + std::to_string(number));
+  Product table_of_rows{};  // as a product packs it
+  table_of_rows.lanes = 1, table_of_rows.rows = plan().vocab_size, table_of_rows.columns = plan().hidden_size;
+  const Product& product = number == kEmbedding ? table_of_rows : *state_.products[number];
+  const int64_t of = product.gated ? 2 : 1, all = product.lanes * product.units() * of;
+  const int64_t wanted = all * bf12_tile_bytes(product.columns);
+  if (bytes != wanted)
+    throw std::runtime_error("product " + std::to_string(number) + " has " + std::to_string(wanted) +
+                             " bytes of tiles in 12 bits, not " + std::to_string(bytes));
+  if (number != kEmbedding && missing_[number].size() != product.parts.size())
+    throw std::runtime_error("product " + std::to_string(number) + " is packed already");
+  Form form;
+  form.starts = starts_of(exceptions, count, all, product.columns);
+  form.list.assign(exceptions, exceptions + count);
+  form.bf12 = true;
+  form.mapped = tiles;
+  form.bytes = bytes + (int64_t)((form.list.size() + form.starts.size()) * sizeof(uint32_t));
+  for (int i = 0; i < 16; i++) form.table[i] = (uint8_t)(table[i % 8] | i / 8 << 7);
+  form.weights = product.lanes * product.rows * of * product.columns;
+  form.exceptions = count - all;
+  if (number == kEmbedding) {
+    state_.mapped_embedding = std::move(form);
+    return;
+  }
+  state_.forms[number] = std::move(form);
+  missing_[number].clear();
+  if (&product == &state_.head)
+    for (auto& worker : workers_) worker->name_head_tiles();
 }
 
 Decoder::Bf12Weights Decoder::bf12_weights() const {
@@ -278,9 +314,15 @@ void Worker::place(const Product& product, const Bf12Codes* codes) {
   if (&product == &d_.head) name_head_tiles();
 }
 
+int64_t Worker::mapped_bytes(const Product& product) const {
+  int64_t units = 0;
+  for (const Share& share : shares(product)) units += share.last - share.first;
+  return units * (product.gated ? 2 : 1) * bf12_tile_bytes(product.columns);
+}
+
 void Worker::name_head_tiles() {
   const Packed& packed = packed_[d_.head.number];
-  const bool bf12 = !packed.starts.empty();
+  const bool bf12 = d_.forms[d_.head.number].bf12;
   int64_t tile = 0;
   for (const Share& share : packed.shares)
     for (int64_t unit = share.first; unit < share.last; unit++, tile++)
@@ -291,8 +333,17 @@ void Worker::name_head_tiles() {
 
 Bf12 Worker::bf12(const Product& product, int64_t tile) const {
   const Packed& packed = packed_[product.number];
-  return {stream_.data + packed.offset + tile * bf12_tile_bytes(product.columns), d_.forms[product.number].table,
-          packed.exceptions.data(), packed.starts.data() + tile};
+  const Form& form = d_.forms[product.number];
+  if (form.mapped) return form.tiles(packed.first_unit * (product.gated ? 2 : 1) + tile, product.columns);
+  return {stream_.data + packed.offset + tile * bf12_tile_bytes(product.columns), form.table, packed.exceptions.data(),
+          packed.starts.data() + tile};
+}
+
+uint64_t Worker::read() const {
+  uint64_t sum = k_.read(stream_.data, used_);
+  for (const Product* product : d_.products)
+    if (d_.forms[product->number].mapped) sum += k_.read(bf12(*product, 0).data, mapped_bytes(*product));
+  return sum;
 }
 
 int64_t Worker::packed_bytes() const {

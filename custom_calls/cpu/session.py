@@ -1,6 +1,7 @@
 """A decode session on the CPU: weights packed for worker threads, and the call that they run."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,11 @@ from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import DecodeSession
 from laneformer.errors import CheckpointError
+from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES
 
 MOST_THREADS = 1024
+EMBEDDING = -1  # number of the embedding table among the products
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 
 
@@ -59,6 +62,7 @@ class Session(DecodeSession):
             raise NativeError(f"threads must be at least 1, got {threads}")
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
+        self._mapped: list[np.ndarray] = []  # which the library reads
         self._open(
             plan,
             timeout_ms,
@@ -87,6 +91,37 @@ class Session(DecodeSession):
                 " copy the checkpoint again, or use an earlier one"
             )
         self._missing.pop(path, None)
+
+    def map(self, product: Bf12Product) -> bool:
+        """Uses the matrices of a product, or the embedding table, where they are: nothing is copied but the exceptions,
+        and `product` must stay as it is. Needs bf12. Its units must begin at a multiple of 64 bytes to be read fast,
+        and have finite values. Returns whether the model has this product; if not, pack its weights. Raises NativeError
+        for sizes or exceptions that do not fit.
+        """
+        number = self._products.get((product.paths, product.interleaved))
+        if number is None:
+            return False
+        tiles = product.tiles
+        units = np.ascontiguousarray(tiles.units, np.uint8)
+        table, exceptions = np.ascontiguousarray(tiles.table, np.uint8), np.ascontiguousarray(tiles.exceptions)
+        if len(table) != BF12_TABLE or exceptions.dtype != np.uint32:
+            raise NativeError(f"{product.paths[0]}: the table must have {BF12_TABLE} values, and exceptions be uint32")
+        arrays = (units.ctypes.data, units.nbytes, table.ctypes.data, exceptions.ctypes.data, len(exceptions))
+        call("map", self.id, number, *arrays)
+        self._mapped.append(units)
+        for path in product.paths:
+            self._missing.pop(path, None)
+        return True
+
+    @cached_property
+    def _products(self) -> dict[tuple[tuple[str, ...], bool], int]:
+        """The number by which C++ knows a product, by its matrices and whether their tiles alternate."""
+        ops, products = self.plan.ops, self.plan.products
+        numbers = {
+            (tuple(matrix.weight.path for matrix in op.matrices), op.gated): number
+            for number, op in enumerate(products)
+        }
+        return {((ops.embedding.path,), False): EMBEDDING, **numbers, ((ops.head.weight.path,), False): len(products)}
 
     @property
     def threads(self) -> int:

@@ -120,6 +120,13 @@ struct Form {
   bool bf12 = false;       // else in the session's dtype
   uint8_t table[16] = {};  // of bf12: high byte of each code
   int64_t weights = 0, exceptions = 0;
+  // All its tiles in the caller's memory, with their exceptions; null: each worker has its own.
+  const char* mapped = nullptr;
+  std::vector<uint32_t> list, starts;
+  int64_t bytes = 0;  // of these
+  Bf12 tiles(int64_t first, int64_t columns) const {
+    return {mapped + first * bf12_tile_bytes(columns), table, list.data(), starts.data() + first};
+  }
 };
 
 struct DecodeState {
@@ -148,7 +155,8 @@ struct DecodeState {
   std::vector<Form> forms;  // by the products' numbers
 
   // Weights that are not streamed.
-  Region embedding;  // [vocab_size][hidden_size] as stored; empty when the head is the same matrix
+  Region embedding;       // [vocab_size][hidden_size] as stored; empty when the head is the same matrix, or if it is
+  Form mapped_embedding;  // in tiles of 12 bits
   Dtype embedding_dtype = Dtype::f32;
   std::vector<float> small_weights;
   std::vector<Bf12> head_tiles;  // of lane 0's matrix, in the workers' streams; `data` alone unless it is in 12 bits

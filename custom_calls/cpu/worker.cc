@@ -43,6 +43,7 @@ Worker::Worker(DecodeState& state, int index)
   for (const Product* product : d_.products) {
     const int64_t per_lane = product->units(), all = per_lane * product->lanes;
     Packed& packed = packed_.emplace_back();
+    packed.first_unit = all * index / count_;
     packed.offset = bytes;  // until its form is chosen, if that is so
     for (int64_t first = all * index / count_, last = all * (index + 1) / count_; first < last;) {
       const int64_t lane = first / per_lane, end = std::min(last, (lane + 1) * per_lane);

@@ -18,14 +18,14 @@ class Worker {
     const Packed& packed = packed_[product.number];
     return packed.staged.data ? packed.staged.data : stream_.data + packed.offset;
   }
-  const char* stream() const { return stream_.data; }
-  int64_t stream_bytes() const { return used_; }
+  uint64_t read() const;  // all that it streams for a token, without computing anything
   int64_t packed_bytes() const;
 
   // A product whose form is chosen when all its weights are in: until then its tiles are apart from the stream.
   void stage(const Product& product);
   void count(const Product& product, Bf12Counts& counts) const;
   void place(const Product& product, const Bf12Codes* codes);  // null: as bf16
+  void name_head_tiles();                                      // once the head's are in their places
 
   void reset();
   void generate();
@@ -59,7 +59,7 @@ class Worker {
   const float* vector_of(const Product& product, int lane);
   int64_t times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y, int64_t ldy);
   Bf12 bf12(const Product& product, int64_t tile) const;
-  void name_head_tiles();
+  int64_t mapped_bytes(const Product& product) const;
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
@@ -102,6 +102,7 @@ class Worker {
   const int first_lane_, last_lane_;  // first <= lane < last
   struct Packed {
     std::vector<Share> shares;
+    int64_t first_unit = 0;         // of the shares, counted through the lanes
     int64_t offset = 0, bytes = 0;  // in stream_; as bf16 or the session's dtype
     Region staged;
     std::vector<uint32_t> exceptions, starts;  // of bf12

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from infer.sampling import Sampling
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
+from laneformer.formats import Bf12Product
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 
@@ -31,8 +32,8 @@ class Source(Protocol):
     """Name of the dtype in which the weights are stored."""
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and lane-first array of each weight in the order of `parameter_table`; an array is valid until the next
-        one is read.
+        """Path and lane-first array of each weight in any order, best in `packing_order`; an array is valid until the
+        next one is read.
         """
 
     def model(self) -> Laneformer:
@@ -87,8 +88,12 @@ class CheckpointSource:
         self.config, self.stored_dtype, self.mesh = self._checkpoint.config, self._checkpoint.dtype, mesh
         self.precision = dataclasses.replace(precision or Precision.default(self.stored_dtype), param=self.stored_dtype)
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        return self._checkpoint.weights()
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+        return self._checkpoint.weights(without)
+
+    def packed(self) -> Iterator[Bf12Product]:
+        """Matrices that a session can use as they are in the files."""
+        return self._checkpoint.packed()
 
     def model(self) -> Laneformer:
         return self._checkpoint.model(self.mesh, self.precision)

@@ -8,10 +8,10 @@ import jax
 
 import custom_calls
 from custom_calls import Session, bf12_pays
-from infer.engine.backend import Source, device_name
+from infer.engine.backend import CheckpointSource, Source, device_name
 from infer.engine.native import NativeBackend, pack, plan_of
 from laneformer.errors import ConfigError
-from laneformer.formats import BF12_MOST_EXCEPTIONS
+from laneformer.formats import BF12_MOST_EXCEPTIONS, Bf12Product
 from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
@@ -47,9 +47,9 @@ class CpuBackend(NativeBackend):
         weights: str | None = None,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
-        they have; None for bf12 where the model exceeds all caches and that was measured to be faster. The other
-        options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
-        used, or for bf12 with weights of another dtype.
+        they have; None for bf12 where the checkpoint is stored so, or the model exceeds all caches and bf12 was
+        measured to be faster. The other options are for tests and measurements; see custom_calls.Session. Raises
+        ConfigError if the library cannot be used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
         if weights not in (None, "bfloat16", "bf12"):
@@ -58,10 +58,13 @@ class CpuBackend(NativeBackend):
             raise ConfigError(
                 f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16"
             )
+        packed: list[Bf12Product] = []
+        if weights != "bfloat16" and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
+            packed = list(source.packed())
         try:
             if weights is None:
                 large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
-                weights = "bf12" if large and bf12_pays(threads, instructions) else "bfloat16"
+                weights = "bf12" if packed or (large and bf12_pays(threads, instructions)) else "bfloat16"
             session = Session(
                 plan,
                 threads=threads,
@@ -76,7 +79,8 @@ class CpuBackend(NativeBackend):
                     " the speed of one",
                     *(threads, cores, "s" * (cores > 1)),
                 )
-            pack(session, source)
+            mapped = [path for product in packed if session.map(product) for path in product.paths]
+            pack(session, source, mapped)
             if left := session.bf12_weights.left:
                 log.info(
                     "%d of %d matrices stay bfloat16: over %g of their weights are exceptions of bf12",

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_
 from laneformer.decoder import decoder_ops
 from laneformer.mesh import LANE
 from laneformer.state import make_cache
-from laneformer.weights import parameter_count, parameter_table
+from laneformer.weights import parameter_table
 
 log = logging.getLogger("infer")
 
@@ -182,17 +182,19 @@ def plan_of(source: Source) -> Plan:
     )
 
 
-def pack(session: DecodeSession, source: Source) -> None:
-    """All weights, one at a time, with a progress bar for large models."""
+def pack(session: DecodeSession, source: Source, without: Collection[str] = ()) -> None:
+    """All weights but for the paths in `without`, one at a time, with a progress bar for large models."""
     # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
     tqdm.set_lock(threading.RLock())
+    table = parameter_table(source.config)
+    rest = sum(weight.size for path, weight in table.items() if path not in without)
     names = tqdm(
-        source.weights(),
+        source.weights(without) if without else source.weights(),
         "packing weights",
-        total=len(parameter_table(source.config)),
+        total=len(table) - len(without),
         unit="weight",
         leave=False,
-        disable=None if parameter_count(source.config) >= LARGE else True,
+        disable=None if rest >= LARGE else True,
     )
     for path, weight in names:
         session.pack(path, weight)

@@ -20,7 +20,7 @@ from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.recipe import call_recipe
-from laneformer.weights import parameter_table
+from laneformer.weights import packing_order, parameter_table
 
 BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 
@@ -46,7 +46,9 @@ class RandomSource:
             name: (deviation * normal).astype(self.stored_dtype)
             for name, deviation in (("normal", 0.02), ("embedding", 0.02), ("output", outputs))
         }
-        for path, parameter in parameter_table(self.config).items():
+        table = parameter_table(self.config)
+        for path in packing_order(self.config):
+            parameter = table[path]
             if parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
                 yield path, np.resize(block, parameter.shape)

@@ -3,9 +3,13 @@ time.
 """
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +17,21 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError
 
-from laneformer.errors import CheckpointError
+from laneformer.errors import CheckpointError, ConfigError
+from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
-from laneformer.hf.laneformer import to_file
-from laneformer.hf.safetensors import DTYPES, INDEX, check_tensors, find_tensors, write_tensors
+from laneformer.hf import laneformer as own
+from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
+from laneformer.hf.safetensors import DTYPES, INDEX, Output, check_tensors, find_tensors, write_outputs, write_tensors
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from laneformer.weights import parameter_table
+from laneformer.weights import packing_order, parameter_table
+
+log = logging.getLogger("laneformer")
 
 _FILE_BYTES = 5_000_000_000
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in files
 
 
 class HfFolder:
@@ -31,10 +40,11 @@ class HfFolder:
     def __init__(self, path: str | Path, dtype=None, num_lanes: int | None = None):
         """Arguments and errors are those of laneformer.load."""
         path = Path(path)
-        self.config = read_hf_config(path, num_lanes)
+        self.path, self.config = path, read_hf_config(path, num_lanes)
         self._table = parameter_table(self.config)
-        self._sources = find_family(read_values(path / "config.json")).sources(self.config, self._table)
-        self._tensors = find_tensors(path)
+        self._family = find_family(read_values(path / "config.json"))
+        self._sources = self._family.sources(self.config, self._table)
+        self._tensors, self._groups = unpacked(*find_tensors(path))
         check_tensors(path, self._sources, self._tensors, tied=self.config.tie_word_embeddings)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
 
@@ -43,29 +53,57 @@ class HfFolder:
         """Name of the dtype that weights are read in; where the files have several, that of the embedding table."""
         return (self._dtype or DTYPES[self._tensors[self._sources["tok_embeddings"].name].dtype]).name
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, lane-first and contiguous, in the order of `parameter_table`.
+    @property
+    def packed_weights(self) -> int:
+        """Weights that the files have in 12 bits each."""
+        return sum(stored.group.weights for stored in self._groups)
 
-        All of them are read into the same memory: an array is valid until the next one is read.
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+        """Path and array of each weight, lane-first and contiguous, in `packing_order`, but for the paths in `without`.
+
+        Those of the layers are read into the same memory, and so are table and head: an array is valid until the next
+        one is read.
         """
-        memory = _aligned(max(self._tensors[source.name].size for source in self._sources.values()))
-        return self._read(lambda size: memory[:size])
+        paths = [path for path in packing_order(self.config) if path not in without]
+        for _, alike in groupby(paths, lambda path: self._table[path].group == "embedding"):
+            names = list(alike)
+            memory = _aligned(max(self._tensors[self._sources[path].name].size for path in names))
+            yield from self._read(partial(_beginning, memory), names)
+
+    def packed(self) -> Iterator[Bf12Product]:
+        """The matrices that the files have in 12 bits per weight, product by product, as pages of the files. A product
+        that no kernel can use so is left out, with a line in the log.
+        """
+        paths = {source.name: path for path, source in self._sources.items()}
+        if self._family is not own.FAMILY or self._dtype not in (None, jnp.bfloat16):
+            return
+        for stored in self._groups:
+            if reason := stored.unfit:
+                log.info("%s: %s is packed again: %s", self.path, stored.group.name, reason)
+            else:
+                yield Bf12Product(
+                    tuple(paths[name] for name in stored.group.shapes), stored.group.interleaved, stored.map()
+                )
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
         """All weights as a model; see laneformer.load."""
         weights = {}
-        for path, weight in self._read(_aligned):
+        for path, weight in self._read(_aligned, self._table):
             entry = self._table[path]
             device = None if mesh is None else sharding(entry.spec, entry.shape, mesh)
             weights[path] = jax.block_until_ready(jax.device_put(weight, device))  # at most one is in memory twice
         return Laneformer(self.config, weights, precision, mesh)
 
-    def _read(self, memory: Callable[[int], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    def _read(self, memory: Callable[[int], np.ndarray], paths: Collection[str]) -> Iterator[tuple[str, np.ndarray]]:
         """memory: returns uint8 memory of the given size in bytes."""
-        for path in self._table:
+        for path in paths:
             source = self._sources[path]
             tensor = self._tensors[source.name]
             yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
+
+
+def _beginning(memory: np.ndarray, size: int) -> np.ndarray:
+    return memory[:size]
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -75,33 +113,38 @@ def _aligned(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
-def save_hf(model: Laneformer, path: str | Path, *, spelling: str = "laneformer_tp") -> Path:
+def save_hf(
+    model: Laneformer,
+    path: str | Path,
+    *,
+    spelling: str = "laneformer_tp",
+    weights: Literal["bfloat16", "bf12"] | None = None,
+) -> Path:
     """Writes config.json and model.safetensors (several files with an index above 5 GB) and returns the folder.
 
-    The weights keep their dtype and load again bit for bit. Files are replaced only once their successors are complete.
-    Raises CheckpointError if the folder cannot be written.
+    The weights keep their dtype and load again bit for bit. weights: bf12 to write bfloat16 matrices in 12 bits each
+    (docs/bf12.md), bfloat16 to refuse other dtypes. Files are replaced only once their successors are complete. Raises
+    ConfigError for `weights` of another dtype, CheckpointError if the folder cannot be written.
     """
-    path = Path(path)
+    path, dtype = Path(path), model.tok_embeddings[...].dtype.name
+    if weights is not None and dtype != "bfloat16":
+        raise ConfigError(f"weights {weights} must be bfloat16, got {dtype}: convert them with --dtype bfloat16")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        groups, weights = list(_groups(model)), model.weights()
+        files = list(_bf12_files(model) if weights == "bf12" else _plain_files(model))
         stale = set(path.glob("*.safetensors")) | {path / INDEX}
         weight_map, total = {}, 0
-        for i, group in enumerate(groups):
-            name = "model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            tensors = {
-                file_name: np.ascontiguousarray(to_file(model.config, p, np.asarray(weights[p])))
-                for file_name, p in group.items()
-            }
-            write_tensors(path / name, tensors)
+        for i, file in enumerate(files):
+            name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+            file.write(path / name)
             stale.discard(path / name)
-            weight_map |= dict.fromkeys(tensors, name)
-            total += sum(t.nbytes for t in tensors.values())
-        if len(groups) > 1:
+            weight_map |= dict.fromkeys(file.names, name)
+            total += file.size
+        if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_text(path / INDEX, json.dumps(index, indent=1))
             stale.discard(path / INDEX)
-        values = config_to_hf(model.config, spelling) | {"torch_dtype": model.tok_embeddings[...].dtype.name}
+        values = config_to_hf(model.config, spelling) | {"torch_dtype": dtype}
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
         for file in stale:  # of an earlier, differently split save
             file.unlink(missing_ok=True)
@@ -110,16 +153,85 @@ def save_hf(model: Laneformer, path: str | Path, *, spelling: str = "laneformer_
     return path
 
 
-def _groups(model: Laneformer) -> Iterator[dict[str, str]]:
-    """Tensor name -> path of the weights that go into each file."""
-    weights, group, size = model.weights(), {}, 0
-    for path, parameter in parameter_table(model.config).items():
-        if group and size + weights[path].nbytes > _FILE_BYTES:
-            yield group
-            group, size = {}, 0
-        group[parameter.file_name] = path
-        size += weights[path].nbytes
-    yield group
+class _File(NamedTuple):
+    """A file to be written."""
+
+    names: list[str]
+    """Of its tensors."""
+    size: int
+    """Bytes of them."""
+    write: Callable[[Path], None]
+
+
+class _Tensors:
+    """The weights of a model as files have them, by tensor name."""
+
+    def __init__(self, model: Laneformer):
+        self._config, self._weights = model.config, model.weights()
+        self.paths = {weight.file_name: path for path, weight in parameter_table(model.config).items()}
+        self.sizes = {name: self._weights[path].nbytes for name, path in self.paths.items()}
+        self.dtypes = {name: np.dtype(self._weights[path].dtype) for name, path in self.paths.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path = self.paths[name]
+        return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(self._weights[path])))
+
+
+def _plain_files(model: Laneformer) -> Iterator[_File]:
+    tensors = _Tensors(model)
+
+    def write(names: list[str], file: Path) -> None:
+        write_tensors(file, {name: tensors[name] for name in names})
+
+    for names in _by_file(tensors.sizes):
+        yield _File(names, sum(tensors.sizes[name] for name in names), partial(write, names))
+
+
+def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
+    """What goes into each file, by its bytes."""
+    names, total = [], 0
+    for name, size in sizes.items():
+        if names and total + size > _FILE_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names
+
+
+def _bf12_files(model: Laneformer) -> Iterator[_File]:
+    """Groups that have few exceptions in 12 bits, everything else as it is."""
+    tensors, plans = _Tensors(model), {}
+    for group in groups_of(model.config, own.sources(model.config, parameter_table(model.config))):
+        if all(tensors.dtypes[name] == jnp.bfloat16 for name in group.shapes):
+            plan = GroupPlan.of(group, _bits(tensors, group.shapes))
+            plans |= {group.name: plan} if plan.fits else {}
+    packed = {name for plan in plans.values() for name in plan.group.shapes}
+    plain = {name: size for name, size in tensors.sizes.items() if name not in packed}
+
+    def outputs(names: list[str]) -> dict[str, Output]:
+        found = {}
+        for name in names:
+            if name in plans:
+                found |= plans[name].outputs(partial(_bits, tensors, plans[name].group.shapes))
+            else:
+                array = tensors[name]
+                found[name] = Output(_NAMES[array.dtype], array.shape, array.nbytes, lambda name=name: [tensors[name]])
+        return found
+
+    def write(names: list[str], file: Path) -> None:
+        groups = [plans[name].group for name in names if name in plans]
+        write_outputs(file, outputs(names), metadata_of(groups))
+
+    sizes = {name: plan.size for name, plan in plans.items()} | plain
+    for names in _by_file(sizes):
+        found = outputs(names)
+        yield _File([*found], sum(output.size for output in found.values()), partial(write, names))
+
+
+def _bits(tensors: _Tensors, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Tensors as the bits of bfloat16, uint16."""
+    return {name: tensors[name].view(np.uint16) for name in names}
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -3,11 +3,15 @@
 The format: 8 bytes with the header's length, a JSON header of dtype, shape and byte range per tensor, the bytes.
 """
 
+import json
+import math
+import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +25,8 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
+ALIGNMENT = 64
+"""Bytes of a cache's line, at multiples of which tensors that kernels map begin."""
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
 
 
@@ -50,9 +56,11 @@ class Tensor:
     """Bytes."""
 
     def read(self, memory: np.ndarray) -> np.ndarray:
-        """The tensor in memory uint8 [size], read past any mapping: mapped pages that were read count as memory
-        in use.
-        """
+        """The tensor in memory uint8 [size]."""
+        return self.read_bytes(memory).view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def read_bytes(self, memory: np.ndarray) -> np.ndarray:
+        """Its bytes in that memory, read past any mapping: mapped pages that were read count as memory in use."""
         try:
             with self.file.open("rb") as file:
                 file.seek(self.start)
@@ -61,11 +69,25 @@ class Tensor:
             raise _damaged(self.file, error) from None
         if found != self.size:
             raise _truncated(self.file, self.start + found, self.start + self.size)
-        return memory.view(DTYPES[self.dtype]).reshape(self.shape)
+        return memory
+
+    def map(self) -> np.ndarray:
+        """The tensor's bytes, uint8 [size], as pages of the file: read when first used, and shared with other processes
+        that map them. They must not change as long as the array exists.
+        """
+        first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.file.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), self.start + self.size - first, access=mmap.ACCESS_READ, offset=first)
+        except ValueError:  # the file was longer when its header was read
+            raise _truncated(self.file, self.file.stat().st_size, self.start + self.size) from None
+        except OSError as error:
+            raise _damaged(self.file, error) from None
+        return np.frombuffer(pages, np.uint8, self.size, self.start - first)
 
     def same_bytes(self, other: "Tensor") -> bool:
-        """Whether two tensors are the same, without holding either in memory."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape):
+        """Whether two tensors are the same, without holding either in memory; not known of packed ones."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape) or not type(self) is type(other) is Tensor:
             return False
         with self.file.open("rb") as first, other.file.open("rb") as second:
             first.seek(self.start)
@@ -74,16 +96,26 @@ class Tensor:
             return all(first.read(piece) == second.read(piece) for piece in pieces)
 
 
-def find_tensors(folder: Path) -> dict[str, Tensor]:
-    """Tensor name -> where it is, for all files of a folder. Raises CheckpointError."""
+class Header(NamedTuple):
+    """What the header of a file has."""
+
+    tensors: dict[str, Tensor]
+    """By name."""
+    metadata: dict[str, object]
+    """Texts about the file."""
+
+
+def find_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[Path, dict[str, object]]]:
+    """Tensor name -> where it is, and the metadata of each file, for all files of a folder. Raises CheckpointError."""
     index = folder / INDEX
     names = _indexed_files(index) if index.exists() else sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{folder} has no .safetensors files: copy them beside its config.json")
     tensors: dict[str, Tensor] = {}
+    metadata: dict[Path, dict[str, object]] = {}
     for name in names:
         try:
-            found = read_header(folder / name)
+            found, metadata[folder / name] = read_header(folder / name)
         except FileNotFoundError:
             named = f"but {INDEX} names it" if index.exists() else "the link leads nowhere"
             raise CheckpointError(f"{folder / name} does not exist, {named}: copy it again") from None
@@ -96,7 +128,7 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
                     f"{folder}: tensor {tensor} appears in more than one file, {files}; remove the duplicate"
                 )
         tensors |= found
-    return tensors
+    return tensors, metadata
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -117,10 +149,8 @@ def _indexed_files(index: Path) -> list[str]:
     return names
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
-    """Tensor name -> where it is. Raises CheckpointError for a truncated file, SafetensorError or OSError for one that
-    is damaged otherwise.
-    """
+def read_header(file: Path) -> Header:
+    """Raises CheckpointError for a truncated file, SafetensorError or OSError for one that is damaged otherwise."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is not a regular file: copy it again")
@@ -131,20 +161,21 @@ def read_header(file: Path) -> dict[str, Tensor]:
         if size < 8 or (size < begin and length <= _LONGEST_HEADER):
             raise _truncated(file, size, max(begin, 9))
         text = opened.read(min(length, _LONGEST_HEADER))
-    header = _parse_header(file, text)
+    header, metadata = _parse_header(file, text)
     ranges = [entry["data_offsets"] for entry in header.values()] if header else []
     if ranges and size < (wanted := begin + max(end for _, end in ranges)):
         raise _truncated(file, size, wanted)
     with safe_open(file, framework="numpy"):
         pass  # checks that dtypes, shapes and offsets agree with each other and with the file's size
-    return {
+    tensors = {
         name: Tensor(file, entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
         for (name, entry), (start, end) in zip(header.items(), ranges, strict=True)
     }
+    return Header(tensors, metadata)
 
 
-def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
-    """The tensors of a header."""
+def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, object]]:
+    """The tensors of a header, and its metadata."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
@@ -157,7 +188,7 @@ def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
         header = parse_json(text, object_pairs_hook=unique)
         if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
             raise ValueError("its header is not an object of objects")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
         for entry in header.values():
             start, end = entry["data_offsets"]
             if not (isinstance(start, int) and isinstance(end, int)):
@@ -166,7 +197,7 @@ def _parse_header(file: Path, text: bytes) -> dict[str, dict]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(file, error) from None
-    return header
+    return header, metadata
 
 
 def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], *, tied: bool) -> None:
@@ -201,6 +232,38 @@ def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Replaces a file once its successor is complete. Raises OSError or SafetensorError."""
     part = file.with_name(f"{file.name}.part")
     save_file(dict(tensors), part, metadata={"format": "pt"})
+    os.replace(part, file)
+
+
+class Output(NamedTuple):
+    """A tensor to be written."""
+
+    dtype: str
+    """As a header names it."""
+    shape: tuple[int, ...]
+    size: int
+    """Bytes."""
+    pieces: Callable[[], Iterable[np.ndarray]]
+    """Makes its bytes, piece by piece."""
+
+
+def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[str, str]) -> None:
+    """As `write_tensors`, one piece in memory at a time. Every tensor begins at a multiple of its dtype's size, and at
+    one of ALIGNMENT if its own size is. Raises OSError.
+    """
+    tensors = dict(sorted(tensors.items(), key=lambda entry: -math.gcd(entry[1].size, ALIGNMENT)))
+    header, end = {"__metadata__": {"format": "pt", **metadata}}, 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": [end, end + tensor.size]}
+        end += tensor.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    part = file.with_name(f"{file.name}.part")
+    with part.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            for piece in tensor.pieces():
+                opened.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
     os.replace(part, file)
 
 

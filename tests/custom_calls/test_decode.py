@@ -2,6 +2,7 @@
 threads.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import custom_calls
 from custom_calls import ENDS, build
 from infer.sampling import sample
+from laneformer.formats import BF12_END, Bf12Product, Bf12Tiles
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
 from tests.support.gpu_cases import plan_of_normed_sums, state_of, weights_of
@@ -22,6 +24,10 @@ pytestmark = small.needs_library
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, room=None, **options):
     """One call with the logits of every token -> (outputs, state)."""
     session = small.make_session(config, weights, compute=compute, **options)
+    return run_session(session, config, prompt, limit, compute=compute, capacity=capacity, room=room)
+
+
+def run_session(session, config, prompt, limit, *, compute="float32", capacity=64, room=None):
     call = small.jitted(session, room=room or limit, top=3, logits=True)
     return call(small.make_inputs(prompt, limit), small.make_state(config, capacity, compute))
 
@@ -120,16 +126,21 @@ def with_exceptions(weights, share):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_weights_in_twelve_bits_have_the_same_results(name):
-    """Logits, tokens, log-probabilities and caches, bit for bit, with exceptions up to the limit."""
+def test_weights_in_twelve_bits_have_the_same_results(name, tmp_path):
+    """Logits, tokens, log-probabilities and caches, bit for bit, with exceptions up to the limit; packed here, or
+    mapped from a folder.
+    """
     config = small.make_config(**PACKED[name] | {"vocab_size": PACKED[name].get("vocab_size", 300)})
     weights = with_exceptions(small.make_weights(config, "bfloat16"), 5e-4)
     ids = small.prompt_of(config, 50)
     expected = run(config, weights, ids, 4, threads=2)
     for ways in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}):
         assert small.same(run(config, weights, ids, 4, bf12=True, **ways), expected), ways
+        mapped = small.mapped_session(config, weights, tmp_path, **ways)
+        assert small.same(run_session(mapped, config, ids, 4), expected), ways
     packed = small.make_session(config, weights, threads=2, bf12=True)
     counts, plain = packed.bf12_weights, small.make_session(config, weights, threads=2)
+    assert mapped.bf12_weights == counts and mapped.packed_bytes < plain.packed_bytes and mapped.read_pass() > 0
     matrices = [weight for weight in weights.values() if weight.ndim > 1]
     assert counts.matrices >= 3 * config.num_hidden_layers and plain.bf12_weights == (0, 0, 0, 0)
     assert 0 < counts.weights <= sum(weight.size for weight in matrices)
@@ -159,6 +170,55 @@ def test_matrices_with_many_exceptions_stay_in_sixteen_bits():
     assert small.same(*(run(config, weights, ids, 3, threads=2, bf12=bf12) for bf12 in (False, True)))
     with pytest.raises(custom_calls.NativeError, match="packed already"):
         session.pack("layers.0.feed_forward.w1", weights["layers.0.feed_forward.w1"])
+
+
+def mappable():
+    """A model, its weights, and its first product as files have it, without exceptions."""
+    config = small.make_config()
+    weights = small.make_weights(config, "bfloat16")
+    product = small.make_session(config, weights).plan.products[0]
+    paths = tuple(matrix.weight.path for matrix in product.matrices)
+    tiles = config.num_lanes * -(-product.rows // 16)
+    units = np.zeros((tiles, -(-product.columns // 8), 3, 64), np.uint8)
+    return (
+        config,
+        weights,
+        Bf12Product(paths, False, Bf12Tiles(np.arange(8, dtype=np.uint8), units, np.full(tiles, BF12_END, np.uint32))),
+    )
+
+
+UNFIT = {
+    "not opened for them": ({"bf12": False}, {}, "not opened for weights in 12 bits"),
+    "a tile less": ({}, {"units": lambda units: units[1:]}, "bytes of tiles in 12 bits, not"),
+    "an end less": ({}, {"exceptions": lambda words: words[1:]}, "must end once for each of their tiles"),
+    "no end": ({}, {"exceptions": lambda words: np.append(words[1:], np.uint32(0))}, "must end once for each"),
+    "outside": ({}, {"exceptions": lambda words: np.append(np.uint32(3 << 15), words)}, "in none of their columns"),
+    "in the padding": ({}, {"exceptions": lambda words: np.append(np.uint32(2 << 15 | 64 << 8), words)}, "in none of"),
+    "another table": ({}, {"table": lambda table: table[1:]}, "the table must have 8 values"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_tiles_that_do_not_fit_are_refused(name):
+    options, changes, message = UNFIT[name]
+    config, _, product = mappable()
+    changed = {field: change(getattr(product.tiles, field)) for field, change in changes.items()}
+    product = dataclasses.replace(product, tiles=dataclasses.replace(product.tiles, **changed))
+    session = small.open_session(config, "bfloat16", **{"bf12": True} | options)
+    with pytest.raises(custom_calls.NativeError, match=message):
+        session.map(product)
+
+
+def test_a_product_is_mapped_once_and_not_packed_again():
+    config, weights, product = mappable()
+    session = small.open_session(config, "bfloat16", bf12=True)
+    assert not session.map(dataclasses.replace(product, interleaved=True)), "another order of tiles"
+    assert not session.map(dataclasses.replace(product, paths=product.paths[:1])), "another product"
+    assert session.map(product)
+    with pytest.raises(custom_calls.NativeError, match="packed already"):
+        session.map(product)
+    with pytest.raises(custom_calls.NativeError, match="packed already"):
+        session.pack(product.paths[0], weights[product.paths[0]])
 
 
 def test_other_dtypes_cannot_have_twelve_bits():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from laneformer.formats import BF12_MOST_EXCEPTIONS, FORMATS, KERNEL_FORMATS, Bf12, bf12_exceptions
+from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, FORMATS, KERNEL_FORMATS, Bf12, Bf12Tiles, bf12_exceptions
 
 
 def test_bytes_include_the_scales():
@@ -64,6 +64,47 @@ def test_bf12_gives_every_bit_back(name):
     assert (np.diff(packed.places) > 0).all()
 
 
+def tiles_of(bits: np.ndarray) -> tuple[Bf12, Bf12Tiles, np.ndarray]:
+    """A matrix in both ways, and with padding, uint16 [tiles, 16, columns]."""
+    packed = Bf12.encode(bits)
+    rows, columns = bits.shape
+    padded = np.full((-(-max(rows, 1) // 16) * 16, -(-columns // 8) * 8), int(packed.table[0]) << 8, np.uint16)
+    padded[:rows, :columns] = bits
+    padded = padded.reshape(-1, 16, padded.shape[1])
+    return packed, Bf12Tiles.encode(padded, packed.table), padded
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_tiles_give_every_bit_back(name):
+    """All tiles, and every third."""
+    packed, tiles, padded = tiles_of(BITS[name])
+    count = len(padded)
+    np.testing.assert_array_equal(tiles.decode(range(0, count, 1)), padded)
+    np.testing.assert_array_equal(tiles.decode(range(count // 4, count, 3)), padded[count // 4 :: 3])
+    assert len(tiles.exceptions) == len(packed.places) + count and tiles.problem(BITS[name].shape[1]) is None
+    values = BITS[name] & 0x7F80
+    assert tiles.surely_finite == (not (values >= 0x7F00).any())
+
+
+def test_places_in_tiles():
+    """Codes and low bytes where docs/bf12.md says, by its formula."""
+    random = np.random.default_rng(0)
+    bits = (random.choice([0x31, 0x33, 0x34, 0x35, 0xB1, 0xB3, 0xB8, 0xC0, 0xC1, 0x42], (16, 24)) << 8).astype(
+        np.uint16
+    )
+    bits += random.integers(0, 256, bits.shape, np.uint16)
+    bits[5, 13] = 0x1234
+    packed, tiles, _ = tiles_of(bits)
+    for row, column in np.ndindex(16, 24):
+        unit, half, c = column // 8, column % 8 // 4, column % 4
+        byte = 16 * (row // 4) + 8 * (c // 2) + 2 * (row % 4) + c % 2
+        assert tiles.units[0, unit, 1 + half, byte] == bits[row, column] & 0xFF
+        code = packed.codes[row, column // 2] >> 4 * (column % 2) & 15
+        assert tiles.units[0, unit, 0, byte] >> 4 * half & 15 == code
+    byte = 64 + 16 + 2 + 1  # row 5, columns 12 to 15 are the second half of unit 1
+    assert 1 << 15 | byte << 8 | 0x12 in tiles.exceptions and tiles.exceptions[-1] == BF12_END
+
+
 @given(arrays.arrays(np.uint16, arrays.array_shapes(min_dims=2, max_dims=2, max_side=24)))
 def test_bf12_gives_any_bits_back(bits):
     packed = Bf12.encode(bits)
@@ -81,6 +122,9 @@ def test_exceptions_side_by_side_are_listed(places, high):
     np.testing.assert_array_equal(packed.decode(), bits.reshape(1600, 8))
     listed = [] if 0x38 <= high & 0x7F < 0x40 else sorted(7 * 128 + place for place in places)
     assert packed.places.tolist() == listed and (packed.high == high).all()
+    tiles = Bf12Tiles.encode(bits, packed.table)
+    np.testing.assert_array_equal(tiles.decode(range(5, 9, 1)), bits[5:9])
+    assert len(tiles.exceptions) == 100 + len(listed) and tiles.problem(8) is None
 
 
 def test_trained_like_weights_have_few_exceptions():

@@ -40,6 +40,19 @@ def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+def test_twelve_bits_and_back(tmp_path, capsys):
+    """Without a change of any byte."""
+    for source, target, *options in (
+        (LANED, "plain", "--dtype", "bfloat16"),
+        (LANED, "packed", "--dtype", "bfloat16", "--weights", "bf12"),
+        (tmp_path / "packed", "back", "--weights", "bfloat16"),
+    ):
+        assert main([str(source), str(tmp_path / target), *options]) == 0
+    assert " parameters in bfloat16, " in (out := capsys.readouterr().out) and out.count("of them in 12 bits each") == 1
+    plain, packed, back = ((tmp_path / name / "model.safetensors") for name in ("plain", "packed", "back"))
+    assert back.read_bytes() == plain.read_bytes() != packed.read_bytes()
+
+
 def test_generation_config_has_the_end_of_a_turn(tmp_path):
     source = tmp_path / "source"
     laneformer.save_hf(laneformer.load(LANED), source)
@@ -88,6 +101,7 @@ def test_damaged_run_is_one_line(tmp_path, command):
         ("nowhere", (), "is not a folder"),
         (LANED, ("--lanes", "4"), "8 lanes"),
         (DENSE, ("--lanes", "3"), "num_lanes"),
+        (LANED, ("--weights", "bf12"), "must be bfloat16, got float32"),
         (LANED, (), "--overwrite"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import types
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ import pytest
 import custom_calls
 from custom_calls import Inputs, Session, State
 from custom_calls.plan import make_plan
+from infer.engine.backend import CheckpointSource
+from infer.engine.cpu import CpuBackend
 from infer.engine.native import plan_of
-from laneformer import Laneformer, ModelConfig, Precision
+from laneformer import Laneformer, ModelConfig, Precision, save_hf
 from laneformer.decoder import decoder_ops
 from laneformer.layout import parse_layout
 from laneformer.state import make_cache
@@ -60,14 +63,26 @@ def make_session(
     config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options
 ) -> Session:
     """options: of custom_calls.Session."""
-    stored = weights["tok_embeddings"].dtype.name
-    source = types.SimpleNamespace(
-        config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
-    )
-    session = Session(plan_of(source), **options)
+    session = open_session(config, weights["tok_embeddings"].dtype.name, compute, **options)
     for path, weight in weights.items():
         session.pack(path, weight)
     return session
+
+
+def open_session(config: ModelConfig, stored: str, compute: str = "float32", **options) -> Session:
+    """Without weights. stored: their dtype."""
+    source = types.SimpleNamespace(
+        config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
+    )
+    return Session(plan_of(source), **options)
+
+
+def mapped_session(config: ModelConfig, weights: dict[str, np.ndarray], folder: Path, **options) -> Session:
+    """With the matrices of a folder in bf12, which is written if it is empty."""
+    if not (folder / "config.json").exists():
+        model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
+        save_hf(model, folder, weights="bf12")
+    return CpuBackend(CheckpointSource(folder), weights="bf12", **options).session
 
 
 def make_inputs(

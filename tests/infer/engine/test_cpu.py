@@ -52,15 +52,18 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
 
 
 @pytest.mark.parametrize("case", ["case_03", "case_12"])
-def test_weights_in_twelve_bits_give_the_same_answer(case):
+def test_weights_in_twelve_bits_give_the_same_answer(case, tmp_path):
     """The reference models, whose weights are converted to bfloat16; bytes per token count what is read."""
+    laneformer.save_hf(laneformer.load(ORACLE / case, "bfloat16"), tmp_path, weights="bf12")
     answers, engines = [], {}
-    for weights in ("bfloat16", "bf12"):
-        engine = engines[weights] = Engine.load(ORACLE / case, "cpu", dtype="bfloat16", weights=weights)
+    for weights in ("bfloat16", "bf12", None):
+        folder = ORACLE / case if weights else tmp_path
+        engine = engines[weights] = Engine.load(folder, "cpu", dtype="bfloat16", weights=weights)
         result = engine.generate(PROMPT, max_new_tokens=20, sampling=Sampling(temperature=1.0, seed=3)).result
         answers.append((result.tokens, result.logprobs))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     packed = engines["bf12"].conditions
+    assert engines[None].conditions["bf12_weights"] == packed["bf12_weights"], "a folder in 12 bits stays so"
     saved = packed["bf12_weights"] / 2 - 4 * packed["bf12_exceptions"]
     assert weight_bytes(engines["bfloat16"]) - weight_bytes(engines["bf12"]) == saved > 0
     assert "bf12_weights" not in engines["bfloat16"].conditions

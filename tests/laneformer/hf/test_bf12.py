@@ -1,0 +1,264 @@
+"""Folders with matrices in 12 bits per weight: every bit comes back, and every kind of damage is refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import laneformer.hf.bf12
+import laneformer.hf.folder
+from laneformer import CheckpointError, ConfigError, load, save_hf
+from laneformer.checkpoint import open_checkpoint
+from laneformer.formats import BF12_END
+from laneformer.hf.safetensors import read_header
+from laneformer.weights import packing_order
+from tests.support import tiny
+
+HEADS = {
+    "head and table apart": {},
+    "head over all lanes, odd sizes": {"lm_head_type": "lane", "vocab_size": 41, "intermediate_size": 20},
+    "head in slices, wide": {"lm_head_type": "vocab_parallel", "hidden_size": 72, "head_dim": 10},
+    "tied": {"tie_word_embeddings": True},
+    "gate, mlp without one": {"attention_gate": True, "gated_mlp": False, "hidden_act": "relu2", "vocab_size": 300},
+}
+
+
+def model_of(**changes):
+    """Random weights in bfloat16, each matrix with exceptions; one of random bits."""
+    values = tiny.values(**changes)
+    arrays = {name: w.astype("bfloat16") for name, w in tiny.random_weights(values).items()}
+    for name, w in arrays.items():
+        if w.ndim > 1:
+            rare = w.reshape(-1)[::31]
+            rare[...] = np.resize(np.float32(10.0) ** -np.arange(6, 40, 2), rare.shape).astype(w.dtype)
+        if name == "model.layers.1.feed_forward.w2.weight":
+            w.view(np.uint16)[...] = np.random.default_rng(1).integers(0, 1 << 16, w.shape, np.uint16)
+    return tiny.model_of(values, arrays)
+
+
+def bits_of(model) -> dict[str, bytes]:
+    return {path: np.asarray(weight).tobytes() for path, weight in model.weights().items()}
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def many_exceptions(monkeypatch):
+    """Lets small matrices have them."""
+    monkeypatch.setattr(laneformer.hf.bf12, "BF12_MOST_EXCEPTIONS", 0.2)
+
+
+@pytest.mark.usefixtures("many_exceptions")
+@pytest.mark.parametrize("name", HEADS)
+def test_every_bit_comes_back(name, tmp_path, monkeypatch):
+    """Also in several files, and in the bytes of a folder in bfloat16 that is written from it."""
+    model = model_of(**HEADS[name])
+    save_hf(model, tmp_path / "plain")
+    save_hf(model, tmp_path / "packed", weights="bf12")
+    monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 10_000)
+    monkeypatch.setattr(laneformer.hf.bf12, "_AT_ONCE", 1)
+    save_hf(model, tmp_path / "parts", weights="bf12")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    for folder in ("parts", "packed"):
+        again = load(tmp_path / folder)
+        assert bits_of(again) == bits_of(model) and again.config == model.config
+        monkeypatch.setattr(laneformer.hf.bf12, "_AT_ONCE", 32)
+        one_by_one = {path: weight.tobytes() for path, weight in open_checkpoint(tmp_path / folder).weights()}
+        assert one_by_one == bits_of(model) and list(one_by_one) == packing_order(model.config)
+    monkeypatch.undo()
+    save_hf(again, tmp_path / "back", weights="bfloat16")
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "plain")
+
+
+@pytest.mark.usefixtures("many_exceptions")
+def test_any_reader_lists_the_tensors(tmp_path):
+    """Each matrix is in a group or as it is; tiles begin at lines of a cache, also of a mapped file."""
+    save_hf(model_of(), tmp_path, weights="bf12")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.1.feed_forward.w2.weight"].dtype == "bfloat16", "random bits stay"
+    tiles = [name for name in stored if name.endswith("bf12_tiles")]
+    assert "model.layers.0.attention.wq.weight.bf12_tiles" in tiles
+    assert "model.layers.0.attention.wk.weight.bf12_tiles" not in tiles, "with wq"
+    header = read_header(tmp_path / "model.safetensors")
+    assert all(header.tensors[name].start % 64 == 0 == header.tensors[name].map().ctypes.data % 64 for name in tiles)
+    named = [name for group in json.loads(header.metadata["bf12"])["groups"] for name in group["matrices"]]
+    assert len(named) == len({*named}) and {"lm_head.weight", "model.tok_embeddings.weight"} < {*named}
+    assert len(tiles) == len(json.loads(header.metadata["bf12"])["groups"])
+    listed = sum(int((stored[f"{name[:-5]}exceptions"] != BF12_END).sum()) for name in tiles)
+    assert listed > 2 * len(tiles)
+
+
+def test_a_quarter_smaller(tmp_path):
+    model = tiny.random_model(tiny.values(vocab_size=512, hidden_size=128, intermediate_size=256))
+    weights = {path: w.astype("bfloat16") for path, w in model.weights().items()}
+    model = laneformer.Laneformer(model.config, weights)
+    sizes = {}
+    for kind in ("bfloat16", "bf12"):
+        folder = save_hf(model, tmp_path / kind, weights=kind)
+        sizes[kind] = (folder / "model.safetensors").stat().st_size
+    assert 0.74 < sizes["bf12"] / sizes["bfloat16"] < 0.78
+
+
+def test_other_dtypes_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="weights bf12 must be bfloat16, got float32: convert them with --dtype"):
+        save_hf(tiny.random_model(tiny.values()), tmp_path, weights="bf12")
+
+
+def test_a_folder_of_another_writer_is_read_but_not_mapped(tmp_path, caplog, many_exceptions):
+    """safetensors' own writer aligns to 8 bytes."""
+    save_hf(model_of(), tmp_path, weights="bf12")
+    expected, file = bits_of(load(tmp_path)), tmp_path / "model.safetensors"
+    assert len([*open_checkpoint(tmp_path).packed()]) > 8 and not caplog.messages
+    assert not [*open_checkpoint(tmp_path, "float32").packed()]
+    save_file(load_file(file), file, metadata={name: str(text) for name, text in read_header(file).metadata.items()})
+    assert bits_of(load(tmp_path)) == expected
+    caplog.set_level("INFO", "laneformer")
+    starts = [tensor.start % 64 for name, tensor in read_header(file).tensors.items() if name.endswith("tiles")]
+    assert len([*open_checkpoint(tmp_path).packed()]) == starts.count(0) < len(starts)
+    assert "is packed again: its tiles begin at byte" in caplog.messages[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- damage
+
+GROUP = "model.layers.0.attention.wq.weight"  # with wk and wv
+TABLE, WORDS = f"{GROUP}.bf12_table", f"{GROUP}.bf12_exceptions"
+
+
+class Parts:
+    """A file taken apart: its header, the groups of its metadata, and its bytes."""
+
+    def __init__(self, file):
+        self.file, data = file, file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        self.header, self.data = json.loads(data[8:end]), bytearray(data[end:])
+        self.packed = json.loads(self.header["__metadata__"]["bf12"])
+        self.group = next(group for group in self.packed["groups"] if GROUP in group["matrices"])
+
+    def values(self, name, dtype) -> np.ndarray:
+        begin, end = self.header[name]["data_offsets"]
+        return np.frombuffer(self.data, dtype)[begin // np.dtype(dtype).itemsize : end // np.dtype(dtype).itemsize]
+
+    def write(self, text=None):
+        self.header["__metadata__"]["bf12"] = json.dumps(self.packed) if text is None else text
+        text = json.dumps(self.header).encode()
+        text += b" " * (-len(text) % 64 + 56)
+        self.file.write_bytes(len(text).to_bytes(8, "little") + text + self.data)
+
+
+def renamed(name, other):
+    def change(parts):
+        parts.header[other] = parts.header.pop(name)
+
+    return change
+
+
+def table(place, to):
+    def change(parts):
+        parts.values(TABLE, np.uint8)[place] = to
+
+    return change
+
+
+def word(to):
+    """In place of the first exception."""
+
+    def change(parts):
+        words = parts.values(WORDS, np.uint32)
+        words[np.argmax(words != BF12_END)] = to
+
+    return change
+
+
+def last_word(parts):
+    parts.values(WORDS, np.uint32)[-1] = 0
+
+
+def matrices(**shapes):
+    """Other shapes of the group's matrices; by the ends of their names."""
+
+    def change(parts):
+        for end, shape in shapes.items():
+            parts.group["matrices"][GROUP.replace("wq", end)] = shape
+
+    return change
+
+
+def swap_words(parts):
+    words = parts.values(WORDS, np.uint32)
+    first = next(n for n in range(len(words) - 1) if BF12_END not in words[n : n + 2])
+    words[first : first + 2] = words[first : first + 2][::-1].copy()
+
+
+DAMAGE = {
+    "another version": (lambda parts: parts.packed.update(format_version=2), "weights in version 2 of bf12"),
+    "no version": (lambda parts: parts.packed.pop("format_version"), "metadata bf12: KeyError"),
+    "no groups": (lambda parts: parts.packed.pop("groups"), "metadata bf12: KeyError"),
+    "groups that are none": (lambda parts: parts.packed.update(groups=[3]), "metadata bf12: TypeError"),
+    "no matrices": (lambda parts: parts.group.update(matrices={}), "no shapes of matrices"),
+    "a shape that is none": (matrices(wq="ab"), "no shapes of matrices"),
+    "a negative shape": (matrices(wq=[4, -8, 32]), "no shapes of matrices"),
+    "interleaved with a number": (lambda parts: parts.group.update(interleaved=1), "no shapes of matrices"),
+    "interleaved of unlike shapes": (lambda parts: parts.group.update(interleaved=True), "do not fit each other"),
+    "other lanes": (matrices(wk=[2, 8, 32]), "do not fit each other"),
+    "too few dimensions": (matrices(wq=[32]), "do not fit each other"),
+    "more rows": (matrices(wk=[4, 80, 32]), f"{GROUP}.bf12_tiles has shape [4, 4, 3, 64]... but its matrices need"),
+    "rows exchanged": (matrices(wq=[4, 4, 32], wk=[4, 8, 32]), "config.json gives"),
+    "a table is missing": (renamed(TABLE, "other"), f"tensor {TABLE} is missing, or not U8"),
+    "words of another type": (lambda parts: parts.header[WORDS].update(dtype="I32"), f"{WORDS} is missing, or not U32"),
+    "a table of two rows": (lambda parts: parts.header[TABLE].update(shape=[2, 4]), f"{TABLE} has shape [2, 4]"),
+    "a value twice": (table(slice(0, 2), 60), f"{TABLE} is damaged: the table [60, 60, "),
+    "a sign in the table": (table(7, 0xBC), f"{TABLE} is damaged: the table ["),
+    "no end": (last_word, f"{WORDS} is damaged: the exceptions must have an end for each of 4"),
+    "an end more": (word(BF12_END), f"{WORDS} is damaged: the exceptions must have an end"),
+    "outside the columns": (word(4 << 15), f"{WORDS} is damaged: an exception is outside the 32"),
+    "far outside": (word(BF12_END - 1), f"{WORDS} is damaged: an exception is outside the 32"),
+    "descending": (swap_words, f"{WORDS} is damaged: the exceptions of a tile must ascend"),
+    "a matrix twice": (renamed("model.norm.weight", GROUP), f"tensor {GROUP} is there twice"),
+    "a group twice": (lambda parts: parts.packed["groups"].append(parts.group), f"{GROUP}.bf12_tiles is missing"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laneformer.hf.bf12, "BF12_MOST_EXCEPTIONS", 0.2)
+        return save_hf(model_of(), tmp_path_factory.mktemp("whole"), weights="bf12")
+
+
+def copy(folder, to):
+    for file, data in files_of(folder).items():
+        (to / file).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused_by_name(whole, tmp_path, name):
+    change, message = DAMAGE[name]
+    copy(whole, tmp_path)
+    parts = Parts(tmp_path / "model.safetensors")
+    change(parts)
+    parts.write()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    for part in message.split("..."):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", "null", '{"format_version": 1, "groups": {"a": 1}}'])
+def test_metadata_that_are_none(whole, tmp_path, text):
+    copy(whole, tmp_path)
+    Parts(tmp_path / "model.safetensors").write(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged \(metadata bf12: "):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(whole, tmp_path):
+    copy(whole, tmp_path)
+    checkpoint, file = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    for read in (checkpoint.packed, checkpoint.weights):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+            list(read())
