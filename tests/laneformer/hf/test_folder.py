@@ -308,13 +308,16 @@ def large_folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "copies"), [("laneformer", 1), ("dense", 2)])
 def test_only_one_weight_is_in_memory(large_folder, kind, copies):
-    """Beside it, for a dense model, the bytes from which its columns were picked."""
+    """Beside it, for a dense model, the bytes from which its columns were picked; the embedding table until the first
+    one of a layer is read.
+    """
     checkpoint = open_checkpoint(large_folder / kind, num_lanes=4)
     tracemalloc.start()
     sizes = [weight.nbytes for _, weight in checkpoint.weights()]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert sum(sizes) > 9 * max(sizes) and max(sizes) < peak < copies * max(sizes) + 200_000
+    of_layers = sorted(sizes)[-2]
+    assert sum(sizes) > 9 * max(sizes) and max(sizes) < peak < copies * max(sizes) + of_layers + 200_000
 
 
 def test_an_array_is_overwritten_by_the_next_one(large_folder):
