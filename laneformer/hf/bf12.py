@@ -21,7 +21,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json
 from laneformer.formats import BF12_COLUMNS, BF12_LINE, BF12_MOST_EXCEPTIONS, BF12_ROWS, Bf12Tiles, bf12_table
-from laneformer.hf.safetensors import ALIGNMENT, DTYPES, Output, Source, Tensor
+from laneformer.hf.safetensors import ALIGNMENT, DTYPES, Output, Source, Tensor, map_file
 from laneformer.ops import Product
 
 KEY, VERSION = "bf12", 1  # of the metadata
@@ -138,9 +138,9 @@ class StoredGroup:
     table: np.ndarray
     exceptions: np.ndarray
 
-    def map(self) -> Bf12Tiles:
-        """Its tiles as pages of the file."""
-        return Bf12Tiles(self.table, self.tiles.map().reshape(self.tiles.shape), self.exceptions)
+    def within(self, pages: np.ndarray) -> Bf12Tiles:
+        """Its tiles in the mapped file."""
+        return Bf12Tiles(self.table, self.tiles.within(pages).reshape(self.tiles.shape), self.exceptions)
 
     @property
     def unfit(self) -> str | None:
@@ -161,7 +161,7 @@ class PackedTensor(Tensor):
 
     def read(self, memory: np.ndarray) -> np.ndarray:
         bits = memory.view(np.uint16).reshape(self.stored.group.lanes, *self.shape[-2:])
-        self.stored.group.decode(self.stored.map(), self.name, bits)
+        self.stored.group.decode(self.stored.within(map_file(self.file)), self.name, bits)
         return memory.view(DTYPES[self.dtype]).reshape(self.shape)
 
 

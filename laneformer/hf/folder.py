@@ -22,7 +22,16 @@ from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
-from laneformer.hf.safetensors import DTYPES, INDEX, Output, check_tensors, find_tensors, write_outputs, write_tensors
+from laneformer.hf.safetensors import (
+    DTYPES,
+    INDEX,
+    Output,
+    check_tensors,
+    find_tensors,
+    map_file,
+    write_outputs,
+    write_tensors,
+)
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
@@ -77,13 +86,17 @@ class HfFolder:
         paths = {source.name: path for path, source in self._sources.items()}
         if self._family is not own.FAMILY or self._dtype not in (None, jnp.bfloat16):
             return
+        pages: dict[Path, np.ndarray] = {}
         for stored in self._groups:
             if reason := stored.unfit:
                 log.info("%s: %s is packed again: %s", self.path, stored.group.name, reason)
-            else:
-                yield Bf12Product(
-                    tuple(paths[name] for name in stored.group.shapes), stored.group.interleaved, stored.map()
-                )
+                continue
+            group, file = stored.group, stored.tiles.file
+            if file not in pages:
+                pages[file] = map_file(file)
+            yield Bf12Product(
+                tuple(paths[name] for name in group.shapes), group.interleaved, stored.within(pages[file])
+            )
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
         """All weights as a model; see laneformer.load."""

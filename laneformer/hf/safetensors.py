@@ -3,6 +3,7 @@
 The format: 8 bytes with the header's length, a JSON header of dtype, shape and byte range per tensor, the bytes.
 """
 
+import contextlib
 import json
 import math
 import mmap
@@ -71,19 +72,11 @@ class Tensor:
             raise _truncated(self.file, self.start + found, self.start + self.size)
         return memory
 
-    def map(self) -> np.ndarray:
-        """The tensor's bytes, uint8 [size], as pages of the file: read when first used, and shared with other processes
-        that map them. They must not change as long as the array exists.
-        """
-        first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            with self.file.open("rb") as file:
-                pages = mmap.mmap(file.fileno(), self.start + self.size - first, access=mmap.ACCESS_READ, offset=first)
-        except ValueError:  # the file was longer when its header was read
-            raise _truncated(self.file, self.file.stat().st_size, self.start + self.size) from None
-        except OSError as error:
-            raise _damaged(self.file, error) from None
-        return np.frombuffer(pages, np.uint8, self.size, self.start - first)
+    def within(self, pages: np.ndarray) -> np.ndarray:
+        """The tensor's bytes in its mapped file, uint8 [size]. Raises CheckpointError if that has become shorter."""
+        if len(pages) < self.start + self.size:
+            raise _truncated(self.file, len(pages), self.start + self.size)
+        return pages[self.start : self.start + self.size]
 
     def same_bytes(self, other: "Tensor") -> bool:
         """Whether two tensors are the same, without holding either in memory; not known of packed ones."""
@@ -94,6 +87,23 @@ class Tensor:
             second.seek(other.start)
             pieces = [min(_PIECE, self.size - n) for n in range(0, self.size, _PIECE)]
             return all(first.read(piece) == second.read(piece) for piece in pieces)
+
+
+def map_file(file: Path) -> np.ndarray:
+    """The bytes of a file, uint8 [size], as its pages: read when first used, and shared with other processes that map
+    them. The file must not change as long as the array exists. Raises CheckpointError.
+
+    In one piece: pages are as large as the system's cache has them only where addresses fit the places in the file.
+    """
+    try:
+        with file.open("rb") as opened:
+            pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise _damaged(file, error) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 class Header(NamedTuple):
