@@ -9,8 +9,9 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
+_WRITTEN = 2**23  # bytes that are written at once: Linux then caches a file in large pages, which maps it in such
 ALIGNMENT = 64
 """Bytes of a cache's line, at multiples of which tensors that kernels map begin."""
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
@@ -269,12 +271,27 @@ def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[s
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     part = file.with_name(f"{file.name}.part")
+    pieces = chain.from_iterable(tensor.pieces() for tensor in tensors.values())
+    first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     with part.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            for piece in tensor.pieces():
-                opened.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+        for joined in _joined(chain([first], pieces)):
+            opened.write(joined)
     os.replace(part, file)
+
+
+def _joined(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The bytes of arrays, _WRITTEN at a time, in the same memory."""
+    memory, filled = np.empty(_WRITTEN, np.uint8), 0
+    for piece in pieces:
+        rest = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+        while len(rest):
+            part = rest[: _WRITTEN - filled]
+            memory[filled : filled + len(part)] = part
+            filled, rest = filled + len(part), rest[len(part) :]
+            if filled == _WRITTEN:
+                yield memory
+                filled = 0
+    yield memory[:filled]
 
 
 def _truncated(file: Path, size: int, wanted: int) -> CheckpointError:
