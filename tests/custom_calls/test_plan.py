@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import custom_calls
 from custom_calls.library import NativeError, call
-from custom_calls.plan import ALIGNED, Dtype, Table, decode_plan, make_plan
+from custom_calls.plan import ALIGNED, Dtype, Event, Table, decode_plan, make_plan
 from custom_calls.words import Reader, Writer
 from laneformer import LAYOUTS
 from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
-from laneformer.ops import Norm, OutputNorm, Weight
+from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, MODELS
 from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES
@@ -259,6 +259,111 @@ def test_the_library_refuses_damaged_words():
         opened(other, plan.floats)
         == "damaged plan: it has another format: rebuild the library (python -m custom_calls)"
     )
+
+
+def matrix(*shape: int) -> Matrix:
+    return Matrix(Weight(f"matrix {shape}", shape))
+
+
+def norm(size: int) -> Norm:
+    return Norm(Weight("gain", (size,)), 1e-5)
+
+
+# Of small.make_config: 20 channels, 2 query heads and 1 key head of 6, 9 hidden channels.
+@small.needs_library
+@pytest.mark.parametrize(("number", "fields", "message"), [
+    (0, {"matrices": ()}, "a product without matrices"),
+    (0, {"matrices": (Matrix(Weight("vector", (24,))),)}, "a product's weight is not a matrix"),
+    (0, {"matrices": (matrix(12, 20), matrix(12, 19))}, "matrices of one product differ in columns"),
+    (0, {"matrices": (matrix(2, 3, 4),)}, "a weight has more than two dimensions"),
+    (0, {"matrices": (matrix(2, 3, 4, 5, 6),)}, "number of dimensions = 5"),
+    (0, {"matrices": (matrix(2**30, 2**15),)}, "a weight is too large"),
+    (0, {"matrices": (matrix(0, 20),)}, "dimension = 0"),
+    (0, {"matrices": (Matrix(Weight("wq", (24, 20)), Weight("bias", (23,))),)}, "a bias has another size"),
+    (0, {"norm": norm(19)}, "a norm has another size"),
+    (0, {"reads": Value.HIDDEN}, "a product has other columns than the value that it reads"),
+    (0, {"writes": Value.STREAM}, "a product writes what it must not"),
+    (0, {"writes": Value.ATTENDED}, "a product writes what it must not"),
+    (1, {"kv_heads": 3}, "heads are not a multiple of kv_heads"),
+    (1, {"heads": 2**20 + 1}, "too many heads"),
+    (1, {"rotary": Rotary((1.0,), 1.0)}, "a rotation has other channels than a head"),
+    (1, {"q_norm": norm(18)}, "a norm has another size"),
+    (1, {"k_norm": norm(12)}, "a norm has another size"),
+    (1, {"heads": 3}, "attention reads another number of channels than are projected"),
+    (1, {"gated": True}, "attention reads another number of channels than are projected"),
+    (2, {"matrices": (matrix(19, 12),)}, "a module's output has another size than the stream"),
+    (3, {"matrices": (matrix(9, 20), matrix(8, 20))}, "a gated product needs two equal matrices"),
+    (3, {"matrices": (matrix(9, 20),)}, "a gated product needs two equal matrices"),
+    (4, {"writes": Value.HIDDEN}, "a module has no output"),
+])  # fmt: skip
+def test_the_library_refuses_ops_that_do_not_fit(number, fields, message):
+    with pytest.raises(NativeError, match=f"damaged plan: {message}"):
+        custom_calls.Session(small.with_op(plan_of("biases"), 1, number, **fields), instructions="none")
+
+
+def with_ops(plan, **fields):
+    return dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, **fields))
+
+
+def with_head(plan, **fields):
+    return with_ops(plan, head=dataclasses.replace(plan.ops.head, **fields))
+
+
+def with_attention(plan, change):
+    first = plan.ops.layers[0]
+    return small.with_ops(plan, 0, change(first.attention.ops), first.feed_forward.ops)
+
+
+def with_event(plan, time: int, event: Event):
+    events = list(plan.schedule.events)
+    events[time] = (*events[time], event)
+    return dataclasses.replace(plan, schedule=Table(tuple(events), plan.schedule.sums))
+
+
+def with_sum(plan, **fields):
+    first, *rest = plan.schedule.sums
+    sums = (dataclasses.replace(first, **fields), *rest)
+    return dataclasses.replace(plan, schedule=Table(plan.schedule.events, sums))
+
+
+def with_small(plan, place=None, less: int = 0):
+    """With another place of the last small weight, or fewer small weights."""
+    path = max(plan.places, key=plan.places.get)
+    size, places = plan.small_size - less, plan.places | ({path: place} if place else {})
+    plan = dataclasses.replace(plan)
+    vars(plan).update(places=places, small_size=size)
+    return plan
+
+
+@small.needs_library
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda plan: with_ops(plan, lanes=2**16 + 1), "too many lanes"),
+    (lambda plan: with_ops(plan, vocab_size=41), "the embedding has another shape"),
+    (lambda plan: with_ops(plan, embedding=Weight("embedding", (40, 20))), "the embedding has another shape"),
+    (lambda plan: with_head(plan, kind=HeadKind.LANE), "the head has another shape"),
+    (lambda plan: with_head(plan, weight=Weight("head", (39, 20), False)), "the head has another shape"),
+    (lambda plan: with_head(plan, kind=HeadKind.LANE, weight=Weight("head", (40, 20)), norm_of_sum=True),
+     "a norm of the sum needs head replicate"),
+    (lambda plan: with_attention(plan, lambda ops: (*ops, OutputNorm(norm(19)))), "a norm has another size"),
+    (lambda plan: with_attention(plan, lambda ops: ops[:2]), "a module has no output"),
+    (lambda plan: dataclasses.replace(plan, schedule=Table(plan.schedule.events[1:], plan.schedule.sums)),
+     "the schedule is for another number of layers"),
+    (lambda plan: with_event(plan, 0, Event(-1, 1)), "an output is added before it is computed"),
+    (lambda plan: with_event(plan, 6, Event(-1, 6)), "module 6 does not exist"),
+    (lambda plan: with_event(plan, 1, Event(0, apart=((2, 1.0),))), "module 2 does not exist"),
+    (lambda plan: with_event(plan, 6, Event(99)), "a sum lands that does not exist or is not complete"),
+    (lambda plan: with_event(plan, 0, Event(1)), "a sum lands that does not exist or is not complete"),
+    (lambda plan: with_sum(plan, width=21), "a sum is wider than the stream"),
+    (lambda plan: with_sum(plan, width=19, stream_mean=True), "a mean of the streams needs all channels"),
+    (lambda plan: with_sum(plan, parts=((1, 1.0),)), "module 1 does not exist"),
+    (lambda plan: with_small(plan, less=1), "a vector lies beyond the small weights"),
+    (lambda plan: with_small(plan, place=(-1, 20)), "a vector has no place"),
+    (lambda plan: with_small(plan, place=(0, 19)), "lanes' vectors overlap"),
+])  # fmt: skip
+def test_the_library_refuses_plans_that_do_not_fit(change, message):
+    plan = plan_of("norms of lanes")
+    with pytest.raises(NativeError, match=f"damaged plan: {message}"):
+        custom_calls.Session(change(plan), instructions="none")
 
 
 @small.needs_library

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import types
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pytest
 
 import custom_calls
 from custom_calls import Inputs, Session, State
-from custom_calls.plan import make_plan
+from custom_calls.plan import Plan, make_plan
 from infer.engine.backend import CheckpointSource
 from infer.engine.cpu import CpuBackend
 from infer.engine.native import plan_of
 from laneformer import Laneformer, ModelConfig, Precision, save_hf
 from laneformer.decoder import decoder_ops
 from laneformer.layout import parse_layout
+from laneformer.ops import Op
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 from tests.support import reference
@@ -57,6 +59,25 @@ def windowed_model() -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """Config and weights that calls of one session are tested with: lanes, a delay, and a window in one layer."""
     config = make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
     return config, make_weights(config)
+
+
+def with_ops(plan: Plan, layer: int, attention: Iterable[Op], feed_forward: Iterable[Op], **fields) -> Plan:
+    """The plan with these ops in one layer, and other fields in its attention module."""
+    layers = [*plan.ops.layers]
+    old = layers[layer]
+    layers[layer] = dataclasses.replace(
+        old,
+        attention=dataclasses.replace(old.attention, ops=tuple(attention), **fields),
+        feed_forward=dataclasses.replace(old.feed_forward, ops=tuple(feed_forward)),
+    )
+    return dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, layers=tuple(layers)))
+
+
+def with_op(plan: Plan, layer: int, number: int, **fields) -> Plan:
+    """The plan with some fields of one op changed; number: among the layer's ops."""
+    ops, count = [*plan.ops.layers[layer].ops], len(plan.ops.layers[layer].attention.ops)
+    ops[number] = dataclasses.replace(ops[number], **fields)
+    return with_ops(plan, layer, ops[:count], ops[count:])
 
 
 def make_session(

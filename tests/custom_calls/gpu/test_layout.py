@@ -65,25 +65,6 @@ def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, col
         assert set(packed[cta][packed[cta] != 0]) == set(own.reshape(-1)), "a CTA has its own rows"
 
 
-def changed(plan, number: int, **fields):
-    """The plan with one op of layer 1 changed; number: among the layer's ops."""
-    ops, count = [*plan.ops.layers[1].ops], len(plan.ops.layers[1].attention.ops)
-    ops[number] = dataclasses.replace(ops[number], **fields)
-    return with_ops(plan, ops[:count], ops[count:])
-
-
-def with_ops(plan, attention, feed_forward, **fields):
-    """The plan with these ops in layer 1, and other fields in its attention module."""
-    layer = plan.ops.layers[1]
-    layer = dataclasses.replace(
-        layer,
-        attention=dataclasses.replace(layer.attention, ops=tuple(attention), **fields),
-        feed_forward=dataclasses.replace(layer.feed_forward, ops=tuple(feed_forward)),
-    )
-    layers = (plan.ops.layers[0], layer, *plan.ops.layers[2:])
-    return dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, layers=layers))
-
-
 @pytest.mark.parametrize(
     ("number", "fields", "message"),
     [
@@ -97,25 +78,25 @@ def with_ops(plan, attention, feed_forward, **fields):
 )
 def test_unknown_ops_are_refused(number, fields, message):
     with pytest.raises(ValueError, match=f"the GPU kernel cannot run layer 1: {message}; use backend xla"):
-        Layout(changed(plan_of(), number, **fields), H200, 2)
+        Layout(small.with_op(plan_of(), 1, number, **fields), H200, 2)
 
 
 def test_norms_of_some_sums_are_refused():
     plan = plan_of(layout="tp", norm_after="sum")
     attention, feed_forward = (module.ops for module in plan.ops.layers[1].modules)
     with pytest.raises(ValueError, match="needs modules that differ in their ops and weights alone"):
-        Layout(with_ops(plan, attention, feed_forward, sum_norm=None), H200, 2)
+        Layout(small.with_ops(plan, 1, attention, feed_forward, sum_norm=None), H200, 2)
 
 
 def test_ops_in_another_order_are_refused():
     plan = plan_of(norm_after="lane")
     (*attention, out, norm), feed_forward = (module.ops for module in plan.ops.layers[1].modules)
     with pytest.raises(ValueError, match="PROJECTED -> ATTENDED OUTPUT -> OUTPUT ATTENDED -> OUTPUT"):
-        Layout(with_ops(plan, [*attention, norm, out], feed_forward), H200, 2)
+        Layout(small.with_ops(plan, 1, [*attention, norm, out], feed_forward), H200, 2)
 
 
 def test_biases_of_some_matrices_are_refused():
     plan = plan_of(qkv_bias=True)
     first, *rest = plan.ops.layers[1].ops[0].matrices
     with pytest.raises(ValueError, match="product QKV has biases for some of its matrices"):
-        Layout(changed(plan, 0, matrices=(dataclasses.replace(first, bias=None), *rest)), H200, 2)
+        Layout(small.with_op(plan, 1, 0, matrices=(dataclasses.replace(first, bias=None), *rest)), H200, 2)
