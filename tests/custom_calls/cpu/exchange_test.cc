@@ -207,6 +207,27 @@ void giving_up() {
   late.join();
 }
 
+// Sleepers wake when they are called, not when their tenth of a second is over.
+void waking() {
+  constexpr int rounds = 100;
+  std::atomic<int> stopped{0};
+  Counter asked, answered;
+  std::thread other([&] {
+    for (int round = 1; round <= rounds; round++) {
+      asked.wait(round, stopped, 60'000'000'000, 0);
+      answered.raise(round);
+    }
+  });
+  const int64_t began = now_ns();
+  for (int round = 1; round <= rounds; round++) {
+    asked.raise(round);
+    answered.wait(round, stopped, 60'000'000'000, 0);
+  }
+  const int64_t took = now_ns() - began;
+  other.join();
+  CHECK(took < rounds * 50'000'000LL, "%d calls took %ld ms", rounds, (long)(took / 1'000'000));
+}
+
 // A thread that waits beside another one on a core sleeps, however long it may spin: counted, not timed.
 void giving_the_core_away() {
   std::atomic<int> stopped{0};
@@ -251,6 +272,7 @@ void giving_the_core_away() {
 int main() {
   rings();
   tags();
+  waking();
   meetings();
   giving_up();
   giving_the_core_away();

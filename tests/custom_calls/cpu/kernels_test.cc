@@ -161,7 +161,7 @@ void bf12(const Kernels& k, Activations activations, Bits kind, int64_t columns,
             "row %ld, column %ld of %ld became %04x", (long)r, (long)c, (long)columns, row[c]);
   }
   const std::vector<float> x = Random(columns).floats(columns * positions);
-  std::vector<float> prepared(prepared_floats(columns, positions)), expected(ldy * positions, 7), y = expected;
+  std::vector<float> prepared(prepared_floats(columns, positions), NAN), expected(ldy * positions, 7), y = expected;
   k.prepare(Dtype::bf16, activations, x.data(), columns, columns, positions, prepared.data());
   k.product(Dtype::bf16, activations, bits.data(), prepared.data(), columns, tiles, positions, expected.data(), ldy);
   k.product_bf12(activations, weights, prepared.data(), columns, tiles, positions, y.data(), ldy);
@@ -187,7 +187,7 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
     }
   const Dtype read_as = activations == Activations::rounded ? dtype : Dtype::f32;
   const Stored seen(k, read_as, x);
-  std::vector<float> prepared(prepared_floats(columns, positions)), y(ldy * positions, 7);
+  std::vector<float> prepared(prepared_floats(columns, positions), NAN), y(ldy * positions, 7);
   k.prepare(dtype, activations, x.data(), ldx, columns, positions, prepared.data());
   k.product(dtype, activations, packed.data(), prepared.data(), columns, tiles, positions, y.data(), ldy);
   for (int p = 0; p < positions; p++)
@@ -371,6 +371,7 @@ void activations(const Kernels& k) {
     const Activation kind = (Activation)number;
     std::vector<float> x = Random(3).floats(kTiles * 2 * kTile, -6, 6), out(kTiles * kTile);
     x[0] = -200, x[1] = 200, x[2] = -88, x[3] = 0, x[4] = -14, x[5] = -1e10f, x[6] = 1e10f, x[7] = NAN;
+    x[8] = -100, x[9] = -177, x[10] = -10.6f;  // where the exponential of -x, or of the approximation's, overflows
     k.activate(kind, true, x.data(), kTiles, out.data());
     const auto check = [&](double gate, double up, float got) {
       const double exact = exactly(kind, gate) * up, error = std::fabs(got - exact);
