@@ -105,6 +105,6 @@ SAMPLINGS = [
     Sampling(temperature=0.7, top_k=5, seed=2**63),
     Sampling(temperature=1.5, top_p=0.8),
     Sampling(temperature=1.2, min_p=0.1),
-    Sampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=5),
+    Sampling(temperature=2.0, top_k=8, top_p=0.5, min_p=0.02, repetition_penalty=1.3, seed=5),  # half of the 8
     Sampling(temperature=0.0, repetition_penalty=1.5),
 ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from custom_calls.plan import Plan, Table, decode_plan
+from custom_calls.plan import Dtype, Plan, Table, decode_plan
 from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
 
 ACTIVATIONS = {
@@ -76,13 +76,18 @@ class Interpreter:
         q, k = (self.head_norm(norm, lane, x) for norm, x in ((op.q_norm, q), (op.k_norm, k)))
         if op.rotary is not None:
             q, k = rotate(op.rotary, q), rotate(op.rotary, k)
-        k, v = (np.repeat(x, op.heads // op.kv_heads, 1) for x in (k, v))
+        k, v = (np.repeat(self.cached(x), op.heads // op.kv_heads, 1) for x in (k, v))
         distance = np.arange(s)[:, None] - np.arange(s)
         seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
         scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
         return (attended / (1 + np.exp(-g)) if op.gated else attended).reshape(s, -1)
+
+    def cached(self, x: np.ndarray) -> np.ndarray:
+        """Keys or values as the cache keeps them, the newest ones too."""
+        dtype = self.plan.cache_dtype
+        return x if dtype is Dtype.float32 else x.astype(np.float32).astype(dtype.name).astype(np.float64)
 
     def head_norm(self, norm: Norm | None, lane: int, heads: np.ndarray) -> np.ndarray:
         """Heads [s, heads, e] under their norm: of each, or of all together."""

@@ -6,9 +6,11 @@ overtakes a read, every number. What it cannot show: the memory model of a GPU, 
 compiling kernels: tests of calls share one session, and each fast case shows several things.
 """
 
+import dataclasses
 import re
 import threading
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu import layout as gpu_layout
 from custom_calls.gpu import session as gpu_session
 from custom_calls.gpu.layout import H200, Machine
+from custom_calls.plan import Plan, make_plan
 from infer.noise import gumbel
 from infer.sampling import sample
+from laneformer.decoder import decoder_ops
 from laneformer.ops import TRACE_NAMES
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
@@ -43,15 +47,9 @@ from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
-FAST_LAYOUTS = {("dtp(2)", 8), ("desync(2)", 3), ("caat(0.3)", 2)}
-FAST_CONFIGS = {
-    "lane head",
-    "large heads",
-    "one channel more than vectors",
-    "squared relu",
-    "exact geglu",
-    "gated attention",
-}
+FAST_LAYOUTS = {("kraken", 5), ("desync(2)", 3), ("caat(0.3)", 2)}  # the first lands after the last module
+# mixed_plan has other options.
+FAST_CONFIGS = {"lane head", "vocab head", "large heads", "one channel more than vectors"}
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):
@@ -113,13 +111,36 @@ def check_plan(plan, **options):
     return session
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
-def test_weights_of_two_bytes_lose_nothing(dtype):
-    config = small.make_config(hidden_size=48, ff=24, head_dim=8, lanes=3, layout="dtp(1)")
-    check(small.interpreted_logits, config, small.make_weights(config, dtype))
+@pytest.mark.parametrize(
+    ("weight_dtype", "cache_dtype", "head_dim"), [("bfloat16", "float16", 16), ("float16", "bfloat16", 6)]
+)
+def test_two_bytes(weight_dtype, cache_dtype, head_dim):
+    """Weights lose nothing. Keys and values are rounded to the cache's dtype, ties to even, before their own position
+    reads them: at the first one nothing else is read. Heads of whole vectors, and others.
+    """
+    config = small.make_config(
+        hidden_size=48, ff=24, head_dim=head_dim, heads=4, kv_heads=2, lanes=3, layout="dtp(1)", qkv_bias=True
+    )
+    weights = small.make_weights(config, weight_dtype)
+    weights["layers.0.attention.wv"][:] = 0  # values are the biases: between two neighbours, even below or above
+    biases = np.ones_like(weights["layers.0.attention.wv_bias"], np.float32)
+    biases += np.resize([0.5, 1.5], biases.shape) * float(jnp.finfo(cache_dtype).eps)
+    weights["layers.0.attention.wv_bias"] = biases
+    plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
+    session = emulated.open_session(plan, weights)
+    call = jitted(session, room=3, logits=True)
+    for prompt in (1, 19):
+        ids = small.prompt_of(config, prompt)
+        outputs, state = call(small.make_inputs(ids, 3, room=19), state_of(plan, 64))
+        assert session.failure is None
+        expected = interpret(plan, weights, [*ids, *outputs.tokens[:2].tolist()])[prompt - 1 :]
+        assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
+        values = np.asarray(state.values[0][:, 0, :prompt])
+        assert (values == biases.astype(cache_dtype).reshape(3, 1, 2, head_dim)).all()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "float16"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_caches_of_two_bytes(dtype):
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
     tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
@@ -159,13 +180,23 @@ def test_long_vectors_in_several_segments():
     check(small.interpreted_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
 
 
+NORMED_SUMS = {"layout": "tp", "norm_before": False, "norm_after": "sum"}
+
+
+def spread(devices: int) -> dict:
+    """Options of a session whose CTAs are on some devices."""
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, devices), ("data", "lane"), axis_types=axes, devices=jax.devices()[:devices])
+    return {"mesh": mesh, "machine": dataclasses.replace(emulated.SMALL, ctas=8 // devices), "chaos_us": 20}
+
+
 @emulated.only_emulated
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [
         (2, {"layout": "dtp(2)"}),
         pytest.param(4, {"layout": "dtp(2)"}, marks=pytest.mark.exhaustive),
-        (2, {"layout": "tp", "norm_before": False, "norm_after": "sum"}),
+        pytest.param(2, NORMED_SUMS, marks=pytest.mark.exhaustive),
         pytest.param(4, {"layout": "ladder", "norm_after": "sum"}, marks=pytest.mark.exhaustive),
         pytest.param(4, {"layout": "desync(2)", "norm_after": "lane"}, marks=pytest.mark.exhaustive),
     ],
@@ -173,14 +204,17 @@ def test_long_vectors_in_several_segments():
 def test_several_devices_give_the_bits_of_one(devices, changes):
     config = small.make_config(lanes=4, num_hidden_layers=4, **changes)
     weights, ids = small.make_weights(config), small.prompt_of(config, 5)
-    mesh = jax.make_mesh(
-        (1, devices), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
-    )
-    machine = Machine(warp_size=32, ctas=8 // devices, warps=2, shared_bytes=232_448, bulk_copies=True)
     one, _ = run(config, weights, ids, 6)
-    several, state = run(config, weights, ids, 6, mesh=mesh, machine=machine, chaos_us=20)
+    several, state = run(config, weights, ids, 6, **spread(devices))
     assert same(one, several)
     assert state.seen.sum() > 0
+
+
+@emulated.only_emulated
+def test_norms_of_sums_on_two_devices():
+    """Both warps of a CTA have rows of the output."""
+    config = small.make_config(lanes=4, num_hidden_layers=4, hidden_size=80, **NORMED_SUMS)
+    check(small.interpreted_logits, config, small.make_weights(config), **spread(2))
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +229,13 @@ def test_every_position_of_a_long_answer(model, call):
     expected = small.interpreted_logits(config, weights, [3, *outputs.tokens[:149].tolist()])
     assert np.abs(expected - outputs.logits[:150]).max() < 1e-4 * np.abs(expected).max()
     assert not outputs.tokens[150:].any() and not outputs.logprobs[150:].any()
+
+
+def test_scores_beyond_what_an_exponential_holds(model):
+    """In one layer, of both signs."""
+    config, weights = model
+    wq = "layers.1.attention.wq"
+    check(small.interpreted_logits, config, weights | {wq: 200 * weights[wq]}, tolerance=1e-3)
 
 
 def test_prompt_continues_a_cache(model, call):
@@ -214,6 +255,24 @@ def test_log_probabilities_and_the_most_likely_tokens(model, call):
     order = np.argsort(-outputs.logits[:40], axis=-1, stable=True)[:, :3]
     np.testing.assert_array_equal(outputs.top_tokens[:40], order)
     np.testing.assert_allclose(outputs.top_logprobs[:40], np.take_along_axis(logprobs, order, -1), atol=2e-6)
+
+
+def test_equal_logits_rank_by_token(model):
+    config, weights = model
+    session = emulated.make_session(config, weights | {"lm_head": np.ones_like(weights["lm_head"])})
+    outputs, _ = jitted(session, room=2, top=3)(small.make_inputs([1, 2], 2), small.make_state(config, 160))
+    assert outputs.tokens.tolist() == [0, 0] and outputs.top_tokens.tolist() == [[0, 1, 2]] * 2
+
+
+def test_one_logit_that_overflows_is_noticed(model):
+    """By all CTAs: one of them has it."""
+    config, weights = model
+    head = weights["lm_head"].copy()
+    head[7] = np.resize([3e38, -3e38], head.shape[-1])
+    session = emulated.make_session(config, weights | {"lm_head": head, "norm": 9 * weights["norm"]})
+    outputs, _ = jitted(session, room=2, logits=True)(small.make_inputs([1, 2], 2), small.make_state(config, 160))
+    assert np.flatnonzero(np.isnan(outputs.logits[0])).tolist() == [7]
+    assert np.isnan(outputs.logprobs).all() and outputs.status[0] == 2
 
 
 def test_largest_noise_decides_between_tokens(model, call):
@@ -261,6 +320,14 @@ def test_tokens_follow_the_definition(sampling, model, call):
         ), i
         seen[int(token)] = True
     np.testing.assert_array_equal(after.seen, seen)
+
+
+def test_a_min_p_beyond_1_keeps_the_best_token(model, call):
+    """As the logarithm of one just below 1 might be above 0 on a GPU."""
+    config, _ = model
+    inputs = small.make_inputs([3, 4, 5], 8, room=ROOM, temperature=1.0, min_p=1.5)
+    outputs, _ = call(inputs, small.make_state(config, 160))
+    assert outputs.tokens[:8].tolist() == np.argmax(outputs.logits[:8], -1).tolist() and outputs.tokens[:8].any()
 
 
 def test_stop_tokens(model, call):
@@ -319,14 +386,14 @@ def test_missing_lane_times_out(model, monkeypatch):
     session = emulated.make_session(config, weights, timeout_ms=300)
     call, began = jitted(session, room=8), time.monotonic()
     outputs, _ = call(small.make_inputs([3], 4), small.make_state(config, 160))
-    assert time.monotonic() - began < 60 and outputs.status[1] == len(ENDS)
+    assert 1.8 <= time.monotonic() - began < 60 and outputs.status[1] == len(ENDS)
     assert "timed out waiting for the check-in of lane 2 after 1800 ms" in session.failure
 
 
 @emulated.only_emulated
 def test_timeout_ends_the_call_before_a_wrong_token(model, monkeypatch):
     config, weights = model
-    fail_often(emulated.make_session(config, weights, timeout_ms=50), config, monkeypatch, 12)
+    fail_often(emulated.make_session(config, weights, timeout_ms=50), config, monkeypatch)
 
 
 @emulated.only_emulated
@@ -351,15 +418,15 @@ def test_ten_thousand_tokens_under_delays():
         assert same(*(call(inputs, small.make_state(config, 512))[0] for call in (plain, delayed)))
 
 
-def test_two_hundred_calls_with_cancellations_leave_nothing_behind(model, session, call):
+def test_many_calls_with_cancellations_leave_nothing_behind(model, session, call):
     config, _ = model
     inputs = small.make_inputs([3], 3)
     expected = call(inputs, small.make_state(config, 160))[0]
     long = small.make_inputs([3], 150, room=ROOM)
     whole = call(long, small.make_state(config, 160))[0].tokens
-    for i in range(200):
+    for i in range(70):  # cancelled after 0 to 6 tokens, and before the first
         session.begin()
-        if i % 10 == 1:  # somewhere in the middle
+        if i % 10 == 1:
             thread = threading.Thread(target=lambda wanted=i % 7: [session.wait(wanted, 10_000), session.cancel()])
             thread.start()
             outputs, _ = call(long, small.make_state(config, 160))
@@ -407,13 +474,17 @@ def misshapen(weight):
         yield weight[0]
 
 
-@pytest.mark.parametrize("head", ["replicate", "lane", "vocab_parallel"])
-def test_weights_of_other_shapes_are_refused(head):
-    config = small.make_config(
-        lanes=2, lm_head_type=head, qkv_bias=True, qk_norm=True, replicated_rmsn_scale=False, num_hidden_layers=1
-    )
-    weights = small.make_weights(config)
-    session = emulated.make_session(config, weights)
+def plan_of(name: str) -> Plan:
+    config = small.make_config(**CONFIGS[name])
+    return make_plan(decoder_ops(config), config.schedule)
+
+
+@pytest.mark.parametrize("make", [mixed_plan, partial(plan_of, "lane head"), partial(plan_of, "vocab head")])
+def test_weights_of_other_shapes_are_refused(make):
+    """Of plans whose kernels other tests have compiled."""
+    plan = make()
+    weights = weights_of(plan)
+    session = emulated.open_session(plan, weights)
     for path, weight in weights.items():
         for wrong in misshapen(weight):
             if wrong.shape != weight.shape:

@@ -25,8 +25,9 @@ DEVICES = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated
 
 @pytest.fixture(scope="module")
 def model():
-    config = small.make_config(layout="dtp(1)", max_position_embeddings=512)
-    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()})
+    """Whose kernel the tests of sessions have compiled."""
+    config, weights = small.windowed_model()
+    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
 
 
 @pytest.fixture(scope="module", autouse=True)

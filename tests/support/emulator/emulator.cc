@@ -187,12 +187,14 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;
   }
+  std::vector<int> asleep((size_t)grid * warps);  // rounds that a warp still sleeps
   const bool alone = in_turn(*params);
   const Still still;
   int running = count, result = 0;
   for (uint64_t idle = 0; running > 0;) {
     bool moved = false;
-    // CTAs begin anywhere, each with any of its warps, up or down, and some sleep for a while.
+    // CTAs begin anywhere, each with any of its warps, up or down; some sleep, and warps for up to 16 rounds, in which
+    // the others of their CTA get as far as a barrier lets them.
     const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
@@ -207,9 +209,14 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
       const int first_warp = (int)(random_bits() % (uint64_t)warps), step = random_bits() % 2 ? 1 : warps - 1;
       for (int k = 0; k < kThreads; k++) {
         const int i = c * kThreads + (first_warp + k / kWarpSize * step) % warps * kWarpSize + k % kWarpSize;
-        if (k % kWarpSize == 0 && random_bits() % 4 == 0) {
-          k += kWarpSize - 1;
-          continue;
+        if (k % kWarpSize == 0) {
+          int& rounds = asleep[i / kWarpSize];
+          if (rounds == 0 && random_bits() % 16 == 0) rounds = 1 << random_bits() % 5;
+          if (rounds > 0) {
+            rounds--;
+            k += kWarpSize - 1;
+            continue;
+          }
         }
         Fiber& f = fibers[i];
         if (f.ended || (f.waits && f.waits->generation == f.blocked_until)) continue;
