@@ -12,14 +12,18 @@ import signal
 
 import hypothesis
 import jax
+import jaxlib.version
 import pytest
 
 import laneformer
 
 laneformer.use_host_devices(8)
 if "LANEFORMER_TEST_GPU" not in os.environ:  # there it is the programs that count
-    # A third of the time to compile: one LLVM module per program, and no second compiler for fused operations.
-    QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    # A third of the time to compile: one LLVM module per program, and no second compiler for fused operations; jaxlib
+    # 0.11 has no such option, and ends a process that asks for it.
+    QUICK = "--xla_cpu_parallel_codegen_split_count=1"
+    if jaxlib.version.__version_info__ < (0, 11):
+        QUICK += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
