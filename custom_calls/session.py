@@ -24,6 +24,17 @@ class EmittedTokens(NamedTuple):
     """float32 [n, top]."""
 
 
+class Bf12Weights(NamedTuple):
+    """What is packed in 12 bits per weight (laneformer/formats.py)."""
+
+    weights: int
+    exceptions: int
+    """Weights among them that a list of 32 bits each has as well."""
+    matrices: int
+    left: int
+    """Matrices that stay in 16 bits, because more of their weights are exceptions than BF12_MOST_EXCEPTIONS."""
+
+
 class DecodeSession:
     """One model in the library, by its plan. Subclasses open it, pack weights and name the ops of a trace."""
 

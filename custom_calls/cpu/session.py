@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
 from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
-from custom_calls.session import DecodeSession
+from custom_calls.session import Bf12Weights, DecodeSession
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES
@@ -17,17 +16,6 @@ from laneformer.ops import TRACE_NAMES
 MOST_THREADS = 1024
 EMBEDDING = -1  # number of the embedding table among the products
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
-
-
-class Bf12Weights(NamedTuple):
-    """What is packed in 12 bits per weight (laneformer/formats.py)."""
-
-    weights: int
-    exceptions: int
-    """Weights among them that a list of 32 bits each has as well."""
-    matrices: int
-    left: int
-    """Matrices that stay in 16 bits, because more of their weights are exceptions than BF12_MOST_EXCEPTIONS."""
 
 
 class Session(DecodeSession):

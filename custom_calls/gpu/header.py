@@ -60,7 +60,10 @@ def model_header(layout: Layout) -> str:
     }
     numbers |= layout.places(layout.boards())[0]
     numbers |= {f"{name}At": place for name, place in layout.places(layout.shared())[0].items()}
-    any_mean = any(total.stream_mean for total in layout.table.sums)
+    truths = {
+        "AnyMean": any(total.stream_mean for total in layout.table.sums),
+        "Listed": any(tiling.units for tiling in layout.tilings),
+    }
     dtypes = {
         "Weights": layout.plan.weight_dtype,
         "Embedding": layout.plan.weight_dtype,
@@ -78,7 +81,7 @@ def model_header(layout: Layout) -> str:
         "namespace gpu {",
         *(_enumeration(names) for names in (Value, HeadKind, ProductName)),
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
-        f"constexpr bool kAnyMean = {_literal(any_mean)};",
+        *(f"constexpr bool k{name} = {_literal(value)};" for name, value in truths.items()),
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
         *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
         *_head_struct(layout),
@@ -97,7 +100,9 @@ def model_header(layout: Layout) -> str:
 
 def _head_struct(layout: Layout) -> Iterator[str]:
     constants, functions = _of_fields(layout, {0: layout.plan.ops.head})
-    return _struct("Head", layout.head.fields | constants, functions, {}, layout.num_layers)
+    functions["product"] = {0: len(layout.numbers)}
+    aliases = {"Weights": layout.head.format.struct}
+    return _struct("Head", layout.head.fields | constants, functions, aliases, layout.num_layers)
 
 
 def _modules_struct(layout: Layout) -> Iterator[str]:
@@ -129,7 +134,9 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
                 constants["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
                 functions["bias"] = {layer: _at(layout, own.matrices[0].bias) for layer, own in of_layers.items()}
             constants["Biased"] = op.matrices[0].bias is not None
-            aliases = {"Attended": attended} if op.reads is Value.ATTENDED else {}
+            functions["product"] = {layer: layout.numbers[layer, number] for layer in kind.layers}
+            aliases = {"Weights": kind.tilings[number].format.struct}
+            aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}
         yield from _struct(name, constants, functions, aliases, layout.num_layers)
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
 

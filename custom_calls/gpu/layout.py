@@ -9,12 +9,14 @@ the two cannot disagree.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 
+from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
 from laneformer.ops import Activation, Attend, HeadKind, Layer, Module, Op, Product, Rotary, Value, Weight
@@ -24,6 +26,7 @@ SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
 MAX_VECTORS = 4  # of a product's vector in a thread's registers
+MAX_TOGETHER = 4  # rows of a thread in registers at the same time
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -41,6 +44,11 @@ class Machine:
     """Shared memory of a CTA, at most."""
     bulk_copies: bool
     """Whether the weights stream through a ring in shared memory."""
+
+    @property
+    def selector_bits(self) -> int:
+        """Bits by which a byte permutation names a byte: NVIDIA's have 4, AMD's 8."""
+        return 4 if self.warp_size == 32 else 8
 
 
 H200 = Machine(warp_size=32, ctas=128, warps=8, shared_bytes=232_448, bulk_copies=True)
@@ -61,14 +69,29 @@ class Tiling:
     vectors: int
     segments: int
     steps: int
+    together: int
     warps: int
     warp_size: int
-    per: int
-    """Elements of 16 bytes."""
+    format: Plain | Bf12
 
     @property
     def lines(self) -> int:
-        return self.segments * self.steps * self.vectors
+        return self._takes * self.format.lines(self.together * self.vectors)
+
+    @property
+    def units(self) -> int:
+        """Units of a warp that are coded; see gpu/formats.py."""
+        return self._takes * self.format.units(self.together * self.vectors)
+
+    @property
+    def coded(self) -> float:
+        """Share of the weights that is in them."""
+        return self.units * Bf12.vectors / (self.segments * self.steps * self.vectors)
+
+    @property
+    def _takes(self) -> int:
+        """Times that a warp takes lines from its stream."""
+        return self.segments * self.steps // self.together
 
     @property
     def padded_rows(self) -> int:
@@ -77,28 +100,38 @@ class Tiling:
     @property
     def fields(self) -> dict[str, int]:
         """The constants of the product's struct."""
-        names = ("all_rows", "rows", "columns", "group", "vectors", "segments", "steps", "lines")
+        names = ("all_rows", "rows", "columns", "group", "vectors", "segments", "steps", "together", "lines")
         return {name.title().replace("_", ""): getattr(self, name) for name in names}
 
-    def pack(self, matrix):
-        """[..., all rows, columns] -> [..., CTAs, warps, elements], the lines of each warp in its order."""
+    def deal(self, matrix: jax.Array) -> jax.Array:
+        """[..., all rows, columns] -> [..., CTAs, warps, steps, vectors, threads, weights of a vector]: what each thread
+        has of each step's vectors, in all segments.
+        """
         *lead, rows, columns = matrix.shape
-        wide = self.warps * self.segments * self.vectors * self.group * self.per
+        per = self.format.per
+        wide = self.warps * self.segments * self.vectors * self.group * per
         matrix = jnp.pad(matrix, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, wide - columns)])
         matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
         matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
         of_rows = (self.ctas, self.steps, self.warp_size // self.group)
-        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, self.per // 2, self.group, 2)
+        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, per // 2, self.group, 2)
         n = len(lead)
         cta, step, row, warp, segment, vector, pair, member, element = range(n, n + 9)
         order = (*range(n), cta, warp, segment, step, vector, row, member, pair, element)
-        return parts.transpose(order).reshape(*lead, self.ctas, self.warps, -1)
+        return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """Steps, vectors of each, threads, weights of a vector."""
+        return self._takes, self.together * self.vectors, self.warp_size, self.format.per
 
 
-def tile(all_rows: int, columns: int, ctas: int, machine: Machine, per: int, unit: int = 1) -> Tiling:
-    """The tiling that reads the fewest padded bytes; unit: rows that must stay together."""
+def tile(all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12, unit: int = 1) -> Tiling:
+    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out, and
+    so the order of sums, does not depend on the format.
+    """
     rows = -(-all_rows // unit // ctas) * unit
-    vectors_per_warp = math.ceil(columns / (per * machine.warps))
+    vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
 
     def with_group(group: int) -> Tiling:
         vectors = -(-vectors_per_warp // group)
@@ -106,11 +139,16 @@ def tile(all_rows: int, columns: int, ctas: int, machine: Machine, per: int, uni
         vectors = -(-vectors // segments)
         steps = -(-rows // (machine.warp_size // group))
         return Tiling(
-            all_rows, columns, ctas, rows, group, vectors, segments, steps, machine.warps, machine.warp_size, per
+            *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),
+            format,
         )
 
-    groups = (with_group(1 << log) for log in range(machine.warp_size.bit_length()))
-    return min(groups, key=lambda tiling: (tiling.lines, tiling.segments, tiling.group))
+    def taking(together: int) -> Tiling:
+        return replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
+
+    groups = [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
+    tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
+    return min(map(taking, range(1, MAX_TOGETHER + 1)), key=lambda one: (one.lines, -one.together))
 
 
 @dataclass(frozen=True)
@@ -162,6 +200,8 @@ class Layout:
     """CTAs that play the lanes of other devices, for one rank alone on a GPU; only its weights are then packed. See
     gpu/kernel/peers.h.
     """
+    bf12: Collection[int] = ()
+    """Products packed in 12 bits, by their numbers; the head's is the last."""
 
     def __post_init__(self):
         for number, layer in enumerate(self.plan.ops.layers):
@@ -191,9 +231,24 @@ class Layout:
     def num_layers(self) -> int:
         return len(self.plan.ops.layers)
 
-    @property
-    def _width(self) -> int:
-        return WIDTH[self.plan.weight_dtype]
+    @cached_property
+    def numbers(self) -> dict[tuple[int, int], int]:
+        """The number of each product of the layers, by layer and op, as in Plan.products."""
+        places = (
+            (layer, number)
+            for layer, ops in enumerate(self.plan.ops.layers)
+            for number, op in enumerate(ops.ops)
+            if isinstance(op, Product)
+        )
+        return {place: number for number, place in enumerate(places)}
+
+    def _tile(self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1) -> Tiling:
+        """The tiling of a product, by its number, in its format."""
+        if number in self.bf12:
+            tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
+            if 0 < tiling.units <= MOST_UNITS:
+                return tiling
+        return tile(all_rows, columns, ctas, self.machine, Plain(self.plan.weight_dtype), unit)
 
     @cached_property
     def ctas(self) -> int:
@@ -211,15 +266,20 @@ class Layout:
         """In the order of their first layers."""
         by_signature: dict = {}
         for number, layer in enumerate(self.plan.ops.layers):
-            by_signature.setdefault(_signature(layer), []).append(number)
+            tilings = tuple(
+                self._tile(self.numbers[number, at], op.rows, op.columns, self.ctas, 2 if op.gated else 1)
+                if isinstance(op, Product)
+                else None
+                for at, op in enumerate(layer.ops)
+            )
+            by_signature.setdefault((_signature(layer), tilings), []).append(number)
 
-        def kind(layers: list[int]) -> Kind:
+        def kind(layers: list[int], tilings: tuple[Tiling | None, ...]) -> Kind:
             layer = self.plan.ops.layers[layers[0]]
             modules = tuple(number for number, module in enumerate(layer.modules) for _ in module.ops)
-            tilings = tuple(self._tile(op) if isinstance(op, Product) else None for op in layer.ops)
             return Kind(layer.ops, modules, tilings, tuple(layers))
 
-        return tuple(kind(layers) for layers in by_signature.values())
+        return tuple(kind(layers, tilings) for (_, tilings), layers in by_signature.items())
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -227,16 +287,12 @@ class Layout:
         found = {layer: index for index, kind in enumerate(self.kinds) for layer in kind.layers}
         return tuple(found[layer] for layer in range(self.num_layers))
 
-    def _tile(self, op: Product) -> Tiling:
-        unit = 2 if op.gated else 1
-        return tile(op.rows, op.columns, self.ctas, self.machine, 16 // self._width, unit)
-
     @cached_property
     def head(self) -> Tiling:
         head = self.plan.ops.head
         ctas = self.ctas * (1 if head.kind == HeadKind.VOCAB_PARALLEL else self.lanes)
         columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
-        return tile(head.weight.shape[0], columns, ctas, self.machine, 16 // self._width)
+        return self._tile(len(self.numbers), head.weight.shape[0], columns, ctas)
 
     @cached_property
     def tilings(self) -> list[Tiling]:
@@ -294,27 +350,27 @@ class Layout:
         return self._padded(self.head.lines)
 
     @property
-    def line_elements(self) -> int:
-        return self.machine.warp_size * 16 // self._width
+    def line_words(self) -> int:
+        return self.machine.warp_size * 4
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weights of all lanes, in elements of their dtype."""
+        """Shape of the packed weights of all lanes, in words of 32 bits."""
         lanes = self.lanes_here if self.peer_ctas else self.lanes
-        return (lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_elements)
+        return (lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_words)
 
     def offset(self, layer: int, op: int) -> int:
-        """Element of each warp's stream at which a layer's product begins."""
-        return (self.layer_starts[layer] + self.kinds[self.kind_of[layer]].lines_before(op)) * self.line_elements
+        """Word of each warp's stream at which a layer's product begins."""
+        return (self.layer_starts[layer] + self.kinds[self.kind_of[layer]].lines_before(op)) * self.line_words
 
     @property
     def head_offset(self) -> int:
-        return self.layer_lines * self.line_elements
+        return self.layer_lines * self.line_words
 
     @property
     def stream_bytes(self) -> int:
         """Bytes read for one token, by all lanes, padding included."""
-        return math.prod(self.packed_shape) * self._width
+        return math.prod(self.packed_shape) * 4
 
     def max_splits(self, op: Attend) -> int:
         """Splits of a key/value head's keys: as many as there are CTAs for."""

@@ -6,9 +6,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
+from custom_calls.gpu.formats import Bf12Choice, gathered, product_weights
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
-from custom_calls.session import DecodeSession
+from custom_calls.session import Bf12Weights, DecodeSession
+from laneformer.formats import BF12_END, BF12_TABLE
 from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -95,6 +97,7 @@ class GpuSession(DecodeSession):
         peer_ctas: int = 0,
         peer_delay_us: int = 0,
         launch: str = "persistent",
+        bf12: Bf12Choice | None = None,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -106,7 +109,8 @@ class GpuSession(DecodeSession):
         peer_ctas: run one lane alone, the others played by N CTAs that answer after peer_delay_us (gpu/kernel/peers.h);
         its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
         itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
-        what the persistent kernel saves. Raises NativeError, BuildError if the kernel cannot be compiled,
+        what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
+        results bit for bit; made from the weights that will be packed. Raises NativeError, BuildError if the kernel cannot be compiled,
         and what the group raises when a process is missing.
         """
         if launch not in LAUNCHES:
@@ -124,9 +128,10 @@ class GpuSession(DecodeSession):
         if layers > MOST_LAYERS:
             raise NativeError(f"the GPU kernel has at most {MOST_LAYERS} layers, the model {layers}: use backend xla")
         try:
-            self.layout = Layout(
-                plan, machine or machine_of(platform, devices[0]), 1 if peer_ctas else lanes // len(devices), peer_ctas
-            )
+            lanes_here = 1 if peer_ctas else lanes // len(devices)
+            self._bf12 = bf12 or Bf12Choice()
+            machine = machine or machine_of(platform, devices[0])
+            self.layout = Layout(plan, machine, lanes_here, peer_ctas, frozenset(self._bf12.tables))
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
@@ -159,7 +164,7 @@ class GpuSession(DecodeSession):
         self.launches_per_token = len(steps)  # 0: there is one for all of them
         numbers = {
             "lanes_here": layout.lanes_here,
-            "packed_elements": math.prod(layout.packed_shape) // len(devices),
+            "packed_words": math.prod(layout.packed_shape) // len(devices),
             "ctas": layout.ctas,
             "grid": layout.grid,
             "threads": layout.threads,
@@ -235,7 +240,9 @@ class GpuSession(DecodeSession):
     def _make_operands(self) -> None:
         plan = self.plan
         self._small = np.zeros(plan.small_size, np.float32)
-        self._packed = jnp.zeros(self.layout.packed_shape, plan.weight_dtype.name, device=self._sharding(True))
+        self._packed = jnp.zeros(self.layout.packed_shape, jnp.uint32, device=self._sharding(True))
+        self._lists: dict[int, jax.Array] = {}  # by product, for each warp
+        self._exceptions: dict[int, int] = {}
         self._embedding = None
         self._ready: tuple | None = None
         self._products = {
@@ -272,52 +279,104 @@ class GpuSession(DecodeSession):
         if len(parts) < len(op.matrices):
             return
         del self._waiting[layer, number]
-        kind = self.layout.kinds[self.layout.kind_of[layer]]
         weights = [matrix.weight for matrix in op.matrices]
-        self._place(
-            [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights],
-            self.layout.offset(layer, number),
-            kind.tilings[number],
-            "pairs" if op.gated else "rows",
-        )
+        matrices = [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights]
+        self._place(matrices, self.layout.numbers[layer, number])
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: every device needs it whole.
-        head = self.plan.ops.head
-        matrix = self._put_matrix(weight, head.kind == HeadKind.VOCAB_PARALLEL)
-        arrangement = "columns" if head.kind == HeadKind.LANE else "as it is"
-        self._place([matrix], self.layout.head_offset, self.layout.head, arrangement)
+        matrix = self._put_matrix(weight, self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL)
+        self._place([matrix], len(self.layout.numbers))
 
     def _put_matrix(self, weight: np.ndarray | jax.Array, of_lanes: bool) -> jax.Array:
         return self._put(weight.astype(self.plan.weight_dtype.name), of_lanes)
 
-    def _place(self, matrices: list[jax.Array], offset: int, tiling: Tiling, arrangement: str) -> None:
-        self._packed = _placed(self._packed, matrices, np.int32(offset), tiling, arrangement, self._sharding(True))
+    def _place(self, matrices: list[jax.Array], product: int) -> None:
+        """Packs the matrices of a product, by its number."""
+        placed = self._placements[product]
+        kept = placed.tiling, placed.arrangement, self._sharding(True)
+        self._keep(product, _placed(self._packed, matrices, *self._placing(product), *kept))
+
+    def _placing(self, product: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where its lines begin in each warp's stream, and its table."""
+        table = self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
+        return np.int32(self._placements[product].offset), table
+
+    def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
+        self._packed, listed, most, count = placed
+        if listed is not None:  # rooms are powers of two, so that few programs are compiled
+            self._lists[product] = _gathered(listed, 1 << int(most).bit_length())
+            self._exceptions[product] = int(count)
+
+    @cached_property
+    def _placements(self) -> list["_Placement"]:
+        """Of each product, by number."""
+        layout, layers = self.layout, self.plan.ops.layers
+        found = [
+            _Placement(
+                layout.offset(layer, op),
+                layout.kinds[layout.kind_of[layer]].tilings[op],
+                "pairs" if layers[layer].ops[op].gated else "rows",
+            )
+            for layer, op in layout.numbers
+        ]
+        of_lanes = self.plan.ops.head.kind == HeadKind.LANE
+        return [*found, _Placement(layout.head_offset, layout.head, "columns" if of_lanes else "as it is")]
 
     def fill(self, seed: int = 0) -> None:
         """Random numbers for all matrices, for measurements; small weights are 1."""
         keys = jax.random.split(jax.random.key(seed))
         self._small[:] = 1
-        self._packed = _normal(keys[0], self._packed)
+        normal = _normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
+        for product, placed in enumerate(self._placements):
+            self._keep(product, _filled(self._packed, normal, *self._placing(product), placed.tiling, self._sharding(True)))
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = _normal(keys[1], embedding)
         self._missing, self._ready = {}, None
 
     @property
     def operands(self) -> tuple:
-        """Packed weights, embedding, small weights and rotations, on the devices. Raises NativeError while weights are
-        missing.
+        """Packed weights and what is beside them, embedding, small weights and rotations, on the devices. Raises
+        NativeError while weights are missing.
         """
         self._require_weights()
         if self._ready is None:
             tables = [_rotations(rotary, head_dim, self.plan.ops.context) for rotary, head_dim in self.layout.rotations]
             rotations = np.concatenate(tables or [np.zeros(1, np.float32)])
-            self._ready = (self._packed, self._embedding, self._put(self._small, False), self._put(rotations, False))
+            rest = (self._put(array, False) for array in (self._coding, self._small, rotations))
+            self._ready = (self._packed, self._listed(), self._embedding, *rest)
         return self._ready
 
     @property
     def of_lanes(self) -> tuple[bool, ...]:
-        return (True, False, False, False)
+        return (True, True, False, False, False, False)
+
+    def _listed(self) -> jax.Array:
+        """The lists of each warp, one product's after the other's, uint32 [lanes, CTAs, warps, n], and what the kernel
+        loads beyond them.
+        """
+        lead, beyond = self.layout.packed_shape[:3], 2 * self.layout.machine.warp_size
+        lists = [self._lists[product] for product in sorted(self._lists)]
+        end = jnp.zeros((*lead, beyond if lists else 1), jnp.uint32, device=self._sharding(True))
+        return jnp.concatenate([*lists, end], -1) if lists else end
+
+    @property
+    def _coding(self) -> np.ndarray:
+        """For each product the table of bf12, and where its words begin and end in the lists, uint32 [products, 4]."""
+        coding, end = np.zeros((len(self._placements), 4), np.uint32), 0
+        for product, words in sorted(self._lists.items()):
+            begin, end = end, end + words.shape[-1]
+            coding[product] = *self._bf12.tables[product].astype(np.uint8).view(np.uint32), begin, end
+        return coding
+
+    @property
+    def bf12_weights(self) -> Bf12Weights:
+        """What is packed in 12 bits."""
+        held = matrices = 0
+        for (paths, size), placed in zip(product_weights(self.plan), self._placements, strict=True):
+            held += round(size * placed.tiling.coded)
+            matrices += len(paths) * (placed.tiling.units > 0)
+        return Bf12Weights(held, sum(self._exceptions.values()), matrices, self._bf12.left)
 
     @property
     def packed_bytes(self) -> int:
@@ -394,11 +453,29 @@ def _rotations(rotary: Rotary, head_dim: int, context: int) -> np.ndarray:
     return table.reshape(-1)
 
 
+class _Placement(NamedTuple):
+    """Where a product is packed."""
+
+    offset: int
+    """Word of each warp's stream."""
+    tiling: Tiling
+    arrangement: str
+    """As in `_placed`."""
+
+
 @partial(jax.jit, static_argnames=("tiling", "arrangement", "sharding"), donate_argnums=0)
 def _placed(
-    packed: jax.Array, parts: list[jax.Array], offset: jax.Array, tiling: Tiling, arrangement: str, sharding
-) -> jax.Array:
-    """arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
+    packed: jax.Array,
+    parts: list[jax.Array],
+    offset: jax.Array,
+    table: jax.Array,
+    tiling: Tiling,
+    arrangement: str,
+    sharding,
+) -> tuple[jax.Array, ...]:
+    """Packs a product; the results are those of `_stored`.
+
+    arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
     other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end.
     """
     lanes = packed.shape[0]
@@ -411,7 +488,35 @@ def _placed(
         paired = arrangement == "pairs"
         matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
         matrix = matrix.reshape(lanes, -1, parts[0].shape[-1])
-    rows = tiling.pack(matrix).reshape(*packed.shape[:3], -1)
-    if sharding is not None:
-        rows = jax.lax.with_sharding_constraint(rows, sharding)
-    return jax.lax.dynamic_update_slice(packed, rows, (0, 0, 0, offset))
+    return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
+
+
+@partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
+def _filled(
+    packed: jax.Array, block: jax.Array, offset: jax.Array, table: jax.Array, tiling: Tiling, sharding
+) -> tuple[jax.Array, ...]:
+    """As `_placed`, for a matrix of some weights repeated."""
+    coded = tiling.format.encode(block, table)
+    steps = jnp.resize(coded, (*packed.shape[:3], *tiling.dealt))
+    return _stored(packed, steps, offset, tiling, sharding)
+
+
+def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> tuple[jax.Array, ...]:
+    """The packed weights with those of a product, what its format lists for each warp or None, and of that the most in
+    a warp and the sum.
+    """
+
+    def of_lanes(array: jax.Array) -> jax.Array:
+        rows = array.reshape(*packed.shape[:3], -1)
+        return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
+
+    lines, listed = of_lanes(tiling.format.pack(steps)), tiling.format.listed(steps)
+    packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
+    if listed is None:
+        return packed, None, None, None
+    listed = of_lanes(listed)
+    counts = (listed != np.uint32(BF12_END)).sum(-1)
+    return packed, listed, counts.max(), counts.sum()
+
+
+_gathered = jax.jit(gathered, static_argnames="room")

@@ -9,9 +9,9 @@ import jax
 import custom_calls
 from custom_calls import Session, bf12_pays
 from infer.engine.backend import CheckpointSource, Source, device_name
-from infer.engine.native import NativeBackend, pack, plan_of
+from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, report_left
 from laneformer.errors import ConfigError
-from laneformer.formats import BF12_MOST_EXCEPTIONS, Bf12Product
+from laneformer.formats import Bf12Product
 from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
@@ -52,12 +52,7 @@ class CpuBackend(NativeBackend):
         ConfigError if the library cannot be used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
-        if weights not in (None, "bfloat16", "bf12"):
-            raise ConfigError(f"weights must be bfloat16 or bf12, got {weights}")
-        if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
-            raise ConfigError(
-                f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16"
-            )
+        check_weights(weights, plan)
         packed: list[Bf12Product] = []
         if weights != "bfloat16" and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
@@ -81,21 +76,17 @@ class CpuBackend(NativeBackend):
                 )
             mapped = [path for product in packed if session.map(product) for path in product.paths]
             pack(session, source, mapped)
-            if left := session.bf12_weights.left:
-                log.info(
-                    "%d of %d matrices stay bfloat16: over %g of their weights are exceptions of bf12",
-                    *(left, left + session.bf12_weights.matrices, BF12_MOST_EXCEPTIONS),
-                )
+            report_left(session.bf12_weights)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
         self._use(session)
 
     @property
     def conditions(self) -> dict:
-        plan, packed = self.session.plan, self.session.bf12_weights
+        plan = self.session.plan
         return {
             "weights_dtype": plan.weight_dtype.name,
-            **({"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}),
+            **bf12_conditions(self.session.bf12_weights),
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices("cpu")[0]),

@@ -1,6 +1,6 @@
 """The GPU backends: the persistent decode kernel of custom_calls on NVIDIA and AMD GPUs, one launch per answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -10,10 +10,11 @@ import numpy as np
 import custom_calls
 from custom_calls.build import BuildError
 from custom_calls.gpu.compile import compiler
+from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.engine.backend import Source, device_name, power_of_two
-from infer.engine.native import NativeBackend, pack, plan_of
+from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, report_left
 from laneformer.errors import ConfigError
 from laneformer.processes import Group
 from laneformer.state import Cache
@@ -74,20 +75,28 @@ class GpuBackend(NativeBackend):
         source: Source,
         *,
         absorb: bool = True,
+        weights: str | None = None,
         machine: Machine | None = None,
         chaos_us: int = 0,
         compile_with: Callable | None = None,
         driver: Path | None = None,
     ):
         """absorb: whether XLA reads long prompts; otherwise the kernel does, and only one copy of the weights is kept.
-        The other options are for tests and measurements; see custom_calls.gpu.session. Raises ConfigError if the
-        library or the device cannot be used.
+        weights: bf12 for the kernel to hold bfloat16 weights in 12 bits without loss. The other options are for tests
+        and measurements; see custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used,
+        or for bf12 with weights of another dtype.
         """
-        self.source = source
+        self.source, plan = source, plan_of(source)
+        check_weights(weights, plan)
         self._model = source.model() if absorb else None
+
+        def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray]]:
+            return source.weights() if self._model is None else self._model.weights().items()
+
         try:
             session = GpuSession(
-                plan_of(source),
+                plan,
+                bf12=Bf12Choice.of(plan, all_weights()) if weights == "bf12" else None,
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -100,9 +109,10 @@ class GpuBackend(NativeBackend):
             if self._model is None:
                 pack(session, source)
             else:
-                for path, weight in self._model.weights().items():
+                for path, weight in all_weights():
                     session.pack(path, weight)
             _ = session.operands
+            report_left(session.bf12_weights)
         except (custom_calls.NativeError, BuildError) as error:
             raise ConfigError(str(error)) from None
         self._extend = jax.jit(_extend, donate_argnums=(1, 2))
@@ -113,6 +123,7 @@ class GpuBackend(NativeBackend):
         plan, mesh = self.session.plan, self.source.mesh
         return {
             "weights_dtype": plan.weight_dtype.name,
+            **bf12_conditions(self.session.bf12_weights),
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),

@@ -17,8 +17,11 @@ from tqdm import tqdm
 
 import custom_calls
 from custom_calls import DecodeSession, Inputs, Plan, State, make_plan
+from custom_calls.session import Bf12Weights
 from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
 from laneformer.decoder import decoder_ops
+from laneformer.errors import ConfigError
+from laneformer.formats import BF12_MOST_EXCEPTIONS
 from laneformer.mesh import LANE
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
@@ -180,6 +183,28 @@ def plan_of(source: Source) -> Plan:
         cache_dtype=compute,
         rounded_activations=compute != "float32",
     )
+
+
+def check_weights(weights: str | None, plan: Plan) -> None:
+    """Raises ConfigError for a format that is unknown, or that cannot hold the plan's weights."""
+    if weights not in (None, "bfloat16", "bf12"):
+        raise ConfigError(f"weights must be bfloat16 or bf12, got {weights}")
+    if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
+        raise ConfigError(f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16")
+
+
+def report_left(packed: Bf12Weights) -> None:
+    """Logs how many matrices have too many exceptions for 12 bits, if any."""
+    if packed.left:
+        log.info(
+            "%d of %d matrices stay bfloat16: over %g of their weights are exceptions of bf12",
+            *(packed.left, packed.left + packed.matrices, BF12_MOST_EXCEPTIONS),
+        )
+
+
+def bf12_conditions(packed: Bf12Weights) -> dict[str, int]:
+    """What a benchmark reports of weights in 12 bits, if there are any."""
+    return {"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}
 
 
 def pack(session: DecodeSession, source: Source, without: Collection[str] = ()) -> None:

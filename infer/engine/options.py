@@ -29,7 +29,7 @@ class EngineOptions:
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
-    """How backend cpu holds bfloat16 weights: as they are, in 12 bits without loss (bf12), or by default the faster."""
+    """How native backends hold bfloat16 weights: as they are, or in 12 bits without loss (bf12); cpu chooses by default."""
     compute: Dtype = None
     """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""
 

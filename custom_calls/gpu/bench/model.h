@@ -19,6 +19,7 @@ namespace gpu {
 
 constexpr int kWarps = LF_WARPS, kSlotLines = LF_SLOT_LINES, kSlots = LF_SLOTS;
 constexpr int kPassTags = 64;
+constexpr bool kListed = true;
 constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA, whatever its warps
 
 }  // namespace gpu

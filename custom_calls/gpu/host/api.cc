@@ -19,7 +19,8 @@ ffi::DataType dtype_of(int number) { return number == 0 ? ffi::F32 : number == 1
 ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
                   ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
-                  ffi::BufferR1<ffi::S32> stops, ffi::AnyBuffer packed, ffi::AnyBuffer embedding,
+                  ffi::BufferR1<ffi::S32> stops, ffi::BufferR4<ffi::U32> packed,
+                  ffi::BufferR4<ffi::U32> listed, ffi::AnyBuffer embedding, ffi::BufferR2<ffi::U32> coding,
                   ffi::BufferR1<ffi::F32> small, ffi::BufferR1<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen,
                   ffi::RemainingArgs caches, ffi::ResultBufferR1<ffi::S32> tokens,
                   ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
@@ -44,8 +45,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
         "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
-  if ((int64_t)packed.element_count() != model.packed_elements ||
-      packed.element_type() != dtype_of(model.plan.weight_dtype))
+  if ((int64_t)packed.element_count() != model.packed_words)
     return wrong("the packed weights are not those of this session");
   Params p{};
   for (size_t i = 0; i < caches.size(); i++) {
@@ -67,6 +67,9 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
     (i == layer ? p.keys : p.values)[layer] = before->untyped_data();
   }
   p.weights = packed.untyped_data();
+  p.coding = coding.typed_data();
+  p.listed = listed.typed_data();
+  p.listed_words = (int)listed.dimensions()[3];
   p.embedding = embedding.untyped_data();
   p.small = small.typed_data();
   p.rotations = rotations.typed_data();
@@ -111,8 +114,10 @@ constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, o
       .Arg<ffi::BufferR1<ffi::F32>>()                       \
       .Arg<ffi::BufferR1<ffi::U32>>()                       \
       .Arg<ffi::BufferR1<ffi::S32>>()                       \
+      .Arg<ffi::BufferR4<ffi::U32>>()                       \
+      .Arg<ffi::BufferR4<ffi::U32>>()                       \
       .Arg<ffi::AnyBuffer>()                                \
-      .Arg<ffi::AnyBuffer>()                                \
+      .Arg<ffi::BufferR2<ffi::U32>>()                       \
       .Arg<ffi::BufferR1<ffi::F32>>()                       \
       .Arg<ffi::BufferR1<ffi::F32>>()                       \
       .Arg<ffi::BufferR1<ffi::U8>>()                        \

@@ -56,7 +56,7 @@ Model::Model(plan::Plan decoded, const Numbers& numbers)
     : plan(std::move(decoded)),
       attends(attends_of(plan)),
       lanes_here((int)numbers.one("lanes_here")),
-      packed_elements(numbers.one("packed_elements")),
+      packed_words(numbers.one("packed_words")),
       ctas((int)numbers.one("ctas")),
       grid((int)numbers.one("grid")),
       threads((int)numbers.one("threads")),

@@ -34,7 +34,7 @@ struct Model {
   std::vector<plan::Attend> attends;  // of each layer; its keys and values are the layer's cache
 
   int lanes_here;  // of each device
-  int64_t packed_elements;
+  int64_t packed_words;
   int ctas, grid, threads, shared_bytes;  // CTAs of a lane and of a launch; threads and bytes of a CTA
   int64_t lane_words, shared_words;       // words of a lane's boards, and of the memory between lanes
   int pass_tags, exchanges;               // of each pass

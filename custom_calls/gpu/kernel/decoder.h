@@ -100,12 +100,14 @@ class Decoder {
         lane_here_(lane_here),
         lane_(p.first_lane + lane_here),
         c_(c),
+        lists_(p),
         boards_(p.boards + (i64)lane_here * kLaneWords) {}
 
   Residual residual;
 
   LF_DEVICE void embed(int token, u32 tag) {
     const Clock clock(*this, kNameEmbed, -1);
+    if (kListed) lists_.begin(0);
     residual.begin(token);
     residual.publish(stream_board(0), tag);
     clock.end();
@@ -139,9 +141,9 @@ class Decoder {
     float* squares = this->squares(turn_);
     if constexpr (normed) {
       if constexpr (Head::kColumns == kHidden)
-        product<Head>(stream_, partial, NormedFromBoard<Head>{board, final_gains(), squares});
+        product<Head>(stream_, weights<Head>(0), partial, NormedFromBoard<Head>{board, final_gains(), squares});
     } else {
-      product<Head>(stream_, partial, board);
+      product<Head>(stream_, weights<Head>(0), partial, board);
     }
     if (!kSteps) stream_.skip_padding(kHeadPadding);
     sync_cta();
@@ -199,6 +201,11 @@ class Decoder {
   }
   LF_DEVICE float* squares(int turn) const {
     return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]);
+  }
+
+  template <class Shape>
+  LF_DEVICE typename Shape::Weights::Reader weights(int layer) {
+    return {p_, lists_, Shape::product(layer)};
   }
 
   // A small weight of this lane.
@@ -279,14 +286,14 @@ class Decoder {
       const FromBoard<Op> board = {stream_board(time), tag + time, watch_};
       if constexpr (Op::kNormed) {
         const float* gains = small(Op::norm(layer), Op::kNormStride);
-        product<Op>(stream_, partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
+        product<Op>(stream_, weights<Op>(layer), partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
       } else {
-        product<Op>(stream_, partial, board);
+        product<Op>(stream_, weights<Op>(layer), partial, board);
       }
     } else if constexpr (Op::kReads == Value::kAttended) {
-      product<Op>(stream_, partial, FromShared<Op>{shared_.merged});
+      product<Op>(stream_, weights<Op>(layer), partial, FromShared<Op>{shared_.merged});
     } else {
-      product<Op>(stream_, partial, FromBoard<Op>{boards_ + kHiddenBoard, tag + layer, watch_});
+      product<Op>(stream_, weights<Op>(layer), partial, FromBoard<Op>{boards_ + kHiddenBoard, tag + layer, watch_});
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
@@ -373,6 +380,7 @@ class Decoder {
   Stream& stream_;
   Watch& watch_;
   const int lane_here_, lane_, c_;
+  Lists lists_;
   u64* boards_;
   int turn_ = 0;
 };

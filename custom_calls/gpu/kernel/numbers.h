@@ -1,4 +1,4 @@
-// The three dtypes of weights and caches, as stored in memory.
+// The three dtypes of weights and caches, as stored in memory, and the names of the formats that weights have.
 #pragma once
 
 #include "port.h"
@@ -7,6 +7,10 @@ namespace laneformer {
 namespace gpu {
 
 enum Dtype { kFloat32, kBfloat16, kFloat16 };
+
+template <Dtype dtype>
+struct Plain;  // formats.h has them
+struct Bf12;
 
 constexpr int bytes_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
 

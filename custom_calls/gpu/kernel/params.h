@@ -50,6 +50,9 @@ struct Params {
   const void* embedding;   // [vocab][hidden]
   const float* small;      // norm gains and biases of all lanes, at the offsets that model.h has
   const float* rotations;  // tables [context][2][head_dim / 2] of cosines and sines
+  const unsigned* coding;  // of each product, 4 words: see formats.h
+  const unsigned* listed;  // [lanes here][CTAs][warps][listed_words]: what is listed beside a warp's stream
+  int listed_words;
 
   // Of the call.
   const int* prompt;

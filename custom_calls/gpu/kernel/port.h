@@ -48,7 +48,7 @@ constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (st
 namespace laneformer {
 namespace gpu {
 
-constexpr int kWarpSize = 64;
+constexpr int kWarpSize = 64, kSelectorBits = 8;  // of a byte's number in `permute`
 
 LF_DEVICE int thread() { return __builtin_amdgcn_workitem_id_x(); }
 LF_DEVICE int cta() { return __builtin_amdgcn_workgroup_id_x(); }
@@ -61,6 +61,11 @@ LF_DEVICE void sync_warp() { __builtin_amdgcn_wave_barrier(); }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
   return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v);
 }
+LF_DEVICE u32 broadcast(u32 v, int lane) {  // that of a thread of the warp; `lane` is the same in all of them
+  return __builtin_amdgcn_readlane((int)v, __builtin_amdgcn_readfirstlane(lane));
+}
+// Bytes of b and a (those of a first) by number, 12 for a zero, one for each byte of the selector.
+LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __builtin_amdgcn_perm(b, a, selector); }
 
 // A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of
 // all passes, it would take registers from the weights.
@@ -140,7 +145,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 namespace laneformer {
 namespace gpu {
 
-constexpr int kWarpSize = 32;
+constexpr int kWarpSize = 32, kSelectorBits = 4;
 
 LF_DEVICE int thread() { return threadIdx.x; }
 LF_DEVICE int cta() { return blockIdx.x; }
@@ -152,6 +157,9 @@ LF_DEVICE int opaque(int v) {
 }
 LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+LF_DEVICE u32 broadcast(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+// Bytes of a and b (those of a first) by number, one for each of the selector's four low nibbles.
+LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 LF_DEVICE u64 load_word(const u64* p) {
   u64 v;

@@ -8,30 +8,25 @@
 //              A vector's columns are dealt in pairs, those of the group's threads side by side: what they read of a
 //              board together is contiguous
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
-//   kLines     of the stream: kSegments * kSteps * kVectors
+//   kTogether  steps whose lines are in registers at the same time
+//   Weights    the format of the lines (formats.h)
 #pragma once
 
 #include "edges.h"
+#include "formats.h"
 #include "stream.h"
 
 namespace laneformer {
 namespace gpu {
 
-constexpr int kThreads = kWarps * kWarpSize, kPer = kPerVec<kWeights>;
+constexpr int kThreads = kWarps * kWarpSize;
 
-// Steps whose lines are in registers at the same time.
 template <class Shape>
-constexpr int kTogether = Shape::kVectors > 4      ? 1
-                          : Shape::kSteps % 4 == 0 ? 4
-                          : Shape::kSteps % 3 == 0 ? 3
-                          : Shape::kSteps % 2 == 0 ? 2
-                                                   : 1;
+constexpr int kPer = Shape::Weights::kPer;
 
 // Threads of a group among which its sums end.
 template <class Shape>
-constexpr int kOwners = smaller_of(Shape::kGroup, kTogether<Shape> % 4 == 0   ? 4
-                                                  : kTogether<Shape> % 2 == 0 ? 2
-                                                                              : 1);
+constexpr int kOwners = smaller_of(Shape::kGroup, Shape::kTogether % 4 == 0 ? 4 : Shape::kTogether % 2 == 0 ? 2 : 1);
 
 template <class Shape>
 constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
@@ -41,41 +36,42 @@ constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
 // Whether no thread's part of the vector is beyond its end.
 template <class Shape>
-constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer == Shape::kColumns;
+constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer<Shape> == Shape::kColumns;
 
 // The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
 template <class Shape>
 LF_DEVICE int column(int segment) {
-  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer +
+  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer<Shape> +
                 warp_lane() % Shape::kGroup * 2);
 }
 template <class Shape>
 LF_DEVICE int distance(int v, int i) {
-  return (v * kPer + i) * Shape::kGroup;
+  return (v * kPer<Shape> + i) * Shape::kGroup;
 }
 
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
 // vector, while the first weights are on their way.
 template <class Shape, class Load>
-LF_DEVICE void product(Stream& stream, float* partial, Load load) {
-  constexpr int together = kTogether<Shape>, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
-                owners = kOwners<Shape>;
+LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, Load load) {
+  constexpr int together = Shape::kTogether, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
+                owners = kOwners<Shape>, per = kPer<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
   float* out = partial + opaque(warp() * kPaddedRows<Shape>);
   for (int segment = 0; segment < Shape::kSegments; segment++) {
-    Vec lines[together * vectors];
+    Vec lines[taken];
 #if !LF_BULK
     stream.take(lines);
 #endif
-    float x[vectors][kPer];
+    float x[vectors][per];
     load(segment, x);
+    if (segment == 0) weights.begin();
     const auto multiply = [&](int step) {
       float sums[together];
       LF_UNROLL for (int t = 0; t < together; t++) {
         float sum = 0;
         LF_UNROLL for (int v = 0; v < vectors; v++) {
-          float weights[kPer];
-          unpack<kWeights>(lines[t * vectors + v], weights);
-          LF_UNROLL for (int i = 0; i < kPer; i++) sum += weights[i] * x[v][i];
+          float w[per];
+          weights.template read<together * vectors>(lines, t * vectors + v, w);
+          LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
         }
         sums[t] = sum;
       }
@@ -107,14 +103,15 @@ LF_DEVICE void product(Stream& stream, float* partial, Load load) {
     }
 #else
     for (int step = together; step < Shape::kSteps; step += together) {
-      Vec next[together * vectors];
+      Vec next[taken];
       stream.take(next);
       multiply(step - together);
-      LF_UNROLL for (int i = 0; i < together * vectors; i++) lines[i] = next[i];
+      LF_UNROLL for (int i = 0; i < taken; i++) lines[i] = next[i];
     }
     multiply(Shape::kSteps - together);
 #endif
   }
+  weights.end();
 }
 
 template <class Shape>
@@ -131,7 +128,7 @@ struct FromBoard {
   u32 tag;
   Watch& watch;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
     read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch,
                               kAtVector);
   }
@@ -145,12 +142,12 @@ struct NormedFromBoard {
   const float* gains;
   float* squares;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
-    float gain[Shape::kVectors][kPer];
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
+    float gain[Shape::kVectors][kPer<Shape>];
     const int first = column<Shape>(segment);
     const float* own = gains + first;
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer; i += 2) {
+      LF_UNROLL for (int i = 0; i < kPer<Shape>; i += 2) {
         const int at = distance<Shape>(v, i);
         Pair pair = {0, 0};
         if constexpr (Shape::kColumns % 2 == 0) {
@@ -165,7 +162,7 @@ struct NormedFromBoard {
     board(segment, x);
     float sum = 0;
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer; i++) {
+      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
         sum += x[v][i] * x[v][i];
         x[v][i] *= gain[v][i];
       }
@@ -186,11 +183,11 @@ template <class Shape>
 struct FromShared {
   const float* data;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer]) const {
+  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
     const int first = column<Shape>(segment);
     const float* own = data + first;
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer; i++) {
+      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
         const int at = distance<Shape>(v, i / 2 * 2) + i % 2;
         x[v][i] = kWhole<Shape> || first + at < Shape::kColumns ? own[at] : 0.0f;
       }

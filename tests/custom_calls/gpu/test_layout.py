@@ -35,14 +35,14 @@ def test_mixed_layers_are_of_two_kinds_each_with_its_tilings():
     assert layout.kind_of == (0, 1, 0, 1)
     assert "kKindOf[] = {0, 1, 0, 1}" in model_header(layout)
     places = [
-        (layout.offset(layer, number), kind.tilings[number].lines * layout.line_elements)
+        (layout.offset(layer, number), kind.tilings[number].lines * layout.line_words)
         for layer, kind in ((layer, layout.kinds[layout.kind_of[layer]]) for layer in range(4))
         for number, op in enumerate(kind.ops)
         if isinstance(op, Product)
     ]
     for (offset, size), (following, _) in itertools.pairwise(places):
         assert offset + size == following, "products follow each other without gaps"
-    assert layout.head_offset >= sum(places[-1]) and layout.head_offset % layout.line_elements == 0
+    assert layout.head_offset >= sum(places[-1]) and layout.head_offset % layout.line_words == 0
 
 
 def test_steps_are_the_ops_in_order():

@@ -56,7 +56,7 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
 namespace laneformer {
 namespace gpu {
 
-constexpr int kWarpSize = LF_WARP_SIZE;
+constexpr int kWarpSize = LF_WARP_SIZE, kSelectorBits = LF_WARP_SIZE == 32 ? 4 : 8;
 
 LF_DEVICE int thread() { return emulator::self->thread; }
 LF_DEVICE int cta() { return emulator::self->cta; }
@@ -70,6 +70,25 @@ LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
   warp->values[side][lane] = v;
   emulator::meet(warp);
   return warp->values[side][lane ^ mask];
+}
+
+LF_DEVICE u32 broadcast(u32 v, int lane) {
+  emulator::Group* warp = emulator::self->warp;
+  const int side = (int)(warp->generation & 1);
+  warp->values[side][emulator::self->thread % kWarpSize] = v;
+  emulator::meet(warp);
+  return warp->values[side][lane];
+}
+LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // of NVIDIA or AMD
+  const u64 bytes = (u64)b << 32 | a;
+  u32 found = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 which = selector >> kSelectorBits * i & ((1u << kSelectorBits) - 1);
+    const bool zero = kSelectorBits == 8 && which == 12;
+    if (!zero && which > 7) std::fprintf(stderr, "permute: byte %u\n", which), std::abort();
+    found |= zero ? 0 : (u32)(bytes >> 8 * which & 0xff) << 8 * i;
+  }
+  return found;
 }
 
 LF_DEVICE u64 load_word(const u64* p) { return *(const volatile u64*)p; }
