@@ -3,8 +3,11 @@
 import re
 import shutil
 import subprocess
+import sys
 import types
+from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,21 +19,35 @@ from infer.engine.native import plan_of
 from laneformer import Precision
 from tests.support.gpu_cases import mixed_plan
 
+
+
+@cache
+def nvdisasm() -> str | None:
+    """Where it is installed, by itself or from its wheel."""
+    wheels = (path for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
+    return shutil.which("nvdisasm") or next(map(str, wheels), None)
+
+
 needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")
 needs_clang = pytest.mark.skipif(
     gpu_build.clang() is None or not all(map(shutil.which, ("ld.lld-19", "llvm-objdump-19", "llvm-readelf-19"))),
     reason="clang-19, lld-19 and llvm-19 are not installed",
 )
 CASES = [
-    pytest.param(lanes, dtype, id=f"lanes {lanes}, {dtype}") for lanes in (8, 1) for dtype in ("float16", "bfloat16")
+    pytest.param(lanes, dtype, id=f"lanes {lanes}, {dtype}")
+    for lanes in (8, 1)
+    for dtype in ("float16", "bfloat16", "bf12")
 ]
 pytestmark = pytest.mark.slow
 
 
 def header(machine, lanes_here: int, dtype: str, **changes) -> str:
-    config = LANEFORMER_2B.replace(**changes)
+    """dtype: of the weights; bf12 for bfloat16 with all products in 12 bits."""
+    config, in_12_bits = LANEFORMER_2B.replace(**changes), dtype == "bf12"
+    dtype = "bfloat16" if in_12_bits else dtype
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
-    return model_header(Layout(plan_of(source), machine, lanes_here))
+    plan = plan_of(source)
+    return model_header(Layout(plan, machine, lanes_here, bf12=range(in_12_bits * (len(plan.products) + 1))))
 
 
 @cache
@@ -101,10 +118,45 @@ def test_nvidia_registers(lanes_here, dtype):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("lanes_here", [8, 1])
-def test_nvidia_registers_of_steps(lanes_here):
-    step = nvidia(lanes_here, "float16", gpu_build.STEPS)["laneformer_step"]
+@pytest.mark.parametrize(("lanes_here", "dtype"), [(8, "float16"), (1, "float16"), (8, "bf12")])
+def test_nvidia_registers_of_steps(lanes_here, dtype):
+    step = nvidia(lanes_here, dtype, gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
+def test_nvidia_instructions_of_weights_in_12_bits(folder):
+    """Each eight weights take six byte permutations, two of which are the table, and three quarters of the loads."""
+    loops = {}
+    for dtype in ("bfloat16", "bf12"):
+        image = folder / f"{dtype}.cubin"
+        image.write_bytes(gpu_build.image(header(H200, 8, dtype), "sm_90a"))
+        code = subprocess.run([nvdisasm(), "-c", image], capture_output=True, text=True, check=True).stdout
+        loops[dtype] = weight_loops(code)
+    for counts in loops["bf12"]:
+        assert counts["PRMT"] * 8 == counts["FFMA"] * 6 and counts["LDS.128"] * 16 == counts["FFMA"] * 3
+        assert counts.total() < 8.5 * counts["FFMA"], "with the code for exceptions and for the ring's end"
+    assert len(loops["bf12"]) == 5 > 0 == sum(counts["PRMT"] for counts in loops["bfloat16"])
+
+
+def weight_loops(code: str) -> list[Counter]:
+    """Instructions of each innermost loop over four steps of a product: 96 multiply-adds, and the 16 bytes of each
+    line twice, since its place may be at the ring's end.
+    """
+    labels, lines = {}, []
+    for line in code[code.index(".text.laneformer_decode:") :].splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(.*?) ?;", line):
+            lines.append(found[1])
+    back = [
+        (labels[target[1]], number)
+        for number, line in enumerate(lines)
+        if (target := re.match(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(target[1], number) < number
+    ]
+    counts = [Counter(re.match(r"LDS\.128|\w+", line)[0] for line in lines[a : b + 1]) for a, b in back]
+    return [one for one in counts if one["FFMA"] == 96 and one["LDS.128"] >= 18]
 
 
 @needs_nvcc
@@ -146,9 +198,10 @@ def test_amd_registers(lanes_here, dtype, folder):
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
 def test_amd_instructions(lanes_here, dtype, folder):
     _, code = amd(lanes_here, dtype, folder)
+    assert (code.count("v_perm_b32") > 200) == (dtype == "bf12")
     lines = code.splitlines()
     weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
-    assert len(weights) >= 30, "weights are loaded 16 bytes at a time and bypass the cache"
+    assert len(weights) >= (24 if dtype == "bf12" else 30), "weights are loaded 16 bytes at a time and bypass the cache"
     assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, (
         "all pointers but the call's settings are known to be global"
     )

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import infer
+import laneformer
 from custom_calls import NativeError
 from custom_calls.gpu.session import machine_of
 from custom_calls.trace import spans_needed, write_perfetto
 from infer import Sampling
+from infer.bench.latency import weight_bytes
 from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
 from laneformer import ConfigError, Laneformer
@@ -103,6 +105,36 @@ def test_graph_backends_give_the_same_tokens(engine, model):
     assert (
         expected.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
     )
+
+
+def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
+    """From a folder in either format; one product of layer 0 has too many exceptions."""
+    config = small.make_config(hidden_size=80, ff=300, head_dim=16, heads=4, lanes=3, num_hidden_layers=2)
+    weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config, "bfloat16").items()}
+    powers = jnp.exp2(jnp.arange(-60, 60, dtype=jnp.float32))
+    wide = weights["layers.0.feed_forward.w2"]
+    weights["layers.0.feed_forward.w2"] = jnp.resize(powers, wide.shape).astype(wide.dtype)
+    laneformer.save_hf(Laneformer(config, weights), tmp_path, weights="bf12")
+    engines = [make_engine(Laneformer(config, weights)), make_engine(Laneformer(config, weights), weights="bf12")]
+    options = DEVICES if emulated.REAL else DEVICES | {"driver": emulated.driver()}
+    with caplog.at_level("INFO", "infer"):
+        engines.append(infer.Engine.load(tmp_path, "cuda", weights="bf12", absorb=False, **options))
+    assert "matrices stay bfloat16: over 0.001 of their weights are exceptions" in caplog.text
+    prompt = small.prompt_of(config, 7)
+    answers = [
+        engine.generate(prompt, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=3)).result
+        for engine in engines
+    ]
+    assert len({(*answer.tokens, *answer.logprobs) for answer in answers}) == 1
+    plain, packed, folder = (engine.conditions for engine in engines)
+    assert "bf12_weights" not in plain and packed["bf12_weights"] == folder["bf12_weights"] > 0
+    saved = packed["bf12_weights"] / 2 - 4 * packed["bf12_exceptions"]
+    assert weight_bytes(engines[0]) - weight_bytes(engines[1]) == saved > 0
+
+
+def test_other_dtypes_are_not_held_in_12_bits(model):
+    with pytest.raises(ConfigError, match="--weights bf12 needs bfloat16 weights, got float32"):
+        make_engine(model, weights="bf12")
 
 
 def test_auto_skips_graph_backends(model, monkeypatch):
