@@ -46,6 +46,7 @@ TESTS = {
 TEST_FILES = (
     "tests/custom_calls/gpu/test_session.py",
     "tests/custom_calls/gpu/test_steps.py",
+    "tests/custom_calls/gpu/test_bf12.py",
     "tests/infer/engine/test_gpu.py",
 )
 # -vv names each finished test, since a stage may run out of time. pytest-benchmark warns about xdist, an error here.
@@ -190,7 +191,12 @@ def stages() -> list[Stage]:
             ),
         ),
         Stage(
-            "bfloat16", 60, (bench("decode-bfloat16", "--backend", "cuda", "--dtype", "bfloat16", *long, *sustained),)
+            "formats",
+            120,
+            tuple(
+                bench(f"decode-{name}", "--backend", "cuda", "--dtype", "bfloat16", "--weights", name, *long, *sustained)
+                for name in ("bfloat16", "bf12")
+            ),
         ),
         Stage("overlap", 70, (bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", *short),)),
         checker("memcheck"),

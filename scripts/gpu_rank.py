@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ import numpy as np
 import tyro
 
 import custom_calls
+from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.session import GpuSession
 from infer.engine.backend import device_name
-from infer.engine.native import plan_of
+from infer.engine.native import check_weights, plan_of
 from infer.engine.sources import RandomSource, recipe_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
@@ -51,6 +52,8 @@ class Options:
     """Measured runs per layout and delay."""
     dtype: str = "bfloat16"
     """Dtype of weights and cache: bfloat16 or float16."""
+    weights: Literal["bfloat16", "bf12"] | None = None
+    """How bfloat16 weights are held: as they are (the default), or in 12 bits without loss."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write the figures to."""
 
@@ -75,7 +78,7 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
         )
     records = []
     for delay in options.delays:
-        session = open_session(config, options.dtype, delay, **session_options)
+        session = open_session(config, options, delay, **session_options)
         per_token = [time_per_token(session, config, options, seed) for seed in range(options.runs + 1)][1:]
         records.append(
             {
@@ -92,7 +95,7 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
                 "tokens": options.tokens,
                 "runs": options.runs,
                 "recipe": options.recipe,
-                "weights": f"random {options.dtype}",
+                "weights": f"random {'bf12' if session.bf12_weights.weights else options.dtype}",
                 "batch": 1,
                 "device": device_name(jax.devices()[0]),
                 "jax": jax.__version__,
@@ -107,10 +110,14 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
     return records
 
 
-def open_session(config: ModelConfig, dtype: str, delay: int, **options) -> GpuSession:
-    source = RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype))
+def open_session(config: ModelConfig, chosen: Options, delay: int, **options) -> GpuSession:
+    dtype = chosen.dtype
+    plan = plan_of(RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype)))
+    check_weights(chosen.weights, plan)
+    normal = 0.02 * jax.random.normal(jax.random.key(0), (1 << 20,))  # as `fill` makes them
     session = GpuSession(
-        plan_of(source),
+        plan,
+        bf12=Bf12Choice.of_sample(plan, normal.astype(dtype)) if chosen.weights == "bf12" else None,
         group=Group(None, 0, "open a decode session"),
         peer_ctas=PEER_CTAS,
         peer_delay_us=delay,

@@ -147,7 +147,7 @@ def open_engines(options: Options) -> list[Engine]:
     for layout, name in itertools.product(options.layouts or (None,), backends(options)):
         engine = dataclasses.replace(options.engine, backend=name)
         if options.compare and name != "cpu":
-            engine = dataclasses.replace(engine, threads=None, weights=None)
+            engine = dataclasses.replace(engine, threads=None, weights=None if name == "xla" else engine.weights)
         made.append(open_engine(engine, layout))
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")

@@ -3,6 +3,7 @@
 import pytest
 
 from custom_calls.gpu.layout import Machine
+from infer.engine.sources import recipe_config
 from laneformer import ConfigError
 from scripts import gpu_rank
 from scripts.gpu_rank import Options, measure, table
@@ -43,6 +44,24 @@ def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     assert times["tp", 3000] - times["none", 3000] > 3000 * 8 * 0.6
     text = table(records)
     assert "emulated 1 of 4, not 4 GPUs" in text and text.count("| tp |") == 2
+
+
+def test_weights_in_12_bits(tmp_path, monkeypatch):
+    """Filled with random numbers, of which a rank alone reads the same share."""
+    monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
+    file = tmp_path / "mine.py"
+    file.write_text(RECIPE.replace("HEAD", "replicate").replace("=48", "=800").replace("=24", "=64"))
+    config = recipe_config(f"{file}:small")
+    devices = {} if emulated.REAL else {"compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
+    if not emulated.REAL:
+        devices["machine"] = MACHINE
+    options = Options(weights="bf12", context=8, tokens=2)
+    session = gpu_rank.open_session(config, options, 0, **devices)
+    held = session.bf12_weights
+    assert 0 < held.exceptions < 1e-3 * held.weights
+    assert gpu_rank.time_per_token(session, config, options, 0) > 0
+    with pytest.raises(ConfigError, match="needs bfloat16 weights, got float16"):
+        gpu_rank.open_session(config, Options(weights="bf12", dtype="float16"), 0)
 
 
 def test_machine_without_gpu_raises():

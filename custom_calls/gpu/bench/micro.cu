@@ -1,7 +1,7 @@
 // Microbenchmarks of what the decode kernel is made of, with its own headers: the weight stream, edges, the lane
 // exchange, launches. NVIDIA only.
 //
-//   micro [--quick] [NAME ...]     names: ring plain copy burst sync edge lanes launch; by default all
+//   micro [--quick] [NAME ...]     names: ring product plain copy burst sync edge lanes launch; by default all
 //
 // One JSON object per line. Times are from the devices' global timer inside a kernel (from the first CTA's begin to
 // the last one's end) or, where "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a
@@ -83,11 +83,16 @@ struct Bench {
     check(cudaEventCreate(&before), "event");
     check(cudaEventCreate(&after), "event");
     launch(fill, 4 * sms, false);
+    params.listed_words = 2048;
+    check(cudaMalloc(&params.coding, 16), "lists");
+    check(cudaMalloc(&params.listed, (size_t)4 * sms * kWarps * params.listed_words), "lists");
+    launch(list, sms, false);
   }
 
   // Milliseconds by events.
   double launch(Kernel kernel, int grid, bool cooperative = true, const char* what = "launch") {
-    const int bytes = kernel == fill || kernel == empty || kernel == clocks || kernel == plain || kernel == grid_sync
+    const int bytes = kernel == fill || kernel == list || kernel == empty || kernel == clocks || kernel == plain ||
+                              kernel == grid_sync
                           ? 0
                           : kSharedBytes;
     check(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what);
@@ -188,6 +193,23 @@ struct Bench {
       });
       print(conditions("ring", "us", ctas, ring_fields()), us, rate(4 * kShare * ctas, us));
     }
+  }
+
+  // The same numbers of weights in both formats; in bf12 they take three quarters of the lines.
+  void products() {
+    const auto measured = [&](Kernel kernel, const char* format, int lines) {
+      job.lines = lines;
+      const int ctas = std::min(sms, 128);
+      const Numbers us = repeat([&] {
+        launch(kernel, ctas, true, "product");
+        return span(0, 0, ctas, ctas);
+      });
+      print(conditions("product", "us", ctas, std::string("\"format\": \"") + format + "\", " + ring_fields()), us,
+            rate((i64)lines * kWarps * kLineBytes * ctas, us));
+    };
+    const int steps = 4 * kLayerLines / 12;
+    measured(product_bfloat16, "bfloat16", 12 * steps);
+    measured(product_bf12, "bf12", 9 * steps);
   }
 
   void read_plain() {
@@ -331,9 +353,9 @@ int main(int count, char** words) {
   Bench bench;
   if (!wanted.empty() && wanted[0] == "--quick") bench.repetitions = 3, wanted.erase(wanted.begin());
   const std::vector<std::pair<std::string, void (Bench::*)()>> all = {
-      {"ring", &Bench::read_ring}, {"plain", &Bench::read_plain}, {"copy", &Bench::copy},
-      {"burst", &Bench::bursts},   {"sync", &Bench::syncs},       {"edge", &Bench::edges},
-      {"lanes", &Bench::exchange}, {"launch", &Bench::launches}};
+      {"ring", &Bench::read_ring}, {"product", &Bench::products}, {"plain", &Bench::read_plain},
+      {"copy", &Bench::copy},      {"burst", &Bench::bursts},     {"sync", &Bench::syncs},
+      {"edge", &Bench::edges},     {"lanes", &Bench::exchange},   {"launch", &Bench::launches}};
   for (const std::string& name : wanted)
     if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; }))
       give_up(name.c_str(), "there is no such measurement");

@@ -4,6 +4,7 @@
 #include <cooperative_groups.h>
 
 #include "exchange.h"
+#include "formats.h"
 #include "stream.h"
 
 namespace laneformer {
@@ -90,6 +91,55 @@ LF_KERNEL void ring(LF_PARAMS, const Job job) {
   keep(job, take<kTake>(stream, job.lines));
   end(job, 0);
   stream.drain();
+}
+
+// The stream as steps of a product: four rows of three vectors for each thread, multiplied by a vector in registers.
+// One exception of bf12 in eight units, as in trained weights.
+template <class Weights>
+LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
+  constexpr int rows = 4, vectors = 3, lines = Weights::template kLines<rows * vectors>;
+  begin(job, 0);
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
+  Lists lists(p);
+  lists.begin(0);
+  typename Weights::Reader weights(p, lists, 0);
+  weights.begin();
+  float x[vectors][8], sums[rows] = {};
+  LF_UNROLL for (int v = 0; v < vectors; v++) LF_UNROLL for (int i = 0; i < 8; i++) x[v][i] = (float)(thread() + v * i);
+  for (int line = 0; line + lines <= job.lines; line += lines) {
+    Vec taken[lines];
+    stream.take(taken);
+    LF_UNROLL for (int at = 0; at < rows * vectors; at++) {
+      float w[8];
+      weights.template read<rows * vectors>(taken, at, w);
+      LF_UNROLL for (int i = 0; i < 8; i++) sums[at / vectors] += w[i] * x[at % vectors][i];
+    }
+  }
+  end(job, 0);
+  stream.drain();
+  float total = 0;
+  LF_UNROLL for (int r = 0; r < rows; r++) total += sums[r];
+  keep(job, float_to_bits(total));
+}
+LF_KERNEL void product_bfloat16(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  multiply<Plain<kBfloat16>>(p, job, memory);
+}
+LF_KERNEL void product_bf12(LF_PARAMS p, const Job job) {
+  LF_SHARED(memory);
+  multiply<Bf12>(p, job, memory);
+}
+
+// What bf12 has beside the stream: a table, and for each warp the exceptions.
+LF_KERNEL void list(LF_PARAMS p, const Job) {
+  u32* coding = (u32*)p.coding;
+  u32* listed = (u32*)p.listed;
+  if (cta() == 0 && thread() < 4) coding[thread()] = thread() == 0 ? 0x3a3b3c3d : thread() == 1 ? 0x36373839 : 0;
+  for (i64 at = (i64)cta() * kThreads + thread(); at < (i64)gridDim.x * kWarps * p.listed_words;
+       at += (i64)gridDim.x * kThreads) {
+    const u32 n = (u32)(at % p.listed_words);
+    listed[at] = 8 * n << Bf12::kUnitShift | (n * 5 % 32) << 13 | (n * 7 % 32) << 8 | 0x35;
+  }
 }
 
 LF_KERNEL void plain(LF_PARAMS, const Job job) {

@@ -19,14 +19,13 @@ ffi::DataType dtype_of(int number) { return number == 0 ? ffi::F32 : number == 1
 ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
                   ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
-                  ffi::BufferR1<ffi::S32> stops, ffi::BufferR4<ffi::U32> packed,
-                  ffi::BufferR4<ffi::U32> listed, ffi::AnyBuffer embedding, ffi::BufferR2<ffi::U32> coding,
-                  ffi::BufferR1<ffi::F32> small, ffi::BufferR1<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen,
-                  ffi::RemainingArgs caches, ffi::ResultBufferR1<ffi::S32> tokens,
-                  ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
-                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits,
-                  ffi::ResultBufferR1<ffi::S32> state, ffi::ResultBufferR1<ffi::U8> seen_after,
-                  ffi::RemainingRets caches_after) {
+                  ffi::BufferR1<ffi::S32> stops, ffi::BufferR4<ffi::U32> packed, ffi::BufferR4<ffi::U32> listed,
+                  ffi::AnyBuffer embedding, ffi::BufferR2<ffi::U32> coding, ffi::BufferR1<ffi::F32> small,
+                  ffi::BufferR1<ffi::F32> rotations, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
+                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs,
+                  ffi::ResultBufferR2<ffi::S32> top_tokens, ffi::ResultBufferR2<ffi::F32> top_logprobs,
+                  ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
+                  ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
   const std::shared_ptr<Session> session = sessions.find(id);
   if (!session) return wrong("the decode session " + std::to_string(id) + " was closed");
   const Model& model = session->model();

@@ -133,19 +133,19 @@ struct Bf12 {
     LF_DEVICE void put(u32 word) {
       const int slot = (int)(word >> 8 & 31), shift = 8 * (slot % 4);
       const int place = (int)(word >> 13 & 63) == warp_lane() ? slot / 4 : -1;
-      LF_UNROLL for (int i = 0; i < 2 * kVectors; i++)
-        if (i == place) high_[i] = (high_[i] & ~(255u << shift)) | (word & 255) << shift;
+      LF_UNROLL for (int i = 0; i < 2 * kVectors; i++) if (i == place) high_[i] =
+          (high_[i] & ~(255u << shift)) | (word & 255) << shift;
     }
 
     // Four weights of their low and high bytes.
     LF_DEVICE static void join(u32 low, u32 high, float* weights) {
       if (kSelectorBits == 4) {
         const u32 pairs[2] = {permute(low, high, 0x5140), permute(low, high, 0x7362)};
-        LF_UNROLL for (int i = 0; i < 4; i++)
-            weights[i] = bits_to_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+        LF_UNROLL for (int i = 0; i < 4; i++) weights[i] =
+            bits_to_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
       } else {
-        LF_UNROLL for (int i = 0; i < 4; i++)
-            weights[i] = bits_to_float(permute(low, high, (u32)(4 + i) << 24 | (u32)i << 16 | 0x0c0c));
+        LF_UNROLL for (int i = 0; i < 4; i++) weights[i] =
+            bits_to_float(permute(low, high, (u32)(4 + i) << 24 | (u32)i << 16 | 0x0c0c));
       }
     }
 

@@ -26,7 +26,9 @@ constexpr int kPer = Shape::Weights::kPer;
 
 // Threads of a group among which its sums end.
 template <class Shape>
-constexpr int kOwners = smaller_of(Shape::kGroup, Shape::kTogether % 4 == 0 ? 4 : Shape::kTogether % 2 == 0 ? 2 : 1);
+constexpr int kOwners = smaller_of(Shape::kGroup, Shape::kTogether % 4 == 0   ? 4
+                                                  : Shape::kTogether % 2 == 0 ? 2
+                                                                              : 1);
 
 template <class Shape>
 constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
