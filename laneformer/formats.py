@@ -10,6 +10,7 @@ weights whose e >> 1 is not in the table: they have code 0, and a list has their
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +30,10 @@ class Format:
     """Bits of one scale."""
     weights_only: bool = False
     """Whether it is made from all values of a matrix, which keys and values are not known by."""
+    code: Literal["int", "e2m1", "e4m3"] | None = None
+    """What a code of laneformer/quantized.py stands for; None: such weights are not quantized."""
+    scales: tuple[str, ...] = ()
+    """Dtypes of its scales there; uint8: bits of E8M0 or, of nvfp4, of E4M3."""
 
     @property
     def bytes(self) -> float:
@@ -36,6 +41,7 @@ class Format:
         return (self.bits + (self.scale_bits / self.group if self.group else 0)) / 8
 
 
+SCALES = ("float32", "bfloat16", "float16")
 FORMATS = {
     format.name: format
     for format in (
@@ -43,10 +49,11 @@ FORMATS = {
         Format("bfloat16", 16, id=1),
         Format("float16", 16, id=2),
         Format("bf12", 12, weights_only=True),
-        Format("fp8", 8),
-        Format("int8", 8),
-        Format("int4", 4, group=32, scale_bits=16),
-        Format("mxfp4", 4, group=32, scale_bits=8),
+        Format("fp8", 8, code="e4m3", scales=SCALES),
+        Format("int8", 8, code="int", scales=SCALES),
+        Format("int4", 4, group=32, scale_bits=16, code="int", scales=SCALES),
+        Format("mxfp4", 4, group=32, scale_bits=8, code="e2m1", scales=("uint8",)),
+        Format("nvfp4", 4, group=16, scale_bits=8, code="e2m1", scales=("uint8",)),
     )
 }
 KERNEL_FORMATS = tuple(format.name for format in FORMATS.values() if format.id is not None)

@@ -13,7 +13,7 @@ from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, FORMATS, KERNEL_F
 def test_bytes_include_the_scales():
     widths = {name: 8 * format.bytes for name, format in FORMATS.items()}
     expected = {"float32": 32, "bfloat16": 16, "float16": 16, "bf12": 12, "fp8": 8, "int8": 8}
-    assert widths == expected | {"int4": 4.5, "mxfp4": 4.25}
+    assert widths == expected | {"int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
 
 
 @pytest.mark.parametrize(("name", "number"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])
@@ -23,7 +23,7 @@ def test_kernels_number_their_formats(name, number):
 
 
 def test_other_formats_have_no_number():
-    assert [name for name in FORMATS if name not in KERNEL_FORMATS] == ["bf12", "fp8", "int8", "int4", "mxfp4"]
+    assert [name for name in FORMATS if name not in KERNEL_FORMATS] == ["bf12", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
 
 
 def normal(shape, seed=0, scale=0.02) -> np.ndarray:

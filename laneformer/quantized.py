@@ -1,0 +1,279 @@
+"""Matrices in 8 and 4 bits per weight: one record for every packing in which models are published. Plain data, imported
+where JAX is not.
+
+    weight = (value of the code - zero point) * scale / global scale
+
+E2M1 and E8M0 are those of the OCP Microscaling Formats 1.0, E4M3 (float8_e4m3fn, without infinities) is that of the OCP
+8-bit Floating Point Specification 1.0.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from laneformer.formats import FORMATS, Format
+
+INT4_ZERO = 8
+"""Code of the integer 0 in int4, where a record has no zero points."""
+NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
+"""Bits of NaN; those of E4M3 without the sign."""
+DTYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8", "mxfp4": "uint8", "nvfp4": "uint8"}
+"""Of the codes, by kind."""
+
+
+def _e2m1() -> np.ndarray:
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    return np.concatenate([sizes, -sizes])
+
+
+def _e4m3() -> np.ndarray:
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10)).astype(np.float32)
+    sizes[NAN_E4M3] = np.nan
+    return np.concatenate([sizes, -sizes])
+
+
+E2M1, E4M3 = _e2m1(), _e4m3()
+"""Value of each code, float32 [16] and [256]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A matrix [*lanes, rows, columns]; `lanes` is one axis or none. Arrays are NumPy's, or JAX's in a model."""
+
+    kind: str
+    """A row of laneformer/formats.py: int4, int8, fp8, mxfp4 or nvfp4."""
+    codes: np.ndarray
+    """4 bits: uint8 [*lanes, rows, ceil(columns / 2)], the even column in the low half of a byte, 0 where there is no
+    column; int8: [*lanes, rows, columns], two's complement; fp8: the bits of E4M3, uint8 [*lanes, rows, columns].
+    """
+    scales: np.ndarray
+    """[*lanes, ceil(rows / group[0]), ceil(columns / group[1])]: float32, bfloat16 or float16; mxfp4: the bits of E8M0,
+    uint8; nvfp4: the bits of E4M3, uint8.
+    """
+    group: tuple[int, int]
+    """Rows and columns that share a scale: (1, 32), (1, columns) for a scale per row, (128, 128), (rows, columns) for
+    one scale. The last group of a row or column may be smaller.
+    """
+    columns: int
+    zero_points: np.ndarray | None = None
+    """Shaped like the scales. int4: code of the integer 0, uint8 0 to 15, None for 8; int8: int8, None for 0."""
+    global_scale: np.ndarray | None = None
+    """nvfp4: what divides all weights, float32 []."""
+    order: np.ndarray | None = None
+    """Column j multiplies entry order[j] of the vector: a permutation, int32 [columns]; None for the identity."""
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.kind]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], self.columns)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays; zero points count with the bits of a code, as packings store them."""
+        zeros = 0 if self.zero_points is None else self.zero_points.size * self.format.bits // 8
+        rest = sum(0 if array is None else array.nbytes for array in (self.global_scale, self.order))
+        return self.codes.nbytes + self.scales.nbytes + zeros + rest
+
+    @property
+    def name(self) -> str:
+        """The format with what shares a scale, for reports: int4 group 32, fp8 block 128 x 128, int8 row."""
+        rows, columns = self.group
+        if rows == 1:
+            shared = "row" if columns >= self.columns else f"group {columns}"
+        else:
+            whole = rows >= self.shape[-2] and columns >= self.columns
+            shared = "tensor" if whole else f"block {rows} x {columns}"
+        return f"{self.kind} {shared}{'' if self.zero_points is None else ', zero points'}"
+
+    def problem(self) -> str | None:
+        """What is wrong with it, the values included; None if nothing is."""
+        if self.kind not in DTYPES:
+            return f"kind {self.kind!r} is not one of {', '.join(DTYPES)}"
+        return self._wrong_shape() or self._wrong_value()
+
+    def _wrong_shape(self) -> str | None:
+        codes, scales, (rows, columns) = self.codes, self.scales, self.group
+        if codes.dtype != DTYPES[self.kind] or codes.ndim not in (2, 3):
+            return f"codes are {codes.dtype} {list(codes.shape)}, not {DTYPES[self.kind]} of 2 or 3 axes"
+        if codes.shape[-1] != (wanted := math.ceil(self.columns * self.format.bits / 8)):
+            return f"a row of codes has {codes.shape[-1]} bytes, but {self.columns} columns need {wanted}"
+        if rows < 1 or columns < 1:
+            return f"group {self.group} must have at least 1 row and 1 column"
+        if scales.dtype.name not in self.format.scales:
+            return f"scales are {scales.dtype.name}, not {' or '.join(self.format.scales)}"
+        grid = (*codes.shape[:-2], -(-codes.shape[-2] // rows), -(-self.columns // columns))
+        if scales.shape != grid:
+            return f"scales have shape {list(scales.shape)}, but groups of {rows} x {columns} need {list(grid)}"
+        if (zeros := self.zero_points) is not None:
+            if self.format.code != "int":
+                return f"{self.kind} has no zero points"
+            if (zeros.dtype, zeros.shape) != (codes.dtype, grid):
+                return f"zero points are {zeros.dtype} {list(zeros.shape)}, not {codes.dtype} {list(grid)}"
+        if (one := self.global_scale) is not None and (
+            self.kind != "nvfp4" or (one.dtype, one.shape) != ("float32", ())
+        ):
+            return f"the global scale is {one.dtype} {list(one.shape)} of {self.kind}, not float32 [] of nvfp4"
+        if self.order is not None and (self.order.dtype, self.order.shape) != ("int32", (self.columns,)):
+            return f"the order is {self.order.dtype} {list(self.order.shape)}, not int32 [{self.columns}]"
+        return None
+
+    def _wrong_value(self) -> str | None:
+        if self.kind == "fp8" and (place := _first(self.codes & 0x7F == NAN_E4M3)):
+            return f"code {self.codes[place]:#04x} at {list(place)} is not a number"
+        if place := _first(~np.isfinite(self.scale_values())):
+            return f"scale {self.scales[place]} at {list(place)} is not a finite number"
+        if self.global_scale is not None and not (np.isfinite(self.global_scale) and self.global_scale != 0):
+            return f"global scale {self.global_scale} must be finite and not 0"
+        if self.kind == "int4" and self.zero_points is not None and (place := _first(self.zero_points > 15)):
+            return f"zero point {self.zero_points[place]} at {list(place)} must be at most 15"
+        if self.format.bits == 4 and self.columns % 2 and (self.codes[..., -1] > 15).any():
+            return f"the high half of a row's last byte must be 0, as there are {self.columns} columns"
+        if self.order is not None and (np.sort(self.order) != np.arange(self.columns)).any():
+            return f"the order must have each of the {self.columns} columns once"
+        return None
+
+    def each(self) -> np.ndarray:
+        """The codes one by one, [*lanes, rows, columns]: uint8, of int8 int8."""
+        return unpack4(self.codes, self.columns) if self.format.bits == 4 else self.codes
+
+    def scale_values(self) -> np.ndarray:
+        """The scales, float32, without the global one."""
+        if self.kind == "mxfp4":  # 2^(b - 127): exponents as float32 has them, but for b = 0, a subnormal
+            bits = self.scales.astype(np.uint32) << 23
+            bits[self.scales == 0], bits[self.scales == NAN_E8M0] = 1 << 22, 0x7FC00000
+            return bits.view(np.float32)
+        return E4M3[self.scales] if self.kind == "nvfp4" else self.scales.astype(np.float32)
+
+    def dequantize(self, dtype=np.float64) -> np.ndarray:
+        """The weights [*lanes, rows, columns], columns in the order of the vector. float64 holds all but those of a
+        global scale exactly; other dtypes are rounded from float32, in which E2M1, 4 bits, and 8 bits with scales of 16
+        bits are exact.
+        """
+        real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+        if self.format.code == "int":
+            values = self.each().astype(real)
+            if self.zero_points is not None:
+                values -= self._spread(self.zero_points.astype(real))
+            elif self.kind == "int4":
+                values -= INT4_ZERO
+        else:
+            values = {"e2m1": E2M1, "e4m3": E4M3}[self.format.code].astype(real)[self.each()]
+        scales = self.scale_values().astype(real)
+        if self.global_scale is not None:
+            scales /= real(self.global_scale)
+        values *= self._spread(scales)
+        if self.order is not None:
+            in_order = np.empty_like(values)
+            in_order[..., self.order] = values
+            values = in_order
+        return values.astype(dtype, copy=False)
+
+    def _spread(self, grid: np.ndarray) -> np.ndarray:
+        """What is shaped like the scales, one for each weight."""
+        rows, columns = self.group
+        grid = np.repeat(grid, rows, -2)[..., : self.shape[-2], :]
+        return np.repeat(grid, columns, -1)[..., : self.columns]
+
+    # ---- the same weights at other places
+
+    def regrouped(self, rows: int, columns: int) -> "Quantized":
+        """With smaller groups, whose sizes divide the present ones or are whole rows or columns."""
+
+        def finer(grid: np.ndarray | None) -> np.ndarray | None:
+            if grid is None:
+                return None
+            for axis, (old, new, size) in enumerate(
+                zip(self.group, (rows, columns), self.shape[-2:], strict=True), grid.ndim - 2
+            ):
+                if new != old:
+                    places = np.arange(-(-size // new)) * new // old
+                    grid = np.take(grid, places, axis)
+            return grid
+
+        return replace(self, scales=finer(self.scales), zero_points=finer(self.zero_points), group=(rows, columns))
+
+    def split_rows(self, lanes: int) -> "Quantized":
+        """[rows, columns] as [lanes, rows / lanes, columns]."""
+        rows = self.shape[-2] // lanes
+        found = self._dividing(0, rows)
+
+        def split(array: np.ndarray | None) -> np.ndarray | None:
+            return None if array is None else array.reshape(lanes, -1, array.shape[-1])
+
+        return replace(
+            found, codes=split(found.codes), scales=split(found.scales), zero_points=split(found.zero_points)
+        )
+
+    def split_columns(self, lanes: int) -> "Quantized":
+        """[rows, columns] as [lanes, rows, columns / lanes]; it must have no order unless lanes is 1."""
+        if self.order is not None and lanes > 1:
+            raise ValueError("columns in an order of their own cannot be cut into lanes")
+        columns = self.columns // lanes
+        found = self._dividing(1, columns)
+
+        def split(array: np.ndarray | None) -> np.ndarray | None:
+            if array is None:
+                return None
+            return np.ascontiguousarray(array.reshape(array.shape[0], lanes, -1).swapaxes(0, 1))
+
+        codes = split(found.each())
+        return replace(
+            found,
+            codes=pack4(codes) if self.format.bits == 4 else codes,
+            scales=split(found.scales),
+            zero_points=split(found.zero_points),
+            columns=columns,
+        )
+
+    def _dividing(self, axis: int, share: int) -> "Quantized":
+        """With groups that do not cross a multiple of `share` rows (axis 0) or columns (1)."""
+        size, group = self.shape[axis - 2], self.group[axis]
+        if share == size or share % group == 0:
+            return self
+        fitting = share if group >= size else math.gcd(share, group)
+        return self.regrouped(*((fitting, self.group[1]) if axis == 0 else (self.group[0], fitting)))
+
+    def take_rows(self, rows: np.ndarray) -> "Quantized":
+        """[rows, columns] with these rows in their place, int [rows]."""
+        found = self
+        if self.group[0] > 1 and (rows // self.group[0] != np.arange(len(rows)) // self.group[0]).any():
+            found = self.regrouped(1, self.group[1])
+
+        def take(grid: np.ndarray | None) -> np.ndarray | None:
+            return grid if grid is None or found.group[0] > 1 else grid[rows]
+
+        return replace(found, codes=found.codes[rows], scales=take(found.scales), zero_points=take(found.zero_points))
+
+
+def pack4(codes: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits, uint8 [..., columns], two in a byte."""
+    if codes.shape[-1] % 2:
+        codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], 1), np.uint8)], -1)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpack4(packed: np.ndarray, columns: int) -> np.ndarray:
+    """The inverse of `pack4`."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)[..., :columns]
+
+
+def narrow_scales(scales: np.ndarray) -> np.ndarray:
+    """Scales as bfloat16 where that loses nothing, otherwise as float32."""
+    narrow = scales.astype(ml_dtypes.bfloat16)
+    return narrow if (narrow.astype(np.float32) == scales.astype(np.float32)).all() else scales.astype(np.float32)
+
+
+def _first(found: np.ndarray) -> tuple[int, ...] | None:
+    """The place of the first True."""
+    return tuple(map(int, np.unravel_index(found.argmax(), found.shape))) if found.any() else None
