@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +26,29 @@ PARAMS, META = "params", "meta"  # Orbax items of a step
 
 
 def load(
-    path: str | Path, dtype=None, *, mesh=None, num_lanes: int | None = None, precision: Precision | None = None
+    path: str | Path,
+    dtype=None,
+    *,
+    mesh=None,
+    num_lanes: int | None = None,
+    precision: Precision | None = None,
+    weights: Literal["bfloat16"] | None = None,
 ) -> Laneformer:
     """The model in `path`, with its config as `.config`.
 
     path: an HF folder (config.json and safetensors; the Laneformer family, or a dense one of docs/conversion.md, which
     becomes `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
-    dtype: dtype of the weights, by default the stored one. mesh: from `make_mesh`, by default one device. precision:
+    dtype: dtype of the weights, by default the stored one; quantized ones (docs/quantized.md) stay as they are, and are
+    rounded to 16 bits only by weights = "bfloat16". mesh: from `make_mesh`, by default one device. precision:
     dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file
     and remedy.
     """
-    return open_checkpoint(path, dtype, num_lanes).model(mesh, precision)
+    return open_checkpoint(path, dtype, num_lanes, weights).model(mesh, precision)
 
 
-def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
+def open_checkpoint(
+    path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
+) -> "HfFolder | SavedStep":
     """The checkpoint in `path`, validated without reading weights: `.config`, `.dtype`, `.weights()` one by one,
     `.packed()` those that a kernel can use as they are in the files, `.model()`.
 
@@ -47,11 +57,13 @@ def open_checkpoint(path: str | Path, dtype=None, num_lanes: int | None = None) 
     if dtype is not None:
         _check_dtype(dtype)
     step = _step_folder(Path(path))
-    return HfFolder(path, dtype, num_lanes) if step is None else SavedStep(step, dtype, num_lanes)
+    return HfFolder(path, dtype, num_lanes, weights) if step is None else SavedStep(step, dtype, num_lanes)
 
 
 class SavedStep:
     """A saved step of a training run, with the attributes of `HfFolder`."""
+
+    quantized: tuple[str, ...] = ()
 
     def __init__(self, step: Path, dtype=None, num_lanes: int | None = None):
         meta = read_meta(step)

@@ -4,12 +4,15 @@ import ctypes
 import math
 import os
 import re
+from dataclasses import replace
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from laneformer.errors import ConfigError
+from laneformer.quantized import WHOLE, Quantized
 
 LANE, DATA = "lane", "data"
 
@@ -117,3 +120,17 @@ def lane_spec(spec: P) -> P:
 def sharding(spec: P, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """The sharding of an array of that shape on the mesh."""
     return NamedSharding(mesh, fit_spec(spec, shape, mesh))
+
+
+def put_weight(weight: np.ndarray | Quantized, spec: P, mesh: Mesh | None) -> jax.Array | Quantized:
+    """A weight on its devices, by default on one. A record keeps its columns together."""
+
+    def put(array: np.ndarray, spec: P) -> jax.Array:
+        return jax.block_until_ready(jax.device_put(array, None if mesh is None else sharding(spec, array.shape, mesh)))
+
+    if not isinstance(weight, Quantized):
+        return put(weight, spec)
+    if weight.ndim == 2 and mesh is not None:  # devices have shares of its rows
+        weight = weight.regrouped(1, weight.group[1])
+    arrays = weight.arrays.items()
+    return replace(weight, **{name: put(array, P() if name in WHOLE else lane_spec(spec)) for name, array in arrays})

@@ -9,7 +9,7 @@ Every lane has an equal share of each matrix, [l, out, in], and its own residual
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Literal
 
 import jax
@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from laneformer.blocks.block import hold
 from laneformer.blocks.layer import Layer, within
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
@@ -27,7 +28,8 @@ from laneformer.errors import InputError
 from laneformer.executor import run_schedule
 from laneformer.loss import cross_entropy
 from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, sharding
-from laneformer.precision import Precision
+from laneformer.precision import Precision, widen
+from laneformer.quantized import WHOLE, Quantized
 from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 
@@ -50,11 +52,12 @@ class Laneformer(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, jax.Array],
+        weights: dict[str, jax.Array | Quantized],
         precision: Precision | None = None,
         mesh: Mesh | None = None,
     ):
-        """weights: path -> array for every entry of `parameter_table(config)`. Raises ConfigError for a mesh that does
+        """weights: path -> array, or the record of a quantized matrix, for every entry of `parameter_table(config)`;
+        the embedding table is an array. Raises ConfigError for a mesh that does
         not fit the lanes.
         """
         first = weights["tok_embeddings"]
@@ -70,7 +73,7 @@ class Laneformer(nnx.Module):
         )
         self.norm = RMSNorm(weights["norm"], config.norms.final)
         if "lm_head" in weights:
-            self.lm_head = nnx.Param(weights["lm_head"])
+            self.lm_head = hold(weights["lm_head"])
 
     @classmethod
     def init(
@@ -84,10 +87,14 @@ class Laneformer(nnx.Module):
         )
         return cls(config, initial_weights(config, seed, precision.param, shardings), precision, mesh)
 
-    def weights(self) -> dict[str, jax.Array]:
-        """Path -> array, in the order of `parameter_table`; an argument of the constructor."""
+    def weights(self) -> dict[str, jax.Array | Quantized]:
+        """Path -> array or record, in the order of `parameter_table`; an argument of the constructor."""
         flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
-        return {path: flat[path] for path in parameter_table(self.config)}
+        return {path: flat[path] if path in flat else self._record(path) for path in parameter_table(self.config)}
+
+    def _record(self, path: str) -> Quantized:
+        names = path.split(".")
+        return reduce(lambda at, name: at[int(name)] if name.isdigit() else getattr(at, name), names, self)[...]
 
     def __call__(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None, remat: Remat = "none") -> jax.Array:
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
@@ -202,8 +209,10 @@ class Laneformer(nnx.Module):
         table = parameter_table(self.config)
 
         def weight_spec(keys, _):
-            weight = table[_path(keys)]
-            return lane_spec(fit_spec(weight.spec, weight.shape, self.mesh))
+            path = _path(keys)
+            whole, _, part = path.rpartition(".")  # of a record
+            weight = table[path if path in table else whole]
+            return P() if part in WHOLE else lane_spec(fit_spec(weight.spec, weight.shape, self.mesh))
 
         weights = jax.tree_util.tree_map_with_path(weight_spec, self)
         specs = {
@@ -275,7 +284,8 @@ class Laneformer(nnx.Module):
             y_lbsd = self._sum_lanes(self.norm(x_lbsd)) / config.num_lanes
         if self._head_is_split():  # before the product, so that its gradient is summed in float32
             y_lbsd = jax.lax.pcast(y_lbsd, (LANE,), to="varying")
-        return y_lbsd, (self.tok_embeddings if config.tie_word_embeddings else self.lm_head)[...][None]
+        head = (self.tok_embeddings if config.tie_word_embeddings else self.lm_head)[...]
+        return y_lbsd, (widen(head, y_lbsd) if isinstance(head, Quantized) else head)[None]
 
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
         """The sum over all lanes, on this device and the others, [1, b, s, d]."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from laneformer.quantized import INT4_ZERO, Quantized
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -28,8 +30,50 @@ class Precision:
         param = jnp.dtype(param).name
         return cls(param=param, compute="float32" if platform == "cpu" else param)
 
-    def einsum(self, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The product of x and w in the compute dtype, with a result in the accumulate dtype; float32 is never TF32."""
+    def einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+        """The product of x and w over their last axes in the compute dtype, with a result in the accumulate dtype;
+        float32 is never TF32.
+        """
         exact = jax.lax.Precision.HIGHEST if self.compute == "float32" else None
+        w = widen(w, x) if isinstance(w, Quantized) else w
         x, w = x.astype(self.compute), w.astype(self.compute)
         return jnp.einsum(subscripts, x, w, precision=exact, preferred_element_type=self.accumulate)
+
+
+def widen(w: Quantized, x: jax.Array) -> jax.Array:
+    """The weights of a record in float32, once x exists: a program that multiplies with several records then has one of
+    them in float32 at a time, and a loop does not keep them.
+    """
+    codes, _ = jax.lax.optimization_barrier((w.codes, x))
+    if w.format.bits == 4:
+        codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)[..., : w.columns]
+    zeros = INT4_ZERO if w.kind == "int4" else 0
+    if w.format.code == "int":
+        zeros = INT4_ZERO * (w.kind == "int4")
+        zeros = zeros if w.zero_points is None else _spread(w, w.zero_points.astype(jnp.int32))
+        values = (codes.astype(jnp.int32) - zeros).astype(jnp.float32)
+    else:
+        dtype = {"e2m1": jnp.float4_e2m1fn, "e4m3": jnp.float8_e4m3fn}[w.format.code]
+        values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint4) if dtype == jnp.float4_e2m1fn else codes, dtype)
+        values = values.astype(jnp.float32)
+    values = values * _spread(w, _scales(w))
+    return values if w.order is None else values[..., jnp.argsort(w.order)]
+
+
+def _scales(w: Quantized) -> jax.Array:
+    """Float32, the global scale included."""
+    if w.kind not in ("mxfp4", "nvfp4"):
+        return w.scales.astype(jnp.float32)
+    dtype = jnp.float8_e8m0fnu if w.kind == "mxfp4" else jnp.float8_e4m3fn
+    scales = jax.lax.bitcast_convert_type(w.scales, dtype).astype(jnp.float32)
+    return scales if w.global_scale is None else scales / w.global_scale
+
+
+def _spread(w: Quantized, grid: jax.Array) -> jax.Array:
+    """What is shaped like the scales, one for each weight."""
+    for axis, group, size in ((-2, w.group[0], w.codes.shape[-2]), (-1, w.group[1], w.columns)):
+        if grid.shape[axis] == 1:
+            continue  # broadcast
+        grid = jnp.repeat(grid, group, axis) if group > 1 else grid
+        grid = jax.lax.slice_in_dim(grid, 0, size, axis=axis % grid.ndim)
+    return grid

@@ -22,6 +22,9 @@ NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
 DTYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8", "mxfp4": "uint8", "nvfp4": "uint8"}
 """Of the codes, by kind."""
 
+WHOLE = ("global_scale", "order")
+"""Fields of what all lanes share."""
+
 
 def _e2m1() -> np.ndarray:
     sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -84,6 +87,16 @@ class Quantized:
         zeros = 0 if self.zero_points is None else self.zero_points.size * self.format.bits // 8
         rest = sum(0 if array is None else array.nbytes for array in (self.global_scale, self.order))
         return self.codes.nbytes + self.scales.nbytes + zeros + rest
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Its arrays by the names of their fields, without those that are None."""
+        names = ("codes", "scales", "zero_points", *WHOLE)
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
+
+    def on_host(self) -> "Quantized":
+        """With NumPy's arrays, which decode."""
+        return replace(self, **{name: np.asarray(array) for name, array in self.arrays.items()})
 
     @property
     def name(self) -> str:
@@ -218,7 +231,7 @@ class Quantized:
     def split_columns(self, lanes: int) -> "Quantized":
         """[rows, columns] as [lanes, rows, columns / lanes]; it must have no order unless lanes is 1."""
         if self.order is not None and lanes > 1:
-            raise ValueError("columns in an order of their own cannot be cut into lanes")
+            raise ValueError(f"its columns are sorted by group, so that {lanes} lanes cannot have shares of them")
         columns = self.columns // lanes
         found = self._dividing(1, columns)
 
@@ -234,6 +247,25 @@ class Quantized:
             scales=split(found.scales),
             zero_points=split(found.zero_points),
             columns=columns,
+        )
+
+    def join_columns(self) -> "Quantized":
+        """The inverse of `split_columns`: [lanes, rows, columns] as [rows, lanes * columns]."""
+        lanes, _, columns = self.shape
+        found = self.regrouped(self.group[0], columns) if self.group[1] > columns else self
+        if columns % found.group[1]:
+            found = found.regrouped(found.group[0], math.gcd(columns, found.group[1]))
+
+        def join(array: np.ndarray | None) -> np.ndarray | None:
+            return None if array is None else array.swapaxes(0, 1).reshape(array.shape[1], -1)
+
+        codes = join(found.each())
+        return replace(
+            found,
+            codes=pack4(codes) if self.format.bits == 4 else codes,
+            scales=join(found.scales),
+            zero_points=join(found.zero_points),
+            columns=lanes * columns,
         )
 
     def _dividing(self, axis: int, share: int) -> "Quantized":

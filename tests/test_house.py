@@ -14,7 +14,7 @@ import pytest
 from tests.support.paths import ROOT
 
 FLOORS = {"laneformer": 0, "custom_calls": 1, "infer": 2, "train": 3, "configs": 4, "scripts": 4}
-DATA_FILES = ("config", "layout", "ops", "formats", "quantized", "errors")  # of laneformer, without JAX; for custom_calls too
+DATA_FILES = ("config", "layout", "ops", "formats", "quantized", "errors")  # without JAX; for custom_calls too
 ROOMS = {  # lowest first; the longest name that fits a file is its room
     "infer": (
         "sampling noise text sandbox roofline",

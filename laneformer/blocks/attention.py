@@ -4,11 +4,10 @@ from functools import partial
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, KeptArray, Weight, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
@@ -22,7 +21,7 @@ class Attention(Block):
 
     def __init__(self, weights: dict[str, jax.Array], options: AttentionOptions, precision: Precision):
         for name, weight in weights.items():
-            setattr(self, name, nnx.Param(weight))
+            setattr(self, name, hold(weight))
         self.options, self.precision = options, precision
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:

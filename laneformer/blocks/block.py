@@ -5,11 +5,13 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
 from laneformer.ops import Norm, Op, Rotary
+from laneformer.quantized import Quantized
 
 PARTS = ("attention", "MLP", "norms", "head")
 """What reports of bytes distinguish, in their order."""
@@ -69,6 +71,25 @@ class KeptArray:
         """Values that one token writes and, with `context` earlier positions, reads."""
         positions = min(context, self.window - 1) if self.window else context
         return self.num_lanes * math.prod(self.shape) * (1 + positions)
+
+
+class QuantizedParam(nnx.Module):
+    """A weight that is a record; `weight[...]` gives it, as that of an nnx.Param is its array."""
+
+    def __init__(self, record: Quantized):
+        for name, array in record.arrays.items():
+            setattr(self, name, nnx.Param(array))
+        self.facts = (record.kind, record.group, record.columns)
+        self.names = tuple(record.arrays)
+
+    def __getitem__(self, index) -> Quantized:
+        kind, group, columns = self.facts
+        return Quantized(kind, group=group, columns=columns, **{name: getattr(self, name)[...] for name in self.names})
+
+
+def hold(weight: jax.Array | Quantized) -> nnx.Param | QuantizedParam:
+    """A weight as an attribute of a module."""
+    return QuantizedParam(weight) if isinstance(weight, Quantized) else nnx.Param(weight)
 
 
 class Block(nnx.Module):

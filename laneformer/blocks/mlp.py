@@ -5,11 +5,10 @@ laneformer/model.py.
 from functools import partial
 
 import jax
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight, weight_of_op
+from laneformer.blocks.block import Block, Weight, hold, weight_of_op
 from laneformer.config import MlpOptions
 from laneformer.ops import Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
@@ -27,7 +26,7 @@ class Mlp(Block):
 
     def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
         for name, weight in weights.items():
-            setattr(self, name, nnx.Param(weight))
+            setattr(self, name, hold(weight))
         self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:

@@ -28,6 +28,8 @@ NO_EFFECT = frozenset(  # bookkeeping, dropout and training
         "max_window_layers",
         "hidden_dropout",
         "is_causal",
+        "quantization_config",  # laneformer/hf/quantization.py reads it
+        "compression_config",
     }
 )
 

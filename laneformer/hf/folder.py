@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,24 @@ from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
+from laneformer.hf.compressed import config_of, tensors_of
+from laneformer.hf.packings import REMEDY, QuantizedTensor, with_records
+from laneformer.hf.quantization import read_schemes
 from laneformer.hf.safetensors import (
     DTYPES,
     INDEX,
     Output,
+    Source,
     check_tensors,
     find_tensors,
     map_file,
     write_outputs,
     write_tensors,
 )
-from laneformer.mesh import sharding
+from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
+from laneformer.quantized import Quantized
 from laneformer.weights import packing_order, parameter_table
 
 log = logging.getLogger("laneformer")
@@ -46,29 +51,45 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in files
 class HfFolder:
     """A folder with config.json and safetensors. Opening it checks the files' headers; weights are read afterwards."""
 
-    def __init__(self, path: str | Path, dtype=None, num_lanes: int | None = None):
+    def __init__(
+        self, path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
+    ):
         """Arguments and errors are those of laneformer.load."""
-        path = Path(path)
+        path, values = Path(path), read_values(Path(path) / "config.json")
         self.path, self.config = path, read_hf_config(path, num_lanes)
         self._table = parameter_table(self.config)
-        self._family = find_family(read_values(path / "config.json"))
+        self._family = find_family(values)
         self._sources = self._family.sources(self.config, self._table)
-        self._tensors, self._groups = unpacked(*find_tensors(path))
+        tensors, metadata = find_tensors(path)
+        if schemes := read_schemes(path, values):
+            tensors = with_records(path, schemes, self._sources, tensors, metadata)
+        self._tensors, self._groups = unpacked(tensors, metadata)
+        self._widened = weights == "bfloat16"
         check_tensors(path, self._sources, self._tensors, tied=self.config.tie_word_embeddings)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
+        if self._is_record("tok_embeddings"):
+            name = self._sources["tok_embeddings"].name
+            raise CheckpointError(f"{path}: tensor {name} is quantized, which an embedding table cannot be; {REMEDY}")
 
     @property
     def dtype(self) -> str:
         """Name of the dtype that weights are read in; where the files have several, that of the embedding table."""
-        return (self._dtype or DTYPES[self._tensors[self._sources["tok_embeddings"].name].dtype]).name
+        stored = DTYPES.get(self._tensors[self._sources["tok_embeddings"].name].dtype, np.dtype(jnp.bfloat16))
+        return (self._dtype or stored).name
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Paths of the weights that are records in memory."""
+        return tuple(path for path in self._sources if self._is_record(path))
 
     @property
     def packed_weights(self) -> int:
         """Weights that the files have in 12 bits each."""
         return sum(stored.group.weights for stored in self._groups)
 
-    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, lane-first and contiguous, in `packing_order`, but for the paths in `without`.
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray | Quantized]]:
+        """Path and array of each weight, or the record of a quantized one, lane-first and contiguous, in
+        `packing_order`, but for the paths in `without`.
 
         Those of the layers are read into the same memory, and so are table and head: an array is valid until the next
         one is read.
@@ -102,17 +123,34 @@ class HfFolder:
         """All weights as a model; see laneformer.load."""
         weights = {}
         for path, weight in self._read(_aligned, self._table):
-            entry = self._table[path]
-            device = None if mesh is None else sharding(entry.spec, entry.shape, mesh)
-            weights[path] = jax.block_until_ready(jax.device_put(weight, device))  # at most one is in memory twice
+            weights[path] = put_weight(weight, self._table[path].spec, mesh)  # at most one is in memory twice
         return Laneformer(self.config, weights, precision, mesh)
 
-    def _read(self, memory: Callable[[int], np.ndarray], paths: Collection[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def _read(
+        self, memory: Callable[[int], np.ndarray], paths: Collection[str]
+    ) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """memory: returns uint8 memory of the given size in bytes."""
         for path in paths:
             source = self._sources[path]
             tensor = self._tensors[source.name]
-            yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
+            if isinstance(tensor, QuantizedTensor):
+                yield path, self._record(source, tensor)
+            else:
+                yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
+
+    def _is_record(self, path: str) -> bool:
+        return isinstance(self._tensors[self._sources[path].name], QuantizedTensor) and not self._widened
+
+    def _record(self, source: Source, tensor: QuantizedTensor) -> np.ndarray | Quantized:
+        found = tensor.record()
+        if self._widened:
+            return np.ascontiguousarray(source.convert(found.dequantize(self.dtype)))
+        try:
+            if found.group[1] == 1:
+                raise ValueError("its groups have different numbers of columns")
+            return source.convert_record(found)
+        except ValueError as error:
+            raise CheckpointError(f"{tensor.file}: tensor {tensor.name} ({found.name}): {error}; {REMEDY}") from None
 
 
 def _beginning(memory: np.ndarray, size: int) -> np.ndarray:
@@ -157,7 +195,7 @@ def save_hf(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_text(path / INDEX, json.dumps(index, indent=1))
             stale.discard(path / INDEX)
-        values = config_to_hf(model.config, spelling) | {"torch_dtype": dtype}
+        values = config_to_hf(model.config, spelling) | {"torch_dtype": dtype} | _Tensors(model).quantization
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
         for file in stale:  # of an earlier, differently split save
             file.unlink(missing_ok=True)
@@ -177,27 +215,54 @@ class _File(NamedTuple):
 
 
 class _Tensors:
-    """The weights of a model as files have them, by tensor name."""
+    """The weights of a model as files have them, by tensor name: arrays and records."""
 
     def __init__(self, model: Laneformer):
         self._config, self._weights = model.config, model.weights()
-        self.paths = {weight.file_name: path for path, weight in parameter_table(model.config).items()}
+        table = parameter_table(model.config)
+        self.paths = {weight.file_name: path for path, weight in table.items()}
         self.sizes = {name: self._weights[path].nbytes for name, path in self.paths.items()}
-        self.dtypes = {name: np.dtype(self._weights[path].dtype) for name, path in self.paths.items()}
+        arrays = {name: path for name, path in self.paths.items() if isinstance(self._weights[path], jax.Array)}
+        self.dtypes = {name: np.dtype(self._weights[path].dtype) for name, path in arrays.items()}
+        self.matrices = {name for name, path in self.paths.items() if table[path].group != "vector"} - {
+            table["tok_embeddings"].file_name
+        }
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        path = self.paths[name]
-        return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(self._weights[path])))
+    def __getitem__(self, name: str) -> np.ndarray | Quantized:
+        path, weight = self.paths[name], self._weights[self.paths[name]]
+        if isinstance(weight, Quantized):
+            return own.record_to_file(self._config, path, weight.on_host())
+        return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(weight)))
+
+    def written(self, name: str) -> dict[str, np.ndarray]:
+        """The tensors of a weight: several if it is a record."""
+        weight = self[name]
+        if not isinstance(weight, Quantized):
+            return {name: weight}
+        module = name.removesuffix(".weight")
+        return {f"{module}.{suffix}": array for suffix, array in tensors_of(weight).items()}
+
+    def parts(self, name: str) -> list[str]:
+        """Names of the tensors of a weight."""
+        return [name] if name in self.dtypes else [*self.written(name)]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """What config.json says about records; empty without any."""
+        records = {name.removesuffix(".weight"): self[name] for name in self.paths if name not in self.dtypes}
+        plain = {name.removesuffix(".weight") for name in self.matrices & {*self.dtypes}}
+        return {"quantization_config": config_of(records, plain)} if records else {}
 
 
 def _plain_files(model: Laneformer) -> Iterator[_File]:
     tensors = _Tensors(model)
 
     def write(names: list[str], file: Path) -> None:
-        write_tensors(file, {name: tensors[name] for name in names})
+        write_tensors(file, {part: array for name in names for part, array in tensors.written(name).items()})
 
     for names in _by_file(tensors.sizes):
-        yield _File(names, sum(tensors.sizes[name] for name in names), partial(write, names))
+        parts = [part for name in names for part in tensors.parts(name)]
+        yield _File(parts, sum(tensors.sizes[name] for name in names), partial(write, names))
 
 
 def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
@@ -216,7 +281,7 @@ def _bf12_files(model: Laneformer) -> Iterator[_File]:
     """Groups that have few exceptions in 12 bits, everything else as it is."""
     tensors, plans = _Tensors(model), {}
     for group in groups_of(model.config, own.sources(model.config, parameter_table(model.config))):
-        if all(tensors.dtypes[name] == jnp.bfloat16 for name in group.shapes):
+        if all(tensors.dtypes.get(name) == jnp.bfloat16 for name in group.shapes):
             plan = GroupPlan.of(group, _bits(tensors, group.shapes))
             plans |= {group.name: plan} if plan.fits else {}
     packed = {name for plan in plans.values() for name in plan.group.shapes}

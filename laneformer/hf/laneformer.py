@@ -15,6 +15,7 @@ from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
 from laneformer.hf.rope import read_rope, rope_to_hf
 from laneformer.hf.safetensors import Source
+from laneformer.quantized import Quantized
 
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
@@ -68,8 +69,7 @@ def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Sou
     found = {path: Source(weight.file_name, weight.shape) for path, weight in table.items()}
     if config.lm_head_type == "lane":
         lanes, v, d = found["lm_head"].shape
-        head = found["lm_head"].name
-        found["lm_head"] = Source(head, (v, lanes * d), lambda w: w.reshape(v, lanes, d).swapaxes(0, 1))
+        found["lm_head"] = Source(found["lm_head"].name, (v, lanes * d), cut="columns", lanes=lanes)
     return found
 
 
@@ -78,6 +78,11 @@ def to_file(config: ModelConfig, path: str, w: np.ndarray) -> np.ndarray:
     if path == "lm_head" and config.lm_head_type == "lane":
         return w.swapaxes(0, 1).reshape(w.shape[1], -1)
     return w
+
+
+def record_to_file(config: ModelConfig, path: str, record: Quantized) -> Quantized:
+    """The same of a quantized weight."""
+    return record.join_columns() if path == "lm_head" and config.lm_head_type == "lane" else record
 
 
 FAMILY = Family(name="Laneformer", config_from=config_from, sources=sources)

@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
-from laneformer.hf.rope import THETA, interleave, read_rope
+from laneformer.hf.rope import THETA, read_rope
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:
@@ -159,15 +157,6 @@ def sources(config: ModelConfig, table: "Mapping[str, Weight]", names: Mapping[s
 def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Source:
     """shape: of the weight, lane-first."""
 
-    def pairs(w: np.ndarray) -> np.ndarray:
-        return interleave(w, config.head_size)
-
-    def rows(w: np.ndarray) -> np.ndarray:
-        return w.reshape(config.num_lanes, -1, *w.shape[1:])
-
-    def columns(w: np.ndarray) -> np.ndarray:
-        return w.reshape(w.shape[0], config.num_lanes, -1).swapaxes(0, 1)
-
     prefix, name = "", path
     if path.startswith("layers."):
         _, n, name = path.split(".", 2)
@@ -177,13 +166,12 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
     file_name = f"{prefix}{names[name]}.{kind}"
     match name.rsplit(".", 1)[-1]:
         case "wo" | "w2":
-            return Source(file_name, (shape[1], shape[0] * shape[2]), columns)
-        case "wq" | "wk":
-            return Source(file_name, (shape[0] * shape[1], *shape[2:]), lambda w: rows(pairs(w)))
-        case "wv" | "w1" | "w3":
-            return Source(file_name, (shape[0] * shape[1], *shape[2:]), rows)
+            return Source(file_name, (shape[1], shape[0] * shape[2]), cut="columns", lanes=config.num_lanes)
+        case "wq" | "wk" | "wv" | "w1" | "w3" as matrix:
+            rotated = config.head_size if matrix in ("wq", "wk") else None
+            return Source(file_name, (shape[0] * shape[1], *shape[2:]), rotated, "rows", config.num_lanes)
         case "q_norm" | "k_norm":
-            return Source(file_name, shape, pairs)
+            return Source(file_name, shape, config.head_size)
     return Source(file_name, shape)
 
 

@@ -1,11 +1,16 @@
-"""Number formats of a published model from its `quantization_config`: which matrices have which."""
+"""The `quantization_config` of a published model: which matrices are packed how (`Schemes`, to load them), and the
+number formats of its parts (`Formats`, for the roofline).
+"""
 
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from laneformer.errors import ConfigError
+from laneformer.errors import CheckpointError, ConfigError
+from laneformer.files import parse_json, read_file
 from laneformer.hf.fields import Fields
 
 FP8_METHODS = ("fp8", "finegrained_fp8", "fbgemm_fp8")
@@ -86,6 +91,165 @@ def _compressed(quantization: Fields) -> str:
         f"{where}: num_bits, type, group_size = {', '.join(map(str, found))} is not supported; supported are 8 bits,"
         " and int of 4 bits in groups of 32"
     )
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are packed."""
+
+    packing: str
+    """A key of PACKINGS in laneformer/hf/packings.py; anything else cannot be read."""
+    bits: int = 8
+    """Of one integer."""
+    group: int | None = None
+    """Columns that share a scale; None: all."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale."""
+    zeros_less_one: bool = False
+    """Zero points are stored as one less."""
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """What a folder says about its weights."""
+
+    rules: tuple[tuple[str, Scheme | None], ...]
+    """Pattern of modules -> how they are packed; None: not at all. The first that fits a module decides."""
+
+    def of(self, module: str) -> Scheme | None:
+        return next((scheme for pattern, scheme in self.rules if pattern == "*" or _matches(pattern, module)), None)
+
+
+# Beside config.json in older folders: the method, and the names of its fields there -> those of today.
+OLD_FILES = {
+    "quantize_config.json": ("gptq", {}),
+    "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+}
+
+
+def read_schemes(folder: Path, values: Mapping[str, Any]) -> Schemes | None:
+    """The schemes of a folder with the parsed config.json `values`; None if it has none. Raises ConfigError, naming
+    file and field, for settings that are not understood.
+    """
+    file = folder / "config.json"
+    given = values.get("quantization_config", values.get("compression_config"))
+    if given is None:
+        for name, (method, names) in OLD_FILES.items():
+            if (folder / name).exists():
+                file, given = folder / name, _old_values(folder / name)
+                given = {"quant_method": method} | {names.get(key, key): value for key, value in given.items()}
+                break
+        else:
+            return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{file}: quantization_config = {given!r}: write an object with named values")
+    fields = Fields(given)
+    method = fields.word("quant_method", "compressed-tensors" if "config_groups" in given else "")
+    try:
+        rules = [(str(pattern), None) for pattern in _kept(fields)]
+        return Schemes((*rules, *_RULES.get(method, _others)(fields, method)))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _old_values(file: Path) -> dict[str, Any]:
+    try:
+        values = parse_json(read_file(file))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is a JSON {type(values).__name__}")
+        return values
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file} as JSON ({error}): copy it again") from None
+
+
+def _kept(fields: Fields) -> list:
+    """Patterns of the modules that are not packed."""
+    return [
+        pattern
+        for name in ("ignore", "modules_to_not_convert", "ignored_layers")
+        for pattern in fields.sequence(name) or ()
+    ]
+
+
+Rules = list[tuple[str, Scheme | None]]
+
+
+def _fp8(fields: Fields, method: str) -> Rules:
+    return [("*", Scheme("fp8", block=_block(fields, "weight_block_size")))]
+
+
+def _gptq(fields: Fields, method: str) -> Rules:
+    """`dynamic` has regular expressions of modules: "-:" are not packed, "+:" or neither have other settings."""
+    version = fields.word("checkpoint_format", "gptq")
+    usual = Scheme("gptq", fields.size("bits", 4), _group(fields), zeros_less_one=version == "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        usual = Scheme(f"gptq's checkpoint_format {version}")
+    rules: Rules = []
+    for pattern, changes in (fields.mapping("dynamic") or {}).items():
+        changed = Fields(changes if isinstance(changes, Mapping) else {})
+        own = replace(usual, bits=changed.size("bits", usual.bits), group=_group(changed, usual.group))
+        rules.append((f"re:{pattern.removeprefix('-:').removeprefix('+:')}", None if pattern.startswith("-:") else own))
+    return [*rules, ("*", usual)]
+
+
+def _awq(fields: Fields, method: str) -> Rules:
+    version, bits = fields.word("version", "gemm").lower(), fields.size("bits", 4)
+    packing = "awq" if (version, bits) == ("gemm", 4) else f"awq's version {version} of {bits} bits"
+    return [("*", Scheme(packing, bits, _group(fields)))]
+
+
+def _compressed_tensors(fields: Fields, method: str) -> Rules:
+    """Names and regular expressions of targets decide before classes such as Linear."""
+    named, classes = [], []
+    for values in (fields.mapping("config_groups") or {}).values():
+        group = Fields(values if isinstance(values, Mapping) else {})
+        weights = group.mapping("weights")
+        if weights is None:
+            continue
+        scheme = _compressed_scheme(Fields(weights), group.word("format", fields.word("format", "")))
+        for target in map(str, group.sequence("targets") or ["Linear"]):
+            is_class = target.isidentifier() and target[:1].isupper()
+            (classes if is_class else named).append(("*" if is_class else target, scheme))
+    return [*named, *classes]
+
+
+def _compressed_scheme(weights: Fields, form: str) -> Scheme:
+    bits, kind = weights.size("num_bits", 8), weights.word("type", "int")
+    usual = {("float", 8): "float-quantized", ("int", 8): "int-quantized", ("int", 4): "pack-quantized"}.get(
+        (kind, bits)
+    )
+    if form in ("", "naive-quantized", "mixed-precision"):
+        form = usual or f"{form or 'compressed-tensors'} of {kind} {bits} bits"
+    strategy = weights.word("strategy", "")
+    block = _block(weights, "block_structure") if strategy == "block" else None
+    grouped = strategy in ("group", "tensor_group", "") and weights.get("group_size") is not None
+    return Scheme(form, bits, _group(weights) if grouped else None, block)
+
+
+def _torchao(fields: Fields, method: str) -> Rules:
+    return [("*", Scheme("torchao"))]
+
+
+def _others(fields: Fields, method: str) -> Rules:
+    return [("*", Scheme(f"quant_method {method!r}"))]
+
+
+_RULES = {
+    **dict.fromkeys(FP8_METHODS, _fp8),
+    **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "torchao": _torchao},
+}
+
+
+def _group(fields: Fields, default: int | None = None) -> int | None:
+    """group_size; -1 is the whole column."""
+    return default if fields.get("group_size", -1) == -1 else fields.size("group_size")
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int] | None:
+    block = fields.sequence(name)
+    if block is not None and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
+        raise ConfigError(f"quantization_config.{name} = {block}: write two whole numbers")
+    return None if block is None else tuple(block)
 
 
 def _matches(pattern: str, module: str) -> bool:

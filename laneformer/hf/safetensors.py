@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +22,17 @@ from safetensors.numpy import save_file
 
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json, read_file
+from laneformer.hf.rope import interleave
+from laneformer.quantized import Quantized
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+PACKED = {  # what quantized weights are made of; of 8-bit floats the bits
+    **DTYPES,
+    **{"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
+    **{"F8_E4M3": np.dtype(np.uint8), "F8_E8M0": np.dtype(np.uint8)},
+}
+QUANTIZED = "quantized"
+"""In place of a dtype: the weight is several tensors, laneformer/hf/packings.py."""
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
@@ -41,8 +50,25 @@ class Source:
     """Of the tensor in its file."""
     shape: tuple[int, ...]
     """The tensor's shape there."""
-    convert: Callable[[np.ndarray], np.ndarray] = lambda w: w
-    """Makes it lane-first."""
+    head_dim: int | None = None
+    """Channels of a head whose rotary pairs the tensor has half-split; None: it has no such pairs."""
+    cut: Literal["rows", "columns"] | None = None
+    """What each lane has its share of; None: the tensor is lane-first already, or shared."""
+    lanes: int = 1
+
+    def convert(self, w: np.ndarray) -> np.ndarray:
+        """Makes it lane-first, with rotary pairs next to each other."""
+        w = interleave(w, self.head_dim) if self.head_dim else w
+        if self.cut == "rows":
+            return w.reshape(self.lanes, -1, *w.shape[1:])
+        return w.reshape(w.shape[0], self.lanes, -1).swapaxes(0, 1) if self.cut == "columns" else w
+
+    def convert_record(self, record: Quantized) -> Quantized:
+        """The same of a quantized matrix. Raises ValueError if its columns cannot be cut."""
+        if self.head_dim:
+            record = record.take_rows(interleave(np.arange(record.shape[-2]), self.head_dim))
+        split = {"rows": record.split_rows, "columns": record.split_columns}.get(self.cut)
+        return split(self.lanes) if split else record
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,7 @@ class Tensor:
 
     file: Path
     dtype: str
-    """A key of DTYPES where it can be a weight."""
+    """A key of DTYPES, or QUANTIZED, where it can be a weight."""
     shape: tuple[int, ...]
     start: int
     """First byte, counted from the file's beginning."""
@@ -61,6 +87,10 @@ class Tensor:
     def read(self, memory: np.ndarray) -> np.ndarray:
         """The tensor in memory uint8 [size]."""
         return self.read_bytes(memory).view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def values(self) -> np.ndarray:
+        """The tensor in its own memory, in a dtype of PACKED."""
+        return self.read_bytes(np.empty(self.size, np.uint8)).view(PACKED[self.dtype]).reshape(self.shape)
 
     def read_bytes(self, memory: np.ndarray) -> np.ndarray:
         """Its bytes in that memory, read past any mapping: mapped pages that were read count as memory in use."""
@@ -234,7 +264,7 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
                 f"{folder}: tensor {source.name} has shape {list(tensor.shape)}, but config.json gives"
                 f" {list(source.shape)}: use the files of one model"
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in (*DTYPES, QUANTIZED):
             raise CheckpointError(
                 f"{folder}: tensor {source.name} has dtype {tensor.dtype}; convert it to one of {', '.join(DTYPES)}"
             )

@@ -1,0 +1,325 @@
+"""Published packings of quantized weights: the tensors of a module become one record of laneformer/quantized.py.
+
+A packing is a function in PACKINGS: it takes the tensors that it needs from a `Module`, which checks their dtypes and
+shapes in the headers, and returns the weight's shape and what reads it later.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from laneformer.errors import CheckpointError, one_line
+from laneformer.files import parse_json
+from laneformer.hf.quantization import Scheme, Schemes
+from laneformer.hf.safetensors import DTYPES, QUANTIZED, Source, Tensor
+from laneformer.quantized import INT4_ZERO, Quantized, pack4, unpack4
+
+REMEDY = "add --weights bfloat16 to round its weights to 16 bits"
+FLOATS = tuple(DTYPES)
+E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the outputs 0 to 7 among the nibbles of a word
+ACTIVATIONS = (  # of activations, keys and values, which are not rounded here
+    *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
+    *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
+)
+
+Shape = tuple[int, ...]
+Found = tuple[Shape, Callable[[], Quantized]]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(Tensor):
+    """A packed weight, as if its file had one tensor for it."""
+
+    name: str
+    make: Callable[[], Quantized]
+
+    def record(self) -> Quantized:
+        """Raises CheckpointError, naming file and tensor, for values that are no weights."""
+        found = self.make()
+        if problem := found.problem():
+            raise CheckpointError(f"{self.file}: tensor {self.name} is damaged: {problem}; copy it again")
+        return found
+
+
+class Module:
+    """The tensors of a module, taken one by one out of those of the folder."""
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], folder: Path, texts: Mapping[str, object]):
+        """texts: the metadata of the module's file."""
+        self.name, self.folder, self.texts, self._tensors = name, folder, texts, tensors
+
+    def find(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor | None:
+        """The tensor with this suffix, in one of the dtypes and, if any are given, shapes. Raises CheckpointError."""
+        tensor = self._tensors.pop(f"{self.name}.{suffix}", None)
+        if tensor is None:
+            return None
+        for what, found, wanted in (("dtype", tensor.dtype, dtypes), ("shape", tensor.shape, shapes)):
+            if wanted and found not in wanted:
+                given, *needed = (str(list(each) if what == "shape" else each) for each in (found, *wanted))
+                needs = " or ".join(dict.fromkeys(needed))
+                raise self.error(f"tensor {self.name}.{suffix} has {what} {given}, but this packing needs {needs}")
+        return tensor
+
+    def take(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor:
+        """The same for a tensor that must be there."""
+        tensor = self.find(suffix, dtypes, *shapes)
+        if tensor is None:
+            raise self.error(f"tensor {self.name}.{suffix} is missing")
+        return tensor
+
+    def error(
+        self, what: str, remedy: str = "use the config.json and safetensors files of one model"
+    ) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: {what}; {remedy}")
+
+
+# ---- scales of codes that are stored as they are
+
+
+def _scales(module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shape: Shape, scheme: Scheme):
+    """The tensor of the scales of a weight of this shape, its shape in a record, and what shares one."""
+    *lead, rows, columns = shape
+    groups = [scheme.block or (1, scheme.group)] if scheme.block or scheme.group else [(1, columns), (rows, columns)]
+    grids = {(*lead, -(-rows // group[0]), -(-columns // group[1])): group for group in groups}
+    spellings = {grid: grid for grid in grids}
+    if not lead and not (scheme.block or scheme.group):
+        spellings |= {(): (1, 1), (1,): (1, 1), (rows,): (rows, 1)}
+    for suffix in suffixes:
+        if tensor := module.find(suffix, dtypes, *spellings):
+            grid = spellings[tensor.shape]
+            return tensor, grid, grids[grid]
+    raise module.error(f"tensor {module.name}.{'/'.join(suffixes)} is missing")
+
+
+def float8(module: Module, scheme: Scheme) -> Found:
+    """E4M3 with scales per block, row or tensor: fp8, fbgemm_fp8, compressed-tensors' float-quantized."""
+    codes = module.take("weight", (E4M3,))
+    scales, grid, group = _scales(module, ("weight_scale_inv", "weight_scale"), FLOATS, codes.shape, scheme)
+    zeros = module.find("weight_zero_point", (E4M3, "I8", "U8"))
+
+    def make() -> Quantized:
+        if zeros is not None and zeros.values().any():
+            raise module.error(f"tensor {module.name}.weight_zero_point: fp8 has no zero points", "copy it again")
+        return Quantized("fp8", codes.values(), scales.values().reshape(grid), group, codes.shape[-1])
+
+    return codes.shape, make
+
+
+def integers(module: Module, scheme: Scheme) -> Found:
+    """compressed-tensors' int-quantized: int8 as it is."""
+    codes = module.take("weight", ("I8",))
+    scales, grid, group = _scales(module, ("weight_scale",), FLOATS, codes.shape, scheme)
+    zeros = module.find("weight_zero_point", ("I8",), scales.shape)
+
+    def make() -> Quantized:
+        points = None if zeros is None else zeros.values().reshape(grid)
+        record = Quantized("int8", codes.values(), scales.values().reshape(grid), group, codes.shape[-1], points)
+        return _without_usual_zeros(record)
+
+    return codes.shape, make
+
+
+def words(module: Module, scheme: Scheme) -> Found:
+    """compressed-tensors' pack-quantized: integers of 4 or 8 bits, plus half their range, in words of 32 bits."""
+    bits, kind = scheme.bits, _integer_kind(module, scheme)
+    size = module.take("weight_shape", ("I64", "I32"))
+    packed = module.take("weight_packed", ("I32",))
+    *lead, rows, _ = packed.shape
+    shape = tuple(map(int, size.values().reshape(-1)))
+    columns = shape[-1] if shape else 0
+    if shape != (*lead, rows, columns) or packed.shape[-1] != -(-columns * bits // 32):
+        raise module.error(
+            f"tensor {module.name}.weight_packed has shape {list(packed.shape)}, not that of {list(shape)}"
+        )
+    scales, grid, group = _scales(module, ("weight_scale",), FLOATS, shape, scheme)
+    zeros = module.find("weight_zero_point", ("I32",), (*lead, -(-rows * bits // 32), grid[-1]))
+    index = module.find("weight_g_idx", ("I32",), (columns,))
+
+    def make() -> Quantized:
+        points = None
+        if zeros is not None:
+            across = np.ascontiguousarray(zeros.values().swapaxes(-1, -2)).view(np.uint8)
+            points = _codes(across if bits == 8 else unpack4(across, rows), kind)[..., :rows].swapaxes(-1, -2)
+            points = np.ascontiguousarray(points)
+        record = _record(kind, packed.values(), columns, scales.values().reshape(grid), group, points)
+        return in_groups(record, None if index is None else index.values(), module)
+
+    return shape, make
+
+
+def float4(module: Module, scheme: Scheme) -> Found:
+    """compressed-tensors' mxfp4-pack-quantized and nvfp4-pack-quantized: E2M1, the even column in the low half."""
+    kind, size = ("nvfp4", 16) if scheme.packing.startswith("nvfp4") else ("mxfp4", 32)
+    packed = module.take("weight_packed", ("U8",))
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    dtypes = (E4M3,) if kind == "nvfp4" else ("U8", E8M0)
+    scales, grid, group = _scales(module, ("weight_scale",), dtypes, shape, replace(scheme, group=scheme.group or size))
+    whole = module.take("weight_global_scale", ("F32",), (1,), ()) if kind == "nvfp4" else None
+
+    def make() -> Quantized:
+        one = None if whole is None else whole.values().reshape(())
+        return Quantized(kind, packed.values(), scales.values().reshape(grid), group, shape[-1], None, one)
+
+    return shape, make
+
+
+def gptq(module: Module, scheme: Scheme) -> Found:
+    """GPTQ's qweight, packed along the columns; the zero points of its first version are one less."""
+    bits, kind = scheme.bits, _integer_kind(module, scheme)
+    packed = module.take("qweight", ("I32",))
+    columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
+    group = scheme.group or columns
+    grid = (-(-columns // group), rows)
+    zeros = module.take("qzeros", ("I32",), (grid[0], -(-rows * bits // 32)))
+    scales = module.take("scales", FLOATS, grid)
+    index = module.find("g_idx", ("I32",), (columns,))
+
+    def make() -> Quantized:
+        codes = np.ascontiguousarray(packed.values().T)
+        points = zeros.values().view(np.uint8)
+        points = (points if bits == 8 else unpack4(points, rows))[:, :rows] + np.uint8(scheme.zeros_less_one)
+        points = np.ascontiguousarray(_codes(points & (2**bits - 1), kind).T)
+        across = np.ascontiguousarray(scales.values().T)
+        record = _record(kind, codes, columns, across, (1, group), points)
+        return in_groups(record, None if index is None else index.values(), module)
+
+    return (rows, columns), make
+
+
+def awq(module: Module, scheme: Scheme) -> Found:
+    """AWQ's gemm version, packed along the rows in an order of its own."""
+    packed = module.take("qweight", ("I32",))
+    columns, rows = packed.shape[0], 8 * packed.shape[1]
+    group = scheme.group or columns
+    grid = (-(-columns // group), rows)
+    zeros = module.take("qzeros", ("I32",), (grid[0], rows // 8))
+    scales = module.take("scales", FLOATS, grid)
+
+    def each(tensor: Tensor) -> np.ndarray:
+        found = unpack4(tensor.values().view(np.uint8), rows).reshape(-1, rows // 8, 8)
+        return np.ascontiguousarray(found[..., AWQ_PLACES].reshape(-1, rows).T)
+
+    def make() -> Quantized:
+        across = np.ascontiguousarray(scales.values().T)
+        return _without_usual_zeros(Quantized("int4", pack4(each(packed)), across, (1, group), columns, each(zeros)))
+
+    return (rows, columns), make
+
+
+def torchao(module: Module, scheme: Scheme) -> Found:
+    """torchao's Float8Tensor; the file's metadata names the class of each weight."""
+    try:
+        kind = str(parse_json(str(module.texts[f"{module.name}.weight"]))["_type"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise module.error(f"metadata of {module.name}.weight lacks its class ({one_line(error)})") from None
+    if kind != "Float8Tensor":
+        raise module.error(
+            f"tensor {module.name}.weight is torchao's {kind}, which cannot be read",
+            "use a copy in Float8Tensor or 16 bits",
+        )
+    codes = module.take("_weight_qdata", (E4M3,))
+    scales, grid, group = _scales(module, ("_weight_scale",), FLOATS, codes.shape, scheme)
+    shape = codes.shape
+    return shape, lambda: Quantized("fp8", codes.values(), scales.values().reshape(grid), group, shape[-1])
+
+
+PACKINGS: dict[str, Callable[[Module, Scheme], Found]] = {
+    "fp8": float8,
+    "float-quantized": float8,
+    "int-quantized": integers,
+    "pack-quantized": words,
+    "mxfp4-pack-quantized": float4,
+    "nvfp4-pack-quantized": float4,
+    "gptq": gptq,
+    "awq": awq,
+    "torchao": torchao,
+}
+
+
+# ---- what the packings of integers share
+
+
+def _integer_kind(module: Module, scheme: Scheme) -> str:
+    if scheme.bits not in (4, 8):
+        raise module.error(
+            f"tensor {module.name}.weight is in {scheme.packing} of {scheme.bits} bits, which cannot be read",
+            "use a copy of the model in 4, 8 or 16 bits",
+        )
+    return f"int{scheme.bits}"
+
+
+def _codes(codes: np.ndarray, kind: str) -> np.ndarray:
+    """Unsigned codes, uint8, as a record has them."""
+    return (codes ^ np.uint8(0x80)).view(np.int8) if kind == "int8" else codes
+
+
+def _record(
+    kind: str, packed: np.ndarray, columns: int, scales: np.ndarray, group: tuple[int, int], points: np.ndarray | None
+) -> Quantized:
+    """packed: int32 [*lanes, rows, words], the lowest bits of a word first."""
+    codes = np.ascontiguousarray(packed.view(np.uint8)[..., : columns if kind == "int8" else -(-columns // 2)])
+    if kind == "int4" and columns % 2:
+        codes[..., -1] &= 15
+    return _without_usual_zeros(Quantized(kind, _codes(codes, kind), scales, group, columns, points))
+
+
+def _without_usual_zeros(record: Quantized) -> Quantized:
+    usual = INT4_ZERO if record.kind == "int4" else 0
+    found = record.zero_points
+    return replace(record, zero_points=None) if found is not None and (found == usual).all() else record
+
+
+def in_groups(record: Quantized, index: np.ndarray | None, module: Module) -> Quantized:
+    """The record with its columns sorted by the group that `index` gives each, int32 [columns]."""
+    places = np.arange(record.columns) // record.group[1]
+    if index is None or (index == places).all() or (index < 0).all():  # -1: it was written, but not used
+        return record
+    if index.min() < 0 or index.max() >= record.scales.shape[-1]:
+        raise module.error(
+            f"tensor {module.name}.weight has groups from {index.min()} to {index.max()}", "copy it again"
+        )
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    if (index[order] != places).any():  # a scale for each column: exact, and too large to be kept
+        grids = {name: record.arrays[name][..., index] for name in ("scales", "zero_points") if name in record.arrays}
+        return replace(record, group=(1, 1), **grids)
+    codes = record.each()[..., order]
+    return replace(record, codes=pack4(codes) if record.kind == "int4" else codes, order=order)
+
+
+# ---- a folder
+
+
+def with_records(
+    folder: Path,
+    schemes: Schemes,
+    sources: Mapping[str, Source],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[Path, Mapping[str, object]],
+) -> dict[str, Tensor]:
+    """The tensors of a folder with a QuantizedTensor in place of those of each packed weight. Raises CheckpointError,
+    naming tensor and format, for one that does not fit its packing.
+    """
+    found, names = dict(tensors), {source.name for source in sources.values()}
+    files = {name.rpartition(".")[0]: tensor.file for name, tensor in tensors.items()}
+    for name in sorted(names):
+        module, _, kind = name.rpartition(".")
+        scheme = schemes.of(module)
+        if kind != "weight" or scheme is None or module not in files:
+            continue  # a weight that is missing is found by the check of all tensors
+        if name in found and found[name].dtype in DTYPES:
+            continue
+        own = Module(module, found, folder, metadata.get(files[module], {}))
+        if scheme.packing not in PACKINGS:
+            raise own.error(
+                f"tensor {name} is in {scheme.packing}, which cannot be read",
+                f"use a copy of the model in 16 bits or in one of {', '.join(PACKINGS)}",
+            )
+        shape, make = PACKINGS[scheme.packing](own, scheme)
+        found[name] = QuantizedTensor(files[module], QUANTIZED, shape, 0, 0, name, make)
+        bias = f"{module}.bias"
+        if bias in found and bias not in names and not found[bias].values().any():
+            del found[bias]  # GPTQ's tools write one for every module
+    return {name: tensor for name, tensor in found.items() if name.rpartition(".")[2] not in ACTIVATIONS}
