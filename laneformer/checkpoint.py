@@ -38,8 +38,8 @@ def load(
 
     path: an HF folder (config.json and safetensors; the Laneformer family, or a dense one of docs/conversion.md, which
     becomes `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
-    dtype: dtype of the weights, by default the stored one; quantized ones (docs/quantized.md) stay as they are, and are
-    rounded to 16 bits only by weights = "bfloat16". mesh: from `make_mesh`, by default one device. precision:
+    dtype: dtype of the weights, by default the stored one; quantized ones (docs/quantized.md) stay as they are, and
+    become arrays of that dtype only by weights = "bfloat16". mesh: from `make_mesh`, by default one device. precision:
     dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file
     and remedy.
     """
@@ -58,6 +58,17 @@ def open_checkpoint(
         _check_dtype(dtype)
     step = _step_folder(Path(path))
     return HfFolder(path, dtype, num_lanes, weights) if step is None else SavedStep(step, dtype, num_lanes)
+
+
+def open_plain(path: str | Path, dtype=None) -> "HfFolder | SavedStep":
+    """The same for a program that changes weights. Raises CheckpointError if they are quantized."""
+    found = open_checkpoint(path, dtype)
+    if found.quantized:
+        raise CheckpointError(
+            f"{path} has quantized weights: write it in 16 bits first, python -m scripts.convert {path} OUT --weights"
+            " bfloat16"
+        )
+    return found
 
 
 class SavedStep:

@@ -38,7 +38,9 @@ class Options:
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
     """Dtype of the written weights."""
     weights: Literal["bfloat16", "bf12"] | None = None
-    """How bfloat16 weights are written: as they are (the default), or in 12 bits without loss (docs/bf12.md)."""
+    """How bfloat16 weights are written: as they are (the default), or in 12 bits without loss (docs/bf12.md). Quantized
+    weights stay so (docs/quantized.md) unless this is bfloat16.
+    """
     spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
     """model_type in config.json, which decides the names of its exchange switches."""
     overwrite: bool = False
@@ -53,7 +55,12 @@ def convert(options: Options) -> str:
         )
     if options.target.absolute() == options.source.absolute():
         raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
-    model = load(options.source, None if options.dtype == "stored" else options.dtype, num_lanes=options.lanes)
+    model = load(
+        options.source,
+        None if options.dtype == "stored" else options.dtype,
+        num_lanes=options.lanes,
+        weights="bfloat16" if options.weights == "bfloat16" else None,
+    )
     save_hf(model, options.target, spelling=options.spelling, weights=options.weights)
     beside = checkpoint_files(options.source)
     copied = [name for name in TOKENIZER_FILES if (beside / name).exists()]

@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 import laneformer as lf
-from laneformer.checkpoint import checkpoint_files, open_checkpoint
+from laneformer.checkpoint import checkpoint_files, open_plain
 from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
@@ -75,9 +75,10 @@ def convert_dense(options: Options) -> str:
         )
     if options.target.absolute() == options.source.absolute():
         raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
-    config = lane_config(open_checkpoint(options.source).config, options)
+    source = open_plain(options.source)
+    config = lane_config(source.config, options)
     ids = calibration_ids(config, options)
-    dense = lf.load(options.source, precision=Precision(param=open_checkpoint(options.source).dtype))
+    dense = lf.load(options.source, precision=Precision(param=source.dtype))
     sizes = [config.num_key_value_heads, config.intermediate_size] * config.num_hidden_layers
     late = late_pairs(config.schedule)
     modules = measure(dense, ids) if late else []

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.checkpoint import fingerprint, open_checkpoint
+from laneformer.checkpoint import fingerprint, open_checkpoint, open_plain
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.layout import parse_layout
@@ -91,7 +91,7 @@ class Distillation:
         if config.distill.student is not None:
             _check_student(config.distill.student, open_checkpoint(config.distill.student).config, config.model)
         if config.distill.teacher is not None:
-            opened = open_checkpoint(config.distill.teacher)
+            opened = open_plain(config.distill.teacher)
             _check_teacher(config.distill.teacher, opened.config, config)
             everywhere = NamedSharding(mesh, P())
             weights = {path: _put(weight, everywhere) for path, weight in opened.weights()}
@@ -102,7 +102,7 @@ class Distillation:
         if self.config.distill.student is None:
             return None
         table = parameter_table(self.config.model)
-        weights = open_checkpoint(self.config.distill.student, "float32").weights()
+        weights = open_plain(self.config.distill.student, "float32").weights()
         return {path: _put(weight, sharding(table[path].spec, weight.shape, self.mesh)) for path, weight in weights}
 
     def teach(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

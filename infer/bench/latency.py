@@ -225,11 +225,12 @@ def weight_bytes(engine: Engine) -> float:
 
 def packed_weight_bytes(config: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> float:
     """Bytes of weights read per token. facts: the conditions of a backend, which count the weights that it holds in 12
-    bits and their exceptions, of which each takes 4 bytes in a list as well.
+    bits and their exceptions, of which each takes 4 bytes in a list as well, and the quantized ones with their bytes.
     """
     size = jnp.dtype(dtype).itemsize
+    quantized = facts.get("quantized_bytes", 0) - size * facts.get("quantized_weights", 0)
     saved = facts.get("bf12_weights", 0) * (size - FORMATS["bf12"].bytes) - 4 * facts.get("bf12_exceptions", 0)
-    return weight_bytes_per_token(config, size) - saved
+    return weight_bytes_per_token(config, size) - saved + quantized
 
 
 def kv_bytes(engine: Engine, case: Case) -> float:

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,13 @@ def make_record(
     return record
 
 
+def weights_of(facts: Mapping[str, Any]) -> str:
+    """The format of the weights by the conditions of a backend."""
+    if formats := facts.get("quantized_formats"):
+        return ", ".join([*formats, facts["weights_dtype"]])
+    return "bf12" if "bf12_weights" in facts else facts["weights_dtype"]
+
+
 def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float | None) -> dict:
     """What the figures depend on."""
     engine, case = measured.engine, measured.case
@@ -70,7 +78,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         },
         "precision": {
             "stored": facts["stored_dtype"],
-            "weights": "bf12" if "bf12_weights" in facts else facts["weights_dtype"],
+            "weights": weights_of(facts),
             "activations": facts["compute_dtype"],
             "kv_cache": facts["kv_dtype"],
             "accumulate": engine.precision.accumulate,
@@ -81,7 +89,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         "batch_size": 1,
         "concurrency": 1,
         "speculative": False,
-        "quantized": False,
+        "quantized": "quantized_formats" in facts,
         "pruned": False,
         "prompt_tokens": case.prompt_tokens,
         "output_tokens": case.output_tokens,

@@ -132,7 +132,7 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
         if result.time_to_first_token is None
         else f"first token after {1000 * result.time_to_first_token:.1f} ms"
     )
-    weights = c["weights_dtype"] + (
+    weights = ", ".join([*c.get("quantized_formats", ()), c["weights_dtype"]]) + (
         f" (stored as {c['stored_dtype']})" if c["stored_dtype"] != c["weights_dtype"] else ""
     )
     weights += f", products in {c['compute_dtype']}" if c["compute_dtype"] != c["weights_dtype"] else ""

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from laneformer.config import ModelConfig
 from laneformer.formats import Bf12Product
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
+from laneformer.quantized import Quantized
 
 
 class Source(Protocol):
@@ -31,9 +32,12 @@ class Source(Protocol):
     stored_dtype: str
     """Name of the dtype in which the weights are stored."""
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and lane-first array of each weight in any order, best in `packing_order`; an array is valid until the
-        next one is read.
+    quantized: tuple[str, ...]
+    """Paths of the weights that are records of laneformer/quantized.py."""
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
+        """Path and lane-first array of each weight, or its record, in any order, best in `packing_order`; an array is
+        valid until the next one is read.
         """
 
     def model(self) -> Laneformer:
@@ -48,9 +52,15 @@ class ModelSource:
         self.config, self.mesh = model.config, model.mesh
         self.stored_dtype = model.tok_embeddings[...].dtype.name
         self.precision = dataclasses.replace(model.precision, param=self.stored_dtype)
+        self.quantized = tuple(path for path, weight in model.weights().items() if isinstance(weight, Quantized))
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((path, _host_array(weight)) for path, weight in self._model.weights().items())
+    def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
+        for path, weight in self._model.weights().items():
+            if isinstance(weight, Quantized):
+                on_host = {name: _host_array(array) for name, array in weight.arrays.items()}
+                yield path, dataclasses.replace(weight, **on_host)
+            else:
+                yield path, _host_array(weight)
 
     def model(self) -> Laneformer:
         return self._model
@@ -83,12 +93,14 @@ class CheckpointSource:
         mesh: Mesh | None = None,
         num_lanes: int | None = None,
         precision: Precision | None = None,
+        weights: Literal["bfloat16"] | None = None,
     ):
-        self._checkpoint = open_checkpoint(path, dtype, num_lanes)
+        self._checkpoint = open_checkpoint(path, dtype, num_lanes, weights)
+        self.quantized = self._checkpoint.quantized
         self.config, self.stored_dtype, self.mesh = self._checkpoint.config, self._checkpoint.dtype, mesh
         self.precision = dataclasses.replace(precision or Precision.default(self.stored_dtype), param=self.stored_dtype)
 
-    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         return self._checkpoint.weights(without)
 
     def packed(self) -> Iterator[Bf12Product]:

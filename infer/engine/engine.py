@@ -68,9 +68,10 @@ class Engine:
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
         for option, value in options.items():
-            if option not in inspect.signature(chosen).parameters:
+            if option not in inspect.signature(chosen).parameters and (option, value) != ("weights", "bfloat16"):
                 raise ConfigError(f"{option} = {value!r}: backend {chosen.name} has no such option")
-        self._backend = chosen(source, **options)
+        known = inspect.signature(chosen).parameters
+        self._backend = chosen(source, **{name: value for name, value in options.items() if name in known})
         self.tokenizer, self.name = tokenizer, name
         self._running: weakref.ref[Generation] | None = None
         self._leader: Leader | None = None
@@ -93,7 +94,8 @@ class Engine:
         spread the lanes over. backend, options: as above. Raises CheckpointError or ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
-        source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision)
+        plain = "bfloat16" if options.get("weights") == "bfloat16" else None
+        source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision, weights=plain)
         tokenizer = Tokenizer.find(path, source.config.bos_token_id)
         return cls(source, backend, tokenizer=tokenizer, name=Path(path).absolute().name, **options)
 

@@ -169,6 +169,13 @@ def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellati
             thread.join()
 
 
+def quantized(source: Source) -> str | None:
+    """The reason why no kernel can run a model with quantized weights."""
+    if not source.quantized:
+        return None
+    return f"its weights are quantized ({source.quantized[0]}): use backend xla, or add --weights bfloat16"
+
+
 def plan_of(source: Source) -> Plan:
     """The model as kernels know it.
 

@@ -28,6 +28,8 @@ BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 class RandomSource:
     """Any model with random weights, for measurements: made one at a time, as fast as memory is written. A `Source`."""
 
+    quantized: tuple[str, ...] = ()
+
     def __init__(
         self, config: ModelConfig, dtype="bfloat16", *, mesh: Mesh | None = None, precision: Precision | None = None
     ):

@@ -2,10 +2,10 @@
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
 from infer.sampling import sample, top_logprobs
 from laneformer.model import Laneformer
+from laneformer.quantized import Quantized
 from laneformer.state import Cache
 
 log = logging.getLogger("infer")
@@ -55,6 +56,7 @@ class XlaBackend:
         model, embedding = self.model, self.model.tok_embeddings[...]
         self.conditions = {
             "weights_dtype": embedding.dtype.name,
+            **_quantized(model),
             "compute_dtype": model.precision.compute,
             "kv_dtype": model.precision.compute,
             "device": device_name(next(iter(embedding.devices()))),
@@ -237,5 +239,20 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
         "backend xla on a CPU: converted the weights from %s to float32, which is about 20 times faster", weight.dtype
     )
     precision = dataclasses.replace(model.precision, param="float32")
-    convert = partial(jax.tree.map, lambda w: jax.block_until_ready(w.astype(jnp.float32)))  # one weight at a time
-    return Laneformer(model.config, convert(model.weights()), precision, model.mesh)
+    weights = {
+        path: w if isinstance(w, Quantized) else jax.block_until_ready(w.astype(jnp.float32))  # one at a time
+        for path, w in model.weights().items()
+    }
+    return Laneformer(model.config, weights, precision, model.mesh)
+
+
+def _quantized(model: Laneformer) -> dict[str, Any]:
+    """For reports: the weights that are quantized, their bytes and their formats; empty without any."""
+    records = [weight for weight in model.weights().values() if isinstance(weight, Quantized)]
+    if not records:
+        return {}
+    return {
+        "quantized_weights": sum(math.prod(record.shape) for record in records),
+        "quantized_bytes": sum(record.nbytes for record in records),
+        "quantized_formats": sorted({record.name for record in records}),
+    }

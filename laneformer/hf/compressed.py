@@ -63,20 +63,26 @@ def _words(codes: np.ndarray, kind: str) -> np.ndarray:
     return np.pad(codes.view(np.uint8), padding).view(np.int32)
 
 
-def config_of(records: Mapping[str, Quantized], plain: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of records by module, and of the modules of matrices that are none."""
+def settings_of(record: Quantized) -> str:
+    """Its group in the `quantization_config` without targets, in JSON; equal for records that can be in one group."""
+    return json.dumps({"format": FORMATS[record.kind], "weights": _settings(record), "input_activations": None})
+
+
+def config_of(settings: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of records, whose settings are given by module, and of the modules of matrices that are
+    none.
+    """
     groups: dict[str, list[str]] = {}
-    for module, record in records.items():
-        settings = {"format": FORMATS[record.kind], "weights": _settings(record), "input_activations": None}
-        groups.setdefault(json.dumps(settings), []).append(module)
-    forms = {FORMATS[record.kind] for record in records.values()}
+    for module, text in settings.items():
+        groups.setdefault(text, []).append(module)
+    forms = {json.loads(text)["format"] for text in groups}
     return {
         "quant_method": "compressed-tensors",
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{n}": {"targets": ["Linear"] if len(groups) == 1 else modules, **json.loads(settings)}
-            for n, (settings, modules) in enumerate(groups.items())
+            f"group_{n}": {"targets": ["Linear"] if len(groups) == 1 else modules, **json.loads(text)}
+            for n, (text, modules) in enumerate(groups.items())
         },
         "ignore": sorted(plain),
     }

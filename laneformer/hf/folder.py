@@ -22,7 +22,7 @@ from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
-from laneformer.hf.compressed import config_of, tensors_of
+from laneformer.hf.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.packings import REMEDY, QuantizedTensor, with_records
 from laneformer.hf.quantization import read_schemes
 from laneformer.hf.safetensors import (
@@ -57,30 +57,30 @@ class HfFolder:
         """Arguments and errors are those of laneformer.load."""
         path, values = Path(path), read_values(Path(path) / "config.json")
         self.path, self.config = path, read_hf_config(path, num_lanes)
-        self._table = parameter_table(self.config)
+        self.table = parameter_table(self.config)
         self._family = find_family(values)
-        self._sources = self._family.sources(self.config, self._table)
+        self.sources = self._family.sources(self.config, self.table)
         tensors, metadata = find_tensors(path)
         if schemes := read_schemes(path, values):
-            tensors = with_records(path, schemes, self._sources, tensors, metadata)
-        self._tensors, self._groups = unpacked(tensors, metadata)
+            tensors = with_records(path, schemes, self.sources, tensors, metadata)
+        self.tensors, self._groups = unpacked(tensors, metadata)
         self._widened = weights == "bfloat16"
-        check_tensors(path, self._sources, self._tensors, tied=self.config.tie_word_embeddings)
+        check_tensors(path, self.sources, self.tensors, tied=self.config.tie_word_embeddings)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
         if self._is_record("tok_embeddings"):
-            name = self._sources["tok_embeddings"].name
+            name = self.sources["tok_embeddings"].name
             raise CheckpointError(f"{path}: tensor {name} is quantized, which an embedding table cannot be; {REMEDY}")
 
     @property
     def dtype(self) -> str:
         """Name of the dtype that weights are read in; where the files have several, that of the embedding table."""
-        stored = DTYPES.get(self._tensors[self._sources["tok_embeddings"].name].dtype, np.dtype(jnp.bfloat16))
+        stored = DTYPES.get(self.tensors[self.sources["tok_embeddings"].name].dtype, np.dtype(jnp.bfloat16))
         return (self._dtype or stored).name
 
     @property
     def quantized(self) -> tuple[str, ...]:
         """Paths of the weights that are records in memory."""
-        return tuple(path for path in self._sources if self._is_record(path))
+        return tuple(path for path in self.sources if self._is_record(path))
 
     @property
     def packed_weights(self) -> int:
@@ -95,16 +95,16 @@ class HfFolder:
         one is read.
         """
         paths = [path for path in packing_order(self.config) if path not in without]
-        for _, alike in groupby(paths, lambda path: self._table[path].group == "embedding"):
+        for _, alike in groupby(paths, lambda path: self.table[path].group == "embedding"):
             names = list(alike)
-            memory = _aligned(max(self._tensors[self._sources[path].name].size for path in names))
+            memory = _aligned(max(self.tensors[self.sources[path].name].size for path in names))
             yield from self._read(partial(_beginning, memory), names)
 
     def packed(self) -> Iterator[Bf12Product]:
         """The matrices that the files have in 12 bits per weight, product by product, as pages of the files. A product
         that no kernel can use so is left out, with a line in the log.
         """
-        paths = {source.name: path for path, source in self._sources.items()}
+        paths = {source.name: path for path, source in self.sources.items()}
         if self._family is not own.FAMILY or self._dtype not in (None, jnp.bfloat16):
             return
         pages: dict[Path, np.ndarray] = {}
@@ -122,8 +122,8 @@ class HfFolder:
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
         """All weights as a model; see laneformer.load."""
         weights = {}
-        for path, weight in self._read(_aligned, self._table):
-            weights[path] = put_weight(weight, self._table[path].spec, mesh)  # at most one is in memory twice
+        for path, weight in self._read(_aligned, self.table):
+            weights[path] = put_weight(weight, self.table[path].spec, mesh)  # at most one is in memory twice
         return Laneformer(self.config, weights, precision, mesh)
 
     def _read(
@@ -131,15 +131,15 @@ class HfFolder:
     ) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """memory: returns uint8 memory of the given size in bytes."""
         for path in paths:
-            source = self._sources[path]
-            tensor = self._tensors[source.name]
+            source = self.sources[path]
+            tensor = self.tensors[source.name]
             if isinstance(tensor, QuantizedTensor):
                 yield path, self._record(source, tensor)
             else:
                 yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
 
     def _is_record(self, path: str) -> bool:
-        return isinstance(self._tensors[self._sources[path].name], QuantizedTensor) and not self._widened
+        return isinstance(self.tensors[self.sources[path].name], QuantizedTensor) and not self._widened
 
     def _record(self, source: Source, tensor: QuantizedTensor) -> np.ndarray | Quantized:
         found = tensor.record()
@@ -249,9 +249,10 @@ class _Tensors:
     @property
     def quantization(self) -> dict[str, Any]:
         """What config.json says about records; empty without any."""
-        records = {name.removesuffix(".weight"): self[name] for name in self.paths if name not in self.dtypes}
+        records = [name for name in self.paths if name not in self.dtypes]
+        settings = {name.removesuffix(".weight"): settings_of(self[name]) for name in records}
         plain = {name.removesuffix(".weight") for name in self.matrices & {*self.dtypes}}
-        return {"quantization_config": config_of(records, plain)} if records else {}
+        return {"quantization_config": config_of(settings, plain)} if settings else {}
 
 
 def _plain_files(model: Laneformer) -> Iterator[_File]:

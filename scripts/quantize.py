@@ -1,0 +1,190 @@
+"""`python -m scripts.quantize MODEL OUT --weights int4 --group 32`: rounds a model's matrices to 8 or 4 bits a weight.
+
+OUT is a Hugging Face folder in the format of compressed-tensors, with MODEL's own names, so that other engines read it.
+Embedding table, head, norms and biases stay as they are. docs/quantized.md has the rounding.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import laneformer as lf
+from laneformer.errors import CheckpointError, ConfigError, run_command
+from laneformer.hf import read_values
+from laneformer.hf.compressed import config_of, settings_of, tensors_of
+from laneformer.hf.folder import HfFolder
+from laneformer.hf.safetensors import DTYPES, INDEX, write_tensors
+from laneformer.rounding import Kind, relative_error, round_to
+from scripts.convert import TOKENIZER_FILES
+from train.config import DataConfig
+from train.data.batches import Batches
+from train.data.store import TokenStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Round the matrices of a Hugging Face folder to 8 or 4 bits per weight, written as compressed-tensors."""
+
+    model: tyro.conf.Positional[Path]
+    """Hugging Face folder with weights of 16 or 32 bits: a Laneformer or a dense model of docs/conversion.md."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write."""
+    weights: Kind
+    """Format: int8 and fp8 keep 8 bits of each weight, int4 and mxfp4 4."""
+    group: Annotated[str | None, tyro.conf.arg(metavar="{INT,row,block,tensor}")] = None
+    """What shares a scale: 32, 64 or 128 columns, a row, a block of 128 x 128 or the tensor (default: int4, mxfp4 32;
+    int8 row; fp8 block).
+    """
+    head: bool = False
+    """Round the head as well, unless it is the embedding table."""
+    data: Path | None = None
+    """Folder of `python -m scripts.tokenize` with text on which both models are compared."""
+    rows: int = 16
+    """Sequences of up to 512 tokens of --data."""
+    overwrite: bool = False
+    """Replace a checkpoint in OUT."""
+
+
+class Rounded(NamedTuple):
+    """A matrix that was rounded."""
+
+    settings: str
+    """See `settings_of`."""
+    error: float
+    """Relative to its root mean square."""
+    bytes: int
+    weights: int
+
+
+def quantize(options: Options) -> str:
+    """Writes the folder and returns the report. Raises LaneformerError."""
+    if (options.out / "config.json").exists() and not options.overwrite:
+        raise CheckpointError(f"{options.out} already holds a checkpoint; choose another folder, or give --overwrite")
+    if options.out.absolute() == options.model.absolute():
+        raise CheckpointError("MODEL and OUT are the same folder; choose another OUT")
+    if not (options.model / "config.json").exists():
+        raise CheckpointError(
+            f"{options.model} has no config.json; write a Hugging Face folder with python -m scripts.convert first"
+        )
+    if options.rows < 1:
+        raise ConfigError(f"--rows must be at least 1, got {options.rows}")
+    folder = HfFolder(options.model)
+    if folder.quantized:
+        raise CheckpointError(f"{options.model} is quantized already; give the model that it was made of")
+    ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
+    rounded = write(folder, options)
+    for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):
+        shutil.copyfile(options.model / name, options.out / name)
+    lines = [f"{name}  {100 * found.error:.2f} %" for name, found in rounded.items()]
+    weights, size = (sum(getattr(found, field) for found in rounded.values()) for field in ("weights", "bytes"))
+    lines.append(
+        f"{options.out}: {len(rounded)} matrices, {weights:,} weights in {8 * size / weights:.2f} bits each; mean error"
+        f" {100 * np.mean([found.error for found in rounded.values()]):.2f} % of a matrix's root mean square"
+    )
+    return "\n".join(lines if ids is None else [*lines, compare(options, ids)])
+
+
+def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
+    """Writes the files, as many as the source has, one in memory at a time; what was rounded, by tensor name."""
+    matrices = {
+        source.name
+        for path, source in folder.sources.items()
+        if folder.table[path].group == "matrix" or (path == "lm_head" and options.head)
+    }
+
+    def file_of(name: str) -> Path:
+        return folder.tensors[name].file
+
+    rounded, weight_map = {}, {}
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for file, names in groupby(sorted(folder.tensors, key=file_of), file_of):
+            written = {}
+            for name in names:
+                tensor = folder.tensors[name]
+                if tensor.dtype not in DTYPES:
+                    continue
+                array = tensor.read(np.empty(tensor.size, np.uint8))
+                if name not in matrices:
+                    written[name] = array
+                    continue
+                rounded[name], parts = one(name, array, options)
+                written |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
+            write_tensors(options.out / file.name, written)
+            weight_map |= dict.fromkeys(written, file.name)
+        if (options.model / INDEX).exists():
+            (options.out / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=1), encoding="utf-8")
+        kept = {source.name for path, source in folder.sources.items() if path == "lm_head"} - {*rounded}
+        modules = {name.removesuffix(".weight"): found.settings for name, found in rounded.items()}
+        values = read_values(options.model / "config.json")
+        values["quantization_config"] = config_of(modules, {name.removesuffix(".weight") for name in kept})
+        (options.out / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {options.out} ({error}): make room or choose another folder") from None
+    return rounded
+
+
+def one(name: str, array: np.ndarray, options: Options) -> tuple[Rounded, dict[str, np.ndarray]]:
+    """A matrix with its tensors in files. Raises ConfigError, naming it."""
+    shared = int(options.group) if options.group and options.group.isdigit() else options.group
+    try:
+        record = round_to(array, options.weights, shared)
+    except ConfigError as error:
+        raise ConfigError(f"tensor {name}: {error}") from None
+    found = Rounded(settings_of(record), relative_error(array, record), record.nbytes, array.size)
+    return found, tensors_of(record)
+
+
+def read_rows(path: Path, config: lf.ModelConfig, rows: int) -> np.ndarray:
+    """Token ids of text, int32 [rows, length + 1]. Raises InputError or ConfigError for a folder that does not fit."""
+    store = TokenStore.open(path)
+    if store.manifest.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{path} has a vocabulary of {store.manifest.vocab_size}, the model one of {config.vocab_size}; tokenize"
+            " with the model's tokenizer.json"
+        )
+    length = min(512, config.max_position_embeddings - 1)
+    data = DataConfig(path=(path,), sequence_length=length, batch_size=rows)
+    return Batches(data, [store], 0).batch_at(0)["ids"]
+
+
+def compare(options: Options, ids: np.ndarray) -> str:
+    """Loss and greedy tokens of both models on the same text."""
+    (before, first), (after, second) = (measure(path, ids) for path in (options.model, options.out))
+    return (
+        f"{ids[:, 1:].size:,} tokens of {options.data}: loss {before:.4f} -> {after:.4f} ({after - before:+.4f}), the"
+        f" most likely token is the same in {100 * np.mean(first == second):.2f} %"
+    )
+
+
+def measure(path: Path, ids: np.ndarray) -> tuple[float, np.ndarray]:
+    """Mean loss in nats, and the most likely token at each position, int [rows, length]; products in float32."""
+    model = lf.load(path, "float32")
+
+    @jax.jit
+    def row(model, ids_s):
+        logits = model(ids_s[None, :-1])[0]
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, ids_s[1:, None], -1)[:, 0]
+        return losses.mean(), logits.argmax(-1)
+
+    losses, tokens = zip(*(jax.device_get(row(model, ids_s)) for ids_s in ids), strict=True)
+    return float(np.mean(losses)), np.stack(tokens)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 for a user's mistake."""
+    return run_command(quantize, Options, "python -m scripts.quantize", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
