@@ -1,0 +1,144 @@
+"""`python -m scripts.quantize`: dense models and Laneformers, read again by ourselves, on backend xla."""
+
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import infer
+from laneformer import ConfigError, Laneformer, ModelConfig, load, save_hf
+from laneformer.checkpoint import open_checkpoint
+from laneformer.quantized import Quantized
+from laneformer.rounding import round_to
+from scripts.quantize import main, read_rows
+from tests.support import tiny
+from tests.support.tiny_recipe import write_store
+
+LLAMA = tiny.TESTS / "dense" / "llama2"
+
+
+@pytest.fixture(scope="module")
+def laneformer(tmp_path_factory) -> Path:
+    """In 2 lanes; matrices of 128 x 128 and more, so that float32 copies of them would be seen."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    config = ModelConfig(vocab_size=128, num_attention_heads=4, num_key_value_heads=4, num_lanes=2, **sizes)
+    return save_hf(Laneformer.init(config, 1), tmp_path_factory.mktemp("laneformer"))
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "mxfp4"])
+def test_a_dense_folder_keeps_its_names(kind, tmp_path, capsys):
+    """Every matrix is the rounded one; everything else is as it was; several files stay several."""
+    assert run(LLAMA, tmp_path, "--weights", kind) == 0
+    report = capsys.readouterr().out
+    assert "14 matrices, 69,632 weights in " in report and "q_proj.weight  " in report
+    before = {name: array for file in LLAMA.glob("*.safetensors") for name, array in load_file(file).items()}
+    found, index = {}, json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        found[name] = file
+    assert len({*found.values()}) == len([*LLAMA.glob("*.safetensors")])
+    rounded = {name: round_to(w, kind) for name, w in before.items() if "_proj." in name}
+    folder = open_checkpoint(tmp_path)
+    for path, source in folder.sources.items():
+        if source.name in rounded:
+            expected = source.convert_record(rounded[source.name]).dequantize()
+            assert (folder.tensors[source.name].record().dequantize() == rounded[source.name].dequantize()).all()
+            assert (dict(folder.weights())[path].dequantize() == expected).all()
+        else:
+            assert folder.tensors[source.name].values().tobytes() == before[source.name].tobytes()
+
+
+def test_int4_is_what_other_engines_read(tmp_path):
+    """The config's fields, and the tensors by the definition of the format."""
+    assert run(LLAMA, tmp_path, "--weights", "int4", "--group", "64") == 2, "down_proj has 96 columns"
+    assert run(LLAMA, tmp_path, "--weights", "int4", "--group", "32", "--overwrite") == 0
+    [group] = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    assert group["targets"] == ["Linear"] and wanted.items() <= group["weights"].items()
+    tensors = {name: array for file in tmp_path.glob("*.safetensors") for name, array in load_file(file).items()}
+    name = "model.layers.0.mlp.down_proj.weight"
+    packed, scales, shape = (tensors[f"{name}_{kind}"] for kind in ("packed", "scale", "shape"))
+    assert (packed.dtype, packed.shape, shape.tolist(), scales.shape) == (np.int32, (64, 12), [64, 96], (64, 3))
+    codes = packed.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    weights = (codes.reshape(64, 96).astype(int) - 8) * np.repeat(scales.astype(np.float64), 32, 1)
+    before = {name: array for file in LLAMA.glob("*.safetensors") for name, array in load_file(file).items()}[name]
+    assert np.linalg.norm(weights - before) < 0.1 * np.linalg.norm(before)
+
+
+def test_generation_on_backend_xla(laneformer, tmp_path):
+    """The tokens of the same model with float32 weights; packed in memory, one matrix at a time in float32."""
+    assert run(laneformer, tmp_path, "--weights", "int4") == 0
+    engine = infer.Engine.load(tmp_path, "xla")
+    weights = {
+        path: jnp.array(weight.dequantize(np.float32) if isinstance(weight, Quantized) else weight)
+        for path, weight in open_checkpoint(tmp_path, "float32").weights()
+    }
+    exact = Laneformer(engine.config, weights)
+    prompt = [72, 101, 108, 108, 111]
+    found = [int(token) for token in engine.generate(prompt, max_new_tokens=8, stop_tokens=())]
+    logits = exact(np.array([prompt + found[:-1]]))
+    assert found == np.argmax(logits[0, len(prompt) - 1 :], -1).tolist()
+    conditions, matrices = engine.conditions, 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert (conditions["quantized_weights"], conditions["quantized_bytes"]) == (matrices, matrices * 4.5 / 8)
+    assert conditions["quantized_formats"] == ["int4 group 32"]
+    model = engine.model
+    step = model._forward.lower(model, jnp.array([[1]]), model.make_cache(1, 16), last_only=True).compile()
+    assert step.memory_analysis().temp_size_in_bytes < 4 * matrices / 2
+
+
+def test_other_backends_name_the_remedy(laneformer, tmp_path):
+    assert run(laneformer, tmp_path, "--weights", "int8") == 0
+    with pytest.raises(ConfigError, match=r"its weights are quantized .*: use backend xla, or add --weights bfloat16"):
+        infer.Engine.load(tmp_path, "cpu")
+    for backend in ("cpu", "xla"):
+        engine = infer.Engine.load(tmp_path, backend, weights="bfloat16")
+        assert "quantized_formats" not in engine.conditions
+
+
+def test_the_comparison_on_text(tmp_path, capsys):
+    """Against the losses of both models by their logits; 8 bits change little."""
+    data = write_store(tmp_path / "data")
+    assert run(LLAMA, tmp_path / "out", "--weights", "int8", "--data", data, "--rows", "2") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.search(r"126 tokens of .*: loss ([\d.]+) -> ([\d.]+) .*the same in ([\d.]+) %$", last)
+    before, after, same = map(float, found.groups())
+    ids = read_rows(data, open_checkpoint(LLAMA).config, 2)
+    logits = np.asarray(load(LLAMA)(ids[:, :-1]), np.float64)
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+    assert before == pytest.approx(losses.mean(), abs=1e-4) and after == pytest.approx(before, abs=0.02) and same > 90
+
+
+WRONG = {
+    "nothing there": (
+        ("missing",),
+        r"missing has no config.json; write a Hugging Face folder with python -m scripts.con",
+    ),
+    "rows": (("--rows", "0"), "--rows must be at least 1, got 0"),
+    "group": (("--group", "block"), r"tensor model.layers.0.*: --group block: int4 has scales per 32, 64, 128"),
+    "no number": (("--group", "x"), r"--group x: int4 has scales per 32, 64, 128"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_one_line(name, tmp_path, capsys):
+    arguments, expected = WRONG[name]
+    model = tmp_path / arguments[0] if name == "nothing there" else LLAMA
+    rest = () if name == "nothing there" else arguments
+    assert run(model, tmp_path / "out", "--weights", "int4", *rest) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error) and error.count("\n") == 1
+
+
+def test_a_quantized_model_is_not_rounded_again(tmp_path, capsys):
+    assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 0
+    assert run(tmp_path / "a", tmp_path / "b", "--weights", "int4") == 2
+    assert "is quantized already" in capsys.readouterr().err
+    assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 2
+    assert "--overwrite" in capsys.readouterr().err
