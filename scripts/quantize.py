@@ -105,7 +105,7 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     def file_of(name: str) -> Path:
         return folder.tensors[name].file
 
-    rounded, weight_map = {}, {}
+    rounded, weight_map, total = {}, {}, 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for file, names in groupby(sorted(folder.tensors, key=file_of), file_of):
@@ -122,8 +122,10 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
                 written |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
             write_tensors(options.out / file.name, written)
             weight_map |= dict.fromkeys(written, file.name)
+            total += sum(array.nbytes for array in written.values())
         if (options.model / INDEX).exists():
-            (options.out / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=1), encoding="utf-8")
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (options.out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         kept = {source.name for path, source in folder.sources.items() if path == "lm_head"} - {*rounded}
         modules = {name.removesuffix(".weight"): found.settings for name, found in rounded.items()}
         values = read_values(options.model / "config.json")
