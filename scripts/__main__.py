@@ -40,6 +40,7 @@ def commands() -> dict[str, Command]:
         "plot": Command("scripts.plot", "plot what training runs recorded"),
         **{name: Command("infer.__main__", what, (name,)) for name, (_, what) in COMMANDS.items()},
         "convert": Command("scripts.convert", "write any checkpoint as a Hugging Face folder"),
+        "quantize": Command("scripts.quantize", "round a model's matrices to 8 or 4 bits per weight"),
         "convert-dense": Command("scripts.convert_dense", "cut a dense model into lanes"),
         "draw-layout": Command("scripts.draw_layout", "draw the lanes, modules and landings of a layout"),
         "plot-trace": Command("scripts.plot_trace", "plot where the time of a token went, from a trace of bench"),

@@ -60,8 +60,8 @@ class Options:
     launch_us: float = 1e6 * LAUNCH
     """Time of one launch, us."""
     precision: str = "bfloat16"
-    """Precision of the weights: float32, bfloat16, float16, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits). MoE models
-    have their own mixture.
+    """Precision of the weights: float32, bfloat16, float16, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits), nvfp4 (4.5
+    bits). MoE models have their own mixture.
     """
     kv_precision: str = "bfloat16"
     """Precision of keys and values."""
