@@ -65,8 +65,8 @@ def open_plain(path: str | Path, dtype=None) -> "HfFolder | SavedStep":
     found = open_checkpoint(path, dtype)
     if found.quantized:
         raise CheckpointError(
-            f"{path} has quantized weights: write it in 16 bits first, python -m scripts.convert {path} OUT --weights"
-            " bfloat16"
+            f"{path} has quantized weights: write it in 16 bits first, python -m scripts.convert {path} OUT --dtype"
+            " bfloat16 --weights bfloat16"
         )
     return found
 

@@ -49,7 +49,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in files
 
 
 class HfFolder:
-    """A folder with config.json and safetensors. Opening it checks the files' headers; weights are read afterwards."""
+    """A folder with config.json and safetensors. Opening it checks the files' headers; weights are read afterwards.
+
+    config; table: of all weights, by path; sources: where each is from, by path; tensors: those of the files by name, a
+    packed weight as one of them.
+    """
 
     def __init__(
         self, path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None

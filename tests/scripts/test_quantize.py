@@ -10,10 +10,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import infer
-from laneformer import ConfigError, Laneformer, ModelConfig, load, save_hf
-from laneformer.checkpoint import open_checkpoint
+from laneformer import CheckpointError, ConfigError, Laneformer, ModelConfig, load, save_hf
+from laneformer.checkpoint import open_checkpoint, open_plain
 from laneformer.quantized import Quantized
 from laneformer.rounding import round_to
+from scripts import convert
 from scripts.quantize import main, read_rows
 from tests.support import tiny
 from tests.support.tiny_recipe import write_store
@@ -139,5 +140,12 @@ def test_a_quantized_model_is_not_rounded_again(tmp_path, capsys):
     assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 0
     assert run(tmp_path / "a", tmp_path / "b", "--weights", "int4") == 2
     assert "is quantized already" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"a has quantized weights: .* --dtype bfloat16 --weights bfloat16"):
+        open_plain(tmp_path / "a")
+    assert convert.main([str(tmp_path / name) for name in "ac"] + ["--dtype", "bfloat16", "--weights", "bfloat16"]) == 0
+    assert open_plain(tmp_path / "c").dtype == "bfloat16"
+    assert convert.main([str(tmp_path / name) for name in "ad"]) == 0
+    kept = dict(open_checkpoint(tmp_path / "d").weights())
+    assert sum(isinstance(weight, Quantized) for weight in kept.values()) == 14
     assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 2
     assert "--overwrite" in capsys.readouterr().err

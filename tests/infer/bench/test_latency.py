@@ -11,7 +11,8 @@ import pytest
 import custom_calls
 from custom_calls.trace import spans_needed, write_perfetto
 from infer.bench import latency
-from infer.bench.latency import Case, Run, Speeds
+from infer.bench.latency import Case, Run, Speeds, packed_weight_bytes
+from infer.bench.record import weights_of
 from infer.engine.engine import Engine
 from infer.engine.sources import RandomSource, is_recipe, recipe_config
 from laneformer import ConfigError, ModelConfig, make_mesh
@@ -58,6 +59,15 @@ def test_run_has_the_arrivals_of_dispatches():
 def test_grouped_tokens_have_no_gaps():
     assert run_of([0.1, 0.2, 0.4], [1, 2, 1]).gaps is None
     assert run_of([0.1, 0.2, 0.4], [1, 1, 1]).gaps == pytest.approx([0.1, 0.2])
+
+
+def test_bytes_of_quantized_weights():
+    """Those of the records instead of the dtype of the others."""
+    whole = packed_weight_bytes(CONFIG, "float32", {})
+    facts = {"quantized_weights": 100, "quantized_bytes": 56, "quantized_formats": ["int4 group 32"]}
+    assert packed_weight_bytes(CONFIG, "float32", facts) == whole - 400 + 56
+    assert weights_of(facts | {"weights_dtype": "float32"}) == "int4 group 32, float32"
+    assert weights_of({"weights_dtype": "bfloat16", "bf12_weights": 3}) == "bf12"
 
 
 class FakeEngine:
