@@ -29,7 +29,8 @@ class EngineOptions:
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
-    """How native backends hold bfloat16 weights: as they are, or in 12 bits without loss (bf12); cpu chooses by default.
+    """How native backends hold bfloat16 weights: as they are, or in 12 bits without loss (bf12); cpu chooses by
+    default.
     Quantized weights stay so unless this is bfloat16.
     """
     compute: Dtype = None
