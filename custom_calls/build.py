@@ -43,8 +43,14 @@ INSTRUCTIONS = {
         "portable": (),
         "avx2": ("-march=x86-64-v3",),
         "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
         "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
     }
+}
+# Sources that are compiled for each of them: flags, and the sets that add nothing there.
+PER_SET = {
+    "kernels.cc": ((), "avx512_vnni"),
+    "quantised.cc": (("-ffp-contract=off",), "avx512_bf16"),  # all sets round alike
 }
 SANITIZERS = ("address", "thread", "undefined")
 
@@ -86,7 +92,7 @@ def key() -> str:
         for line in version.splitlines()
         if line.startswith(("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR"))
     ]
-    digest.update(repr((FLAGS, instruction_sets(), lines, sys.platform)).encode())
+    digest.update(repr((FLAGS, instruction_sets(), PER_SET, lines, sys.platform)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -157,9 +163,10 @@ def compile_objects(
     jobs = []
     include = ["-isystem", str(headers())] if api else []
     for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):
-        if path.name == "kernels.cc":
-            named = (sets or instruction_sets()).items()
-            jobs += [(path, f"kernels_{name}.o", [*flags, f"-DLF_ISA={name}"]) for name, flags in named]
+        if path.name in PER_SET:
+            extra, without = PER_SET[path.name]
+            named = [(name, flags) for name, flags in (sets or instruction_sets()).items() if name != without]
+            jobs += [(path, f"{path.stem}_{name}.o", [*flags, *extra, f"-DLF_ISA={name}"]) for name, flags in named]
         elif api or path.name != "api.cc":
             jobs.append((path, f"{path.parent.name}_{path.stem}.o", include))
 

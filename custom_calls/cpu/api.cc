@@ -275,6 +275,17 @@ int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t b
   });
 }
 
+// The same for weights of 8 and 4 bits. format: the fields of Quantised.
+int64_t laneformer_map_quantised(int64_t id, int32_t product, const char* tiles, int64_t bytes, const int32_t* format,
+                                 char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    const Quantised of{(Code)format[0], (ScaleType)format[1], format[2],
+                       format[3] != 0,  format[4] != 0,       format[5] != 0};
+    sessions.find(id)->map(product, tiles, bytes, of);
+    return (int64_t)0;
+  });
+}
+
 void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }
 int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) {
   return sessions.find(id)->wait(have, timeout_ms);
@@ -303,7 +314,7 @@ void laneformer_bf12_weights(int64_t id, int64_t* to) {
   to[0] = found.weights, to[1] = found.exceptions, to[2] = found.matrices, to[3] = found.left;
 }
 int32_t laneformer_threads(int64_t id) { return sessions.find(id)->threads(); }
-const char* laneformer_instructions(int64_t id) { return sessions.find(id)->kernels().name; }
+const char* laneformer_instructions(int64_t id) { return sessions.find(id)->instructions(); }
 double laneformer_read_pass(int64_t id) { return sessions.find(id)->read_pass(); }
 
 void laneformer_trace(int64_t id, int64_t spans) { sessions.find(id)->trace(spans); }
@@ -329,8 +340,8 @@ double laneformer_bf12_speedup(const char* instructions, int32_t threads) {
 }
 double laneformer_arithmetic_peak(int64_t count, int32_t threads) { return arithmetic_peak(count, threads); }
 const char* laneformer_can_run(const char* instructions) {
-  const Kernels* kernels = choose_kernels(instructions);
-  return kernels ? kernels->name : nullptr;
+  const InstructionSet* set = choose_instructions(instructions);
+  return set ? set->name : nullptr;
 }
 }
 

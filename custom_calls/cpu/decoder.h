@@ -23,6 +23,8 @@ class Decoder {
   // or kEmbedding. table: the values of e >> 1 of eight codes. Throws std::runtime_error for what does not fit.
   void map(int product, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
            int64_t count);
+  // The same with weights of 8 and 4 bits; product: never the embedding.
+  void map(int product, const char* tiles, int64_t bytes, const Quantised& format);
   static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
@@ -41,7 +43,7 @@ class Decoder {
   const plan::Plan& plan() const { return state_.plan; }
   const Options& options() const { return state_.options; }
   const plan::Attend& attend_of(int layer) const { return state_.attend_of(layer); }
-  const Kernels& kernels() const { return *state_.kernels; }
+  const char* instructions() const { return state_.instructions.name; }
   int threads() const { return (int)workers_.size(); }
   int64_t packed_bytes() const;
   struct Bf12Weights {                                            // of the matrices that are packed

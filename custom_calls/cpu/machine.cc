@@ -7,24 +7,37 @@
 
 #include "bf12.h"
 #include "decoder.h"
+#include "kernels/quantised.h"
 
 namespace laneformer {
 
-const Kernels* choose_kernels(const char* name) {
-  std::vector<const Kernels*> able;  // best first
+const InstructionSet* choose_instructions(const char* name) {
+  static const std::vector<InstructionSet> able = [] {  // best first
+    std::vector<InstructionSet> sets;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512cd");
-  if (v4 && __builtin_cpu_supports("avx512bf16")) able.push_back(&laneformer_kernels_avx512_bf16);
-  if (v4) able.push_back(&laneformer_kernels_avx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) able.push_back(&laneformer_kernels_avx2);
+    __builtin_cpu_init();
+    const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512cd");
+    const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
+    if (vnni && __builtin_cpu_supports("avx512bf16"))
+      sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantised_avx512_vnni});
+    if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantised_avx512_vnni});
+    if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantised_avx512});
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+      sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantised_avx2});
 #endif
-  able.push_back(&laneformer_kernels_portable);
-  for (const Kernels* kernels : able)
-    if (name == nullptr || std::string(name) == kernels->name) return kernels;
+    sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantised_portable});
+    return sets;
+  }();
+  for (const InstructionSet& set : able)
+    if (name == nullptr || std::string(name) == set.name) return &set;
   return nullptr;
+}
+
+const Kernels* choose_kernels(const char* name) {
+  const InstructionSet* set = choose_instructions(name);
+  return set ? set->kernels : nullptr;
 }
 
 int default_threads() {

@@ -265,6 +265,27 @@ void Decoder::map(int number, const char* tiles, int64_t bytes, const uint8_t* t
     for (auto& worker : workers_) worker->name_head_tiles();
 }
 
+void Decoder::map(int number, const char* tiles, int64_t bytes, const Quantised& format) {
+  if (number < 0 || number >= (int)state_.products.size())
+    throw std::runtime_error("the model has no product " + std::to_string(number));
+  const Product& product = *state_.products[number];
+  const int64_t of = product.gated ? 2 : 1,
+                wanted = product.lanes * product.units() * of * tile_bytes(format, product.columns);
+  if (bytes != wanted)
+    throw std::runtime_error("product " + std::to_string(number) + " has " + std::to_string(wanted) +
+                             " bytes of tiles in this format, not " + std::to_string(bytes));
+  if (&product == &state_.head && plan().embedding.number == plan().head.weight.number)
+    throw std::runtime_error("the head is the embedding's table, which is not quantised");
+  Form& form = state_.forms[number];
+  form = Form();
+  form.is_quantised = true;
+  form.quantised = format;
+  form.mapped = tiles;
+  form.bytes = bytes;
+  missing_[number].clear();
+  for (auto& worker : workers_) worker->use_mapped(product);
+}
+
 Decoder::Bf12Weights Decoder::bf12_weights() const {
   Bf12Weights all;
   for (const Form& form : state_.forms)
@@ -314,10 +335,23 @@ void Worker::place(const Product& product, const Bf12Codes* codes) {
   if (&product == &d_.head) name_head_tiles();
 }
 
-int64_t Worker::mapped_bytes(const Product& product) const {
+int64_t Worker::mapped_tiles(const Product& product) const {
   int64_t units = 0;
   for (const Share& share : shares(product)) units += share.last - share.first;
-  return units * (product.gated ? 2 : 1) * bf12_tile_bytes(product.columns);
+  return units * (product.gated ? 2 : 1);
+}
+
+const char* Worker::quantised(const Product& product, int64_t tile) const {
+  const Form& form = d_.forms[product.number];
+  const int64_t first = packed_[product.number].first_unit * (product.gated ? 2 : 1);
+  return form.mapped + (first + tile) * tile_bytes(form.quantised, product.columns);
+}
+
+void Worker::use_mapped(const Product& product) {
+  const Form& form = d_.forms[product.number];
+  const int64_t bytes =
+      d_.instructions.quantised->prepared_bytes(form.quantised, d_.activations, product.columns, kBlock);
+  if ((int64_t)(prepared_.size() * sizeof(float)) < bytes) prepared_.resize((bytes + 3) / 4);
 }
 
 void Worker::name_head_tiles() {
@@ -340,17 +374,28 @@ Bf12 Worker::bf12(const Product& product, int64_t tile) const {
 }
 
 uint64_t Worker::read() const {
-  uint64_t sum = k_.read(stream_.data, used_);
-  for (const Product* product : d_.products)
-    if (d_.forms[product->number].mapped) sum += k_.read(bf12(*product, 0).data, mapped_bytes(*product));
+  uint64_t sum = d_.options.bf12 ? k_.read(stream_.data, used_) : 0;
+  for (const Product* product : d_.products) {
+    const Form& form = d_.forms[product->number];
+    const Packed& packed = packed_[product->number];
+    if (form.is_quantised) {
+      sum += k_.read(quantised(*product, 0), mapped_tiles(*product) * tile_bytes(form.quantised, product->columns));
+    } else if (form.mapped) {
+      sum += k_.read(bf12(*product, 0).data, mapped_tiles(*product) * bf12_tile_bytes(product->columns));
+    } else if (!d_.options.bf12) {
+      sum += k_.read(stream_.data + packed.offset, packed.bytes);
+    }
+  }
   return sum;
 }
 
 int64_t Worker::packed_bytes() const {
   int64_t bytes = used_;
-  for (const Packed& packed : packed_) {
+  for (const Product* product : d_.products) {
+    const Packed& packed = packed_[product->number];
     bytes += (int64_t)((packed.exceptions.size() + packed.starts.size()) * sizeof(uint32_t));
     if (packed.staged.data) bytes += packed.bytes;
+    if (!d_.options.bf12 && d_.forms[product->number].mapped) bytes -= packed.bytes;
   }
   return bytes;
 }

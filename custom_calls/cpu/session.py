@@ -5,13 +5,15 @@ from functools import cached_property
 
 import numpy as np
 
+from custom_calls.cpu.tiles import beside, make_tiles, refusal
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
 from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import Bf12Weights, DecodeSession
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
-from laneformer.ops import TRACE_NAMES
+from laneformer.ops import TRACE_NAMES, HeadKind
+from laneformer.quantized import Quantized
 
 MOST_THREADS = 1024
 EMBEDDING = -1  # number of the embedding table among the products
@@ -51,6 +53,8 @@ class Session(DecodeSession):
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
         self._mapped: list[np.ndarray] = []  # which the library reads
+        self._held: dict[str, str] = {}  # how each matrix of a product is
+        self._waiting: dict[str, Quantized] = {}  # for the other matrices of their products
         self._open(
             plan,
             timeout_ms,
@@ -62,15 +66,22 @@ class Session(DecodeSession):
             (instructions or "").encode(),
         )
 
-    def pack(self, path: str, weight: np.ndarray) -> None:
-        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. Raises NativeError
-        if it does not fit, CheckpointError if it has a value that is not finite in the dtype of the packed weights.
+    def pack(self, path: str, weight: np.ndarray | Quantized) -> None:
+        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. A matrix may be
+        quantized, if all matrices of its product are, in the same kind. Raises NativeError if it does not fit,
+        CheckpointError if it has a value that is not finite in the dtype of the packed weights.
         """
+        if isinstance(weight, Quantized):
+            self._pack_quantized(path, weight)
+            return
         weight = np.ascontiguousarray(weight)
         self._check_weight(path, weight.shape)
         name = weight.dtype.name
         if name not in Dtype.__members__:
             raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")
+        if path in self._product_of:
+            self._held[path] = "not quantized"
+            self._check_product(path)
         number = call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
         if number > 0:  # counted from 1
             place = np.unravel_index(number - 1, weight.shape)
@@ -79,6 +90,41 @@ class Session(DecodeSession):
                 " copy the checkpoint again, or use an earlier one"
             )
         self._missing.pop(path, None)
+
+    def _pack_quantized(self, path: str, weight: Quantized) -> None:
+        """Maps the tiles of the matrix's product once all matrices of it are in."""
+        self._check_weight(path, weight.shape)
+        key = self._product_of.get(path)
+        if key is None:
+            raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
+        paths, alternating = key
+        number, is_head = self._products[key], path == self.plan.ops.head.weight.path
+        if is_head and self.plan.ops.head.kind == HeadKind.LANE:
+            weight = beside(weight)
+        if why := refusal(weight):
+            raise NativeError(f"weight {path} ({weight.name}) {why}, which the CPU kernel cannot hold: use backend xla")
+        self._held[path] = weight.kind
+        self._check_product(path)
+        self._waiting[path] = weight
+        if not all(other in self._waiting for other in paths):
+            return
+        parts = [self._waiting.pop(other) for other in paths]
+        lanes = self.plan.ops.lanes if not is_head or self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL else 1
+        tiles = make_tiles(parts, lanes, alternating)
+        form = np.array(tiles.format, np.int32)
+        call("map_quantised", self.id, number, tiles.data.ctypes.data, tiles.data.nbytes, form.ctypes.data)
+        self._mapped.append(tiles.data)
+        for other in paths:
+            self._missing.pop(other, None)
+
+    def _check_product(self, path: str) -> None:
+        """Raises NativeError if matrices of one product are held in different ways."""
+        for other in self._product_of[path][0]:
+            if self._held.get(other, self._held[path]) != self._held[path]:
+                raise NativeError(
+                    f"weights {path} ({self._held[path]}) and {other} ({self._held[other]}) are one product, whose"
+                    " matrices must have one format: use backend xla"
+                )
 
     def map(self, product: Bf12Product) -> bool:
         """Uses the matrices of a product, or the embedding table, where they are: nothing is copied but the exceptions,
@@ -110,6 +156,11 @@ class Session(DecodeSession):
             for number, op in enumerate(products)
         }
         return {((ops.embedding.path,), False): EMBEDDING, **numbers, ((ops.head.weight.path,), False): len(products)}
+
+    @cached_property
+    def _product_of(self) -> dict[str, tuple[tuple[str, ...], bool]]:
+        """The key in `_products` of the product that a matrix is in."""
+        return {path: key for key, number in self._products.items() if number != EMBEDDING for path in key[0]}
 
     @property
     def threads(self) -> int:

@@ -59,10 +59,21 @@ Product product_of(const plan::Product& op, int lanes) {
 
 }  // namespace
 
+namespace {
+
+const InstructionSet& instructions_of(const std::string& name) {
+  const InstructionSet* set = choose_instructions(name.empty() ? nullptr : name.c_str());
+  if (set == nullptr) throw std::runtime_error("this machine cannot run the instructions " + name);
+  return *set;
+}
+
+}  // namespace
+
 DecodeState::DecodeState(plan::Plan of, const Options& with)
     : plan(std::move(of)),
       options(with),
-      kernels(choose_kernels(options.instructions.empty() ? nullptr : options.instructions.c_str())),
+      instructions(instructions_of(options.instructions)),
+      kernels(instructions.kernels),
       weights((Dtype)plan.weight_dtype),
       cache((Dtype)plan.cache_dtype),
       activations(plan.rounded_activations ? Activations::rounded : Activations::exact),
@@ -70,7 +81,6 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       lanes_shared(plan.lanes % threads != 0),
       spin_ns(threads > default_threads() ? 500 : kSpinNs),  // 500: others wait for this core
       progress(std::make_unique<Counter[]>(threads)) {
-  if (kernels == nullptr) throw std::runtime_error("this machine cannot run the instructions " + options.instructions);
   if (options.bf12 && weights != Dtype::bf16) throw std::runtime_error("weights in 12 bits must be bfloat16");
   make_ops();
   make_buffers();

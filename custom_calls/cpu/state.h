@@ -15,6 +15,7 @@
 #include "../common/plan.h"
 #include "exchange.h"
 #include "kernels/kernels.h"
+#include "kernels/quantised.h"
 #include "sync.h"
 
 namespace laneformer {
@@ -115,12 +116,14 @@ struct Answer {  // a place for each token of a call
   std::vector<int64_t> times_ns;
 };
 
-// How a product's weights are packed.
+// How a product's weights are packed: in the session's dtype, unless
 struct Form {
-  bool bf12 = false;       // else in the session's dtype
+  bool bf12 = false;
+  bool is_quantised = false;
+  Quantised quantised;
   uint8_t table[16] = {};  // of bf12: high byte of each code
   int64_t weights = 0, exceptions = 0;
-  // All its tiles in the caller's memory, with their exceptions; null: each worker has its own.
+  // All its tiles in the caller's memory, with the exceptions of bf12; null: each worker has its own.
   const char* mapped = nullptr;
   std::vector<uint32_t> list, starts;
   int64_t bytes = 0;  // of these
@@ -141,6 +144,7 @@ struct DecodeState {
 
   const plan::Plan plan;
   const Options options;
+  const InstructionSet& instructions;
   const Kernels* const kernels;
   const Dtype weights, cache;
   const Activations activations;

@@ -247,7 +247,17 @@ const float* Worker::vector_of(const Product& product, int lane) {
   } else {
     x = target(product.reads, 0, lane, &stride);
   }
-  k_.prepare(d_.weights, d_.activations, x, stride, product.columns, positions_, prepared_.data());
+  return prepare(product, x, stride);
+}
+
+const float* Worker::prepare(const Product& product, const float* x, int64_t stride) {
+  const Form& form = d_.forms[product.number];
+  if (form.is_quantised) {
+    d_.instructions.quantised->prepare(form.quantised, d_.activations, x, stride, product.columns, positions_,
+                                       prepared_.data());
+  } else {
+    k_.prepare(d_.weights, d_.activations, x, stride, product.columns, positions_, prepared_.data());
+  }
   return prepared_.data();
 }
 
@@ -266,7 +276,11 @@ float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) 
 int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y,
                       int64_t ldy) {
   const int64_t tiles = (share.last - share.first) * (product.gated ? 2 : 1);
-  if (d_.forms[product.number].bf12) {
+  const Form& form = d_.forms[product.number];
+  if (form.is_quantised) {
+    d_.instructions.quantised->product(form.quantised, d_.activations, quantised(product, tile), prepared,
+                                       product.columns, tiles, positions_, y, ldy);
+  } else if (form.bf12) {
     k_.product_bf12(d_.activations, bf12(product, tile), prepared, product.columns, tiles, positions_, y, ldy);
   } else {
     k_.product(d_.weights, d_.activations, weights(product) + tile * tile_bytes(d_.weights, product.columns), prepared,

@@ -114,7 +114,16 @@ extern const Kernels laneformer_kernels_avx512_bf16;
 #endif
 }
 
-// The best table that this machine runs, or the one of that name; null if it is unknown or cannot run here.
-const Kernels* choose_kernels(const char* name);
+struct QuantisedKernels;  // quantised.h
+
+struct InstructionSet {
+  const char* name;
+  const Kernels* kernels;
+  const QuantisedKernels* quantised;
+};
+
+// The best set that this machine runs, or the one of that name; null if it is unknown or cannot run here.
+const InstructionSet* choose_instructions(const char* name);
+const Kernels* choose_kernels(const char* name);  // of that set, or null
 
 }  // namespace laneformer
