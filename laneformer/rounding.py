@@ -31,11 +31,11 @@ _AT_ONCE = 1 << 22  # weights
 
 
 def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, search: bool = True) -> Quantized:
-    """The record of weights [*lanes, rows, columns] of any float dtype. shared: one of ALLOWED, by default USUAL. search:
-    try several scales for int4, or take max|w| / 7, in a tenth of the time.
+    """The record of weights [*lanes, rows, columns] of any float dtype. shared: one of ALLOWED, by default USUAL.
+    search: try several scales for int4, or take max|w| / 7, in a tenth of the time.
 
-    Scales are bfloat16 for groups, float32 for rows, blocks and tensors; the last group of a row may be short. nvfp4 has
-    one more scale for the tensor. Raises ConfigError for weights that are not finite.
+    Scales are bfloat16 for groups, float32 for rows, blocks and tensors; the last group of a row may be short. nvfp4
+    has one more scale for the tensor. Raises ConfigError for weights that are not finite.
     """
     shared = USUAL[kind] if shared is None else shared
     if shared not in ALLOWED[kind]:

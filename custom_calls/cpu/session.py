@@ -1,7 +1,9 @@
 """A decode session on the CPU: weights packed for worker threads, and the call that they run."""
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +55,8 @@ class Session(DecodeSession):
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
         self._mapped: list[np.ndarray] = []  # which the library reads
+        self._tiles: list[np.ndarray] = []  # of quantized products, which the library reads
+        self._formats: dict[str, str] = {}  # of their matrices
         self._held: dict[str, str] = {}  # how each matrix of a product is
         self._waiting: dict[str, Quantized] = {}  # for the other matrices of their products
         self._open(
@@ -95,7 +99,7 @@ class Session(DecodeSession):
         """Maps the tiles of the matrix's product once all matrices of it are in."""
         self._check_weight(path, weight.shape)
         key = self._product_of.get(path)
-        if key is None:
+        if key is None or path not in self.matrices:
             raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
         paths, alternating = key
         number, is_head = self._products[key], path == self.plan.ops.head.weight.path
@@ -113,7 +117,8 @@ class Session(DecodeSession):
         tiles = make_tiles(parts, lanes, alternating)
         form = np.array(tiles.format, np.int32)
         call("map_quantised", self.id, number, tiles.data.ctypes.data, tiles.data.nbytes, form.ctypes.data)
-        self._mapped.append(tiles.data)
+        self._tiles.append(tiles.data)
+        self._formats |= {other: part.name for other, part in zip(paths, parts, strict=True)}
         for other in paths:
             self._missing.pop(other, None)
 
@@ -161,6 +166,23 @@ class Session(DecodeSession):
     def _product_of(self) -> dict[str, tuple[tuple[str, ...], bool]]:
         """The key in `_products` of the product that a matrix is in."""
         return {path: key for key, number in self._products.items() if number != EMBEDDING for path in key[0]}
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Paths of the weights that may be quantized: those of products, but not the embedding's table as the head."""
+        return frozenset(self._product_of) - {self.plan.ops.embedding.path}
+
+    @property
+    def quantized_weights(self) -> dict[str, Any]:
+        """What is quantized: its formats, its weights and the bytes of their tiles; empty if nothing is."""
+        if not self._formats:
+            return {}
+        weights = sum(math.prod(self.plan.shape_of(path)) for path in self._formats)
+        return {
+            "quantized_formats": sorted(set(self._formats.values())),
+            "quantized_weights": weights,
+            "quantized_bytes": sum(tiles.nbytes for tiles in self._tiles),
+        }
 
     @property
     def threads(self) -> int:

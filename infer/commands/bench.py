@@ -142,11 +142,16 @@ def cases(options: Options, context: int) -> list[Case]:
 
 
 def open_engines(options: Options) -> list[Engine]:
-    """One engine for each layout and backend. Raises ConfigError if one is not available, or none can be traced."""
+    """One engine for each layout, backend and way of holding weights. Raises ConfigError if one is not available, or
+    none can be traced.
+    """
     made = []
-    for layout, name in itertools.product(options.layouts or (None,), backends(options)):
-        engine = dataclasses.replace(options.engine, backend=name)
+    ways = (options.engine.weights or "").split(",")
+    for layout, name, weights in itertools.product(options.layouts or (None,), backends(options), ways):
+        engine = dataclasses.replace(options.engine, backend=name, weights=weights or None)
         if options.compare and name != "cpu":
+            if weights != ways[0]:
+                continue
             engine = dataclasses.replace(engine, threads=None, weights=None if name == "xla" else engine.weights)
         made.append(open_engine(engine, layout))
     if options.trace and not any(engine.session for engine in made):
@@ -154,12 +159,19 @@ def open_engines(options: Options) -> list[Engine]:
     return made
 
 
+def _label(options: Options, measured: Measured) -> str:
+    """What tells engines of one layout apart."""
+    several = "," in (options.engine.weights or "")
+    facts, backend = measured.engine.conditions, measured.engine.backend
+    return f"{backend} {bench_record.weight_format(facts)}" if several else backend
+
+
 def make_records(options: Options, measured: list[Measured]) -> list[dict]:
     """The records of one case, with notes of the ratios between backends."""
     notes = []
     for layout in dict.fromkeys(one.engine.config.layout for one in measured):
         same = [one for one in measured if one.engine.config.layout == layout]
-        medians = {one.engine.backend: statistics.median(run.rate for run in one.runs) for one in same}
+        medians = {_label(options, one): statistics.median(run.rate for run in one.runs) for one in same}
         notes += [
             f"prompt of {measured[0].case.prompt_tokens}{f', layout {layout}' if options.layouts else ''}: ratio of the"
             f" medians of tokens/s, {a} / {b} = {medians[a] / medians[b]:.3f}; their runs took turns in one process"

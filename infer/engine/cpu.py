@@ -12,6 +12,7 @@ from infer.engine.backend import CheckpointSource, Source, device_name
 from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, quantized, report_left
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
+from laneformer.rounding import USUAL
 from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
@@ -47,14 +48,16 @@ class CpuBackend(NativeBackend):
         weights: str | None = None,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
-        they have; None for bf12 where the checkpoint is stored so, or the model exceeds all caches and bf12 was
-        measured to be faster. The other options are for tests and measurements; see custom_calls.Session. Raises
-        ConfigError if the library cannot be used, or for bf12 with weights of another dtype.
+        they have; int8 and the others of laneformer/rounding.py to round the matrices of all products, the head's
+        unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
+        caches and bf12 was measured to be faster. Quantized matrices are held as they are. The other options are for
+        tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be used, or for bf12
+        with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
-        check_weights(weights, plan)
+        check_weights(weights, plan, tuple(USUAL))
         packed: list[Bf12Product] = []
-        if weights != "bfloat16" and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
+        if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
         try:
             if weights is None:
@@ -75,7 +78,7 @@ class CpuBackend(NativeBackend):
                     *(threads, cores, "s" * (cores > 1)),
                 )
             mapped = [path for product in packed if session.map(product) for path in product.paths]
-            pack(session, source, mapped)
+            pack(session, source, mapped, weights if weights in USUAL else None)
             report_left(session.bf12_weights)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
@@ -87,6 +90,7 @@ class CpuBackend(NativeBackend):
         return {
             "weights_dtype": plan.weight_dtype.name,
             **bf12_conditions(self.session.bf12_weights),
+            **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices("cpu")[0]),

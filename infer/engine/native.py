@@ -23,6 +23,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
 from laneformer.mesh import LANE
+from laneformer.rounding import round_to
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 
@@ -192,10 +193,15 @@ def plan_of(source: Source) -> Plan:
     )
 
 
-def check_weights(weights: str | None, plan: Plan) -> None:
-    """Raises ConfigError for a format that is unknown, or that cannot hold the plan's weights."""
-    if weights not in (None, "bfloat16", "bf12"):
-        raise ConfigError(f"weights must be bfloat16 or bf12, got {weights}")
+def check_weights(weights: str | None, plan: Plan, rounded: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for a format that is unknown, or that cannot hold the plan's weights. rounded: the backend's
+    formats of fewer bits.
+    """
+    known = ("bfloat16", "bf12", *rounded)
+    if weights not in (None, *known):
+        raise ConfigError(
+            f"this backend holds weights as {', '.join(known)}, got {weights}: choose one, or backend cpu"
+        )
     if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
         raise ConfigError(f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16")
 
@@ -214,8 +220,10 @@ def bf12_conditions(packed: Bf12Weights) -> dict[str, int]:
     return {"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}
 
 
-def pack(session: DecodeSession, source: Source, without: Collection[str] = ()) -> None:
-    """All weights but for the paths in `without`, one at a time, with a progress bar for large models."""
+def pack(session: DecodeSession, source: Source, without: Collection[str] = (), rounded: str | None = None) -> None:
+    """All weights but for the paths in `without`, one at a time, with a progress bar for large models. rounded: a kind
+    of laneformer/rounding.py for the matrices of products.
+    """
     # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
     tqdm.set_lock(threading.RLock())
     table = parameter_table(source.config)
@@ -229,4 +237,4 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = ()) 
         disable=None if rest >= LARGE else True,
     )
     for path, weight in names:
-        session.pack(path, weight)
+        session.pack(path, round_to(weight, rounded, search=False) if rounded and path in session.matrices else weight)

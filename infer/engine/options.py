@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 import tyro
 
 from laneformer.errors import ConfigError
+from laneformer.rounding import USUAL
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
-WeightFormat = Annotated[Literal["bfloat16", "bf12"] | None, tyro.conf.arg(metavar="{bfloat16,bf12}")]
+WEIGHTS = ("bfloat16", "bf12", *USUAL)
+WeightFormat = Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(WEIGHTS)}}}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +31,9 @@ class EngineOptions:
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
-    """How native backends hold bfloat16 weights: as they are, or in 12 bits without loss (bf12); cpu chooses by
-    default.
-    Quantized weights stay so unless this is bfloat16.
+    """How native backends hold the matrices: as they are (bfloat16), bfloat16 in 12 bits without loss (bf12), or by
+    default the faster on backend cpu; there int8 and the others round them when they are packed. Quantized weights stay
+    so unless this is bfloat16.
     """
     compute: Dtype = None
     """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""
@@ -40,6 +42,8 @@ class EngineOptions:
         """Raises ConfigError for a value that no engine accepts."""
         if self.devices < 1:
             raise ConfigError(f"--devices must be at least 1, got {self.devices}")
+        if self.weights not in (None, *WEIGHTS):
+            raise ConfigError(f"--weights must be one of {', '.join(WEIGHTS)}, got {self.weights}")
 
 
 @dataclass(frozen=True, kw_only=True)
