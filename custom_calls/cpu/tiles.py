@@ -61,16 +61,18 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
     no such axis if it is the same in all. They must be of one kind; see `refusal`.
     """
     kind, columns = parts[0].kind, parts[0].columns
-    whole_rows = all(part.group[1] >= columns for part in parts)
-    group = 0 if whole_rows else math.gcd(CHUNK, *(part.group[1] for part in parts))
     zeros = any(part.zero_points is not None for part in parts)
+    whole_rows = not zeros and all(part.group[1] >= columns for part in parts)
+    # A scale of whole rows may be repeated anywhere.
+    group = 0 if whole_rows else math.gcd(CHUNK, *(part.group[1] for part in parts if part.group[1] < columns))
     rows = whole_rows or any(part.global_scale is not None for part in parts)
     wide = len({part.scales.dtype for part in parts}) > 1
     codes, scales, zero_points, factors = [], [], [], []
     for part in parts:
         codes.append(_per_lane(_words(part), lanes))
+        one = np.float32(1 if part.global_scale is None else 1 / np.float32(part.global_scale))
         if whole_rows:
-            factors.append(_per_lane(_each_row(part, part.scale_values()), lanes)[..., 0])
+            factors.append(_per_lane(_each_row(part, part.scale_values() * one), lanes)[..., 0])
             continue
         finer = part.regrouped(part.group[0], group)
         scales.append(_per_lane(_each_row(part, finer.scale_values() if wide else finer.scales), lanes))
@@ -78,7 +80,6 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
             points = np.full_like(finer.scales, INT4_ZERO, np.uint8) if finer.zero_points is None else finer.zero_points
             zero_points.append(_per_lane(_each_row(part, points), lanes))
         if rows:
-            one = np.float32(1 if part.global_scale is None else 1 / np.float32(part.global_scale))
             factors.append(np.full(scales[-1].shape[:2], one, np.float32))
 
     def tiled(found: list[np.ndarray], fill: int | str) -> np.ndarray:

@@ -29,12 +29,14 @@ ERRORS = {
     ("int4", 64): 0.094,
     ("int4", 128): 0.101,
     ("mxfp4", 32): 0.1116,
+    ("nvfp4", 16): 0.0953,
 }
 VALUES = {  # numbers that a code can stand for
     "int4": np.arange(-8, 8),
     "int8": np.arange(-128, 128),
     "fp8": E4M3[~np.isnan(E4M3)],
     "mxfp4": E2M1,
+    "nvfp4": E2M1,
 }
 
 
@@ -45,6 +47,7 @@ def test_codes_are_the_nearest(kind, shared):
     assert found.problem() is None
     rows, columns = found.group
     scales = np.repeat(np.repeat(found.scale_values(), rows, 0), columns, 1)[: NORMAL.shape[0], : NORMAL.shape[1]]
+    scales = scales if found.global_scale is None else scales / found.global_scale
     values = np.sort(VALUES[kind].astype(np.float32))
     exact = NORMAL / scales
     above = np.clip(np.searchsorted(values, exact), 1, len(values) - 1)
@@ -81,7 +84,11 @@ def test_lanes_blocks_at_the_edge_and_zeros():
         found = round_to(lanes, kind)
         assert found.problem() is None and found.shape == lanes.shape
         assert (found.dequantize()[0] == 0).all() and (found.dequantize()[:, :129] == 0).all()
+        short = round_to(NORMAL[:, :200], kind)  # the last group of a row may be short
+        assert short.problem() is None and relative_error(NORMAL[:, :200], short) < 0.12
     assert round_to(lanes, "fp8").scales.shape == (2, 2, 2)
+    quick = round_to(NORMAL, "int4", search=False)
+    assert relative_error(NORMAL, quick) == pytest.approx(0.097, rel=0.03)  # as measured when the format was chosen
     same = round_to(NORMAL[:64], "int4").dequantize()
     assert (round_to(NORMAL[:64].reshape(2, 32, -1), "int4").dequantize().reshape(64, -1) == same).all()
 
@@ -89,7 +96,6 @@ def test_lanes_blocks_at_the_edge_and_zeros():
 @pytest.mark.parametrize(
     ("weights", "kind", "shared", "expected"),
     [
-        (NORMAL[:, :48], "int4", 32, "--group 32 does not divide its 48 columns"),
         (NORMAL, "mxfp4", 64, "--group 64: mxfp4 has scales per 32"),
         (NORMAL, "int8", "block", "--group block: int8 has scales per row, 32"),
         (NORMAL * np.float32(np.inf), "fp8", None, "not finite"),

@@ -59,7 +59,8 @@ def encoded(matrix: np.ndarray, table: np.ndarray, tiling):
 
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
 @pytest.mark.parametrize(("rows", "columns", "kind"), [
-    (48, 384, "normal"), (33, 300, "random bits"), (512, 1, "normal"), (16, 1024, "in one unit"), (300, 37, "random bits"),
+    (48, 384, "normal"), (33, 300, "random bits"), (512, 1, "normal"), (16, 1024, "in one unit"),
+    (300, 37, "random bits"),
 ])  # fmt: skip
 def test_packing_gives_every_bit_back(machine, rows, columns, kind):
     machine = dataclasses.replace(machine, warps=2)
@@ -91,7 +92,7 @@ def test_packing_gives_every_bit_back(machine, rows, columns, kind):
 
 
 def test_more_exceptions_than_the_limit_leave_a_product_as_it_is():
-    config, plan, weights = make_model(num_hidden_layers=1)
+    _, plan, weights = make_model(num_hidden_layers=1)
     path = "layers.0.attention.wq"
     weights[path] = np.resize(np.exp2(np.arange(-60, 60, dtype=np.float32)), weights[path].shape).astype(BF16)
     for given in (weights, {name: jnp.asarray(weight) for name, weight in weights.items()}):

@@ -20,7 +20,6 @@ from laneformer import Precision
 from tests.support.gpu_cases import mixed_plan
 
 
-
 @cache
 def nvdisasm() -> str | None:
     """Where it is installed, by itself or from its wheel."""
@@ -137,7 +136,7 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
     for counts in loops["bf12"]:
         assert counts["PRMT"] * 8 == counts["FFMA"] * 6 and counts["LDS.128"] * 16 == counts["FFMA"] * 3
         assert counts.total() < 8.5 * counts["FFMA"], "with the code for exceptions and for the ring's end"
-    assert len(loops["bf12"]) == 5 > 0 == sum(counts["PRMT"] for counts in loops["bfloat16"])
+    assert len(loops["bf12"]) == 5 and not sum(counts["PRMT"] for counts in loops["bfloat16"])
 
 
 def weight_loops(code: str) -> list[Counter]:
