@@ -194,7 +194,9 @@ def stages() -> list[Stage]:
             "formats",
             120,
             tuple(
-                bench(f"decode-{name}", "--backend", "cuda", "--dtype", "bfloat16", "--weights", name, *long, *sustained)
+                bench(
+                    f"decode-{name}", "--backend", "cuda", "--dtype", "bfloat16", "--weights", name, *long, *sustained
+                )
                 for name in ("bfloat16", "bf12")
             ),
         ),

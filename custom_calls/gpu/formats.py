@@ -1,6 +1,6 @@
-"""The formats of weights in the GPU kernel: how the vectors of a product's step, for each thread the weights of 16 bytes
-in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/formats.h has a struct for each format, which
-reads what is made here.
+"""The formats of weights in the GPU kernel: how the vectors of a product's step, for each thread the weights of 16
+bytes in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/formats.h has a struct for each format,
+which reads what is made here.
 """
 
 import math
@@ -59,8 +59,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Bf12:
-    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. The vectors of a step that fill
-    no unit stay bfloat16.
+    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. The vectors of a step that
+    fill no unit stay bfloat16.
 
     A unit has a line of codes, a word for each vector, and two of low bytes, two words for each. `places`: the nibble
     of a word that has the index of each weight of the vector, and the one whose bit 3 is its sign.

@@ -104,8 +104,8 @@ class Tiling:
         return {name.title().replace("_", ""): getattr(self, name) for name in names}
 
     def deal(self, matrix: jax.Array) -> jax.Array:
-        """[..., all rows, columns] -> [..., CTAs, warps, steps, vectors, threads, weights of a vector]: what each thread
-        has of each step's vectors, in all segments.
+        """[..., all rows, columns] -> [..., CTAs, warps, steps, vectors, threads, weights of a vector]: what each
+        thread has of each step's vectors, in all segments.
         """
         *lead, rows, columns = matrix.shape
         per = self.format.per
@@ -127,8 +127,8 @@ class Tiling:
 
 
 def tile(all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12, unit: int = 1) -> Tiling:
-    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out, and
-    so the order of sums, does not depend on the format.
+    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out,
+    and so the order of sums, does not depend on the format.
     """
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (format.per * machine.warps))

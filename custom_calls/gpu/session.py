@@ -110,8 +110,8 @@ class GpuSession(DecodeSession):
         its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
         itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
         what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
-        results bit for bit; made from the weights that will be packed. Raises NativeError, BuildError if the kernel cannot be compiled,
-        and what the group raises when a process is missing.
+        results bit for bit; made from the weights that will be packed. Raises NativeError, BuildError if the kernel
+        cannot be compiled, and what the group raises when a process is missing.
         """
         if launch not in LAUNCHES:
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
@@ -329,7 +329,9 @@ class GpuSession(DecodeSession):
         self._small[:] = 1
         normal = _normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
         for product, placed in enumerate(self._placements):
-            self._keep(product, _filled(self._packed, normal, *self._placing(product), placed.tiling, self._sharding(True)))
+            self._keep(
+                product, _filled(self._packed, normal, *self._placing(product), placed.tiling, self._sharding(True))
+            )
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = _normal(keys[1], embedding)
         self._missing, self._ready = {}, None
