@@ -9,7 +9,7 @@ import jax
 import custom_calls
 from custom_calls import Session, bf12_pays
 from infer.engine.backend import CheckpointSource, Source, device_name
-from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, quantized, report_left
+from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, report_left
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.rounding import USUAL
@@ -35,7 +35,7 @@ class CpuBackend(NativeBackend):
             return "it runs in one process: use backend xla"
         if (precision.stream, precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
-        return quantized(source) or custom_calls.unavailable()
+        return custom_calls.unavailable()
 
     def __init__(
         self,
@@ -56,13 +56,19 @@ class CpuBackend(NativeBackend):
         """
         self.source, plan = source, plan_of(source)
         check_weights(weights, plan, tuple(USUAL))
+        if source.quantized and weights not in (None, "bfloat16"):
+            raise ConfigError(
+                f"--weights {weights}: weight {source.quantized[0]} is quantized already; leave --weights out to keep"
+                " its format, or choose bfloat16"
+            )
         packed: list[Bf12Product] = []
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
         try:
             if weights is None:
                 large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
-                weights = "bf12" if packed or (large and bf12_pays(threads, instructions)) else "bfloat16"
+                faster = large and not source.quantized and bf12_pays(threads, instructions)
+                weights = "bf12" if packed or faster else "bfloat16"
             session = Session(
                 plan,
                 threads=threads,

@@ -171,10 +171,10 @@ def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellati
 
 
 def quantized(source: Source) -> str | None:
-    """The reason why no kernel can run a model with quantized weights."""
+    """The reason why the GPU kernel cannot run a model with quantized weights."""
     if not source.quantized:
         return None
-    return f"its weights are quantized ({source.quantized[0]}): use backend xla, or add --weights bfloat16"
+    return f"its weights are quantized ({source.quantized[0]}): use backend cpu or xla, or add --weights bfloat16"
 
 
 def plan_of(source: Source) -> Plan:

@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import infer
 from laneformer import CheckpointError, ConfigError, Laneformer, ModelConfig, load, save_hf
@@ -93,10 +94,31 @@ def test_generation_on_backend_xla(laneformer, tmp_path):
     assert step.memory_analysis().temp_size_in_bytes < 4 * matrices / 2
 
 
-def test_other_backends_name_the_remedy(laneformer, tmp_path):
+KINDS = [("int4", 32), ("int8", "row"), ("int8", 32), ("fp8", "block"), ("fp8", "tensor"), ("mxfp4", 32), ("nvfp4", 16)]
+
+
+@pytest.mark.parametrize(("kind", "shared"), KINDS)
+def test_generation_on_backend_cpu(kind, shared, tmp_path):
+    """The tokens and log-probabilities of the same model with float32 weights."""
+    assert run(LLAMA, tmp_path / "rounded", "--weights", kind, "--group", shared) == 0
+    tensors = open_checkpoint(tmp_path / "rounded").tensors
+    shutil.copytree(LLAMA, tmp_path / "exact", ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    plain = {name: load_file(file)[name] for file in LLAMA.glob("*.safetensors") for name in load_file(file)}
+    rounded = {name: tensors[name].record() for name in plain if "_proj." in name}
+    exact = {name: record.dequantize(np.float32) for name, record in rounded.items()}
+    save_file(plain | exact, tmp_path / "exact" / "model.safetensors")
+    engine, reference = infer.Engine.load(tmp_path / "rounded"), infer.Engine.load(tmp_path / "exact", "cpu")
+    assert engine.backend == "cpu"
+    assert engine.conditions["quantized_formats"] == sorted({record.name for record in rounded.values()})
+    found, expected = (one.generate([1, 7, 3, 60], max_new_tokens=12, stop_tokens=()) for one in (engine, reference))
+    assert list(found) == list(expected)
+    np.testing.assert_allclose(found.result.logprobs, expected.result.logprobs, atol=1e-4)
+
+
+def test_quantized_weights_are_dequantized_or_kept(laneformer, tmp_path):
     assert run(laneformer, tmp_path, "--weights", "int8") == 0
-    with pytest.raises(ConfigError, match=r"its weights are quantized .*: use backend xla, or add --weights bfloat16"):
-        infer.Engine.load(tmp_path, "cpu")
+    with pytest.raises(ConfigError, match=r"--weights int4: weight \S+ is quantized already"):
+        infer.Engine.load(tmp_path, "cpu", weights="int4")
     for backend in ("cpu", "xla"):
         engine = infer.Engine.load(tmp_path, backend, weights="bfloat16")
         assert "quantized_formats" not in engine.conditions
