@@ -31,7 +31,7 @@ class Format:
     weights_only: bool = False
     """Whether it is made from all values of a matrix, which keys and values are not known by."""
     code: Literal["int", "e2m1", "e4m3"] | None = None
-    """What a code of laneformer/quantized.py stands for; None: such weights are not quantized."""
+    """What a code of laneformer/quantized stands for; None: such weights are not quantized."""
     scales: tuple[str, ...] = ()
     """Dtypes of its scales there; uint8: bits of E8M0 or, of nvfp4, of E4M3."""
 

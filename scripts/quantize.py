@@ -24,7 +24,7 @@ from laneformer.hf import read_values
 from laneformer.hf.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.folder import HfFolder
 from laneformer.hf.safetensors import DTYPES, INDEX, write_tensors
-from laneformer.rounding import USUAL, Kind, relative_error, round_to
+from laneformer.quantized.rounding import USUAL, Kind, relative_error, round_to
 from scripts.convert import TOKENIZER_FILES
 from train.config import DataConfig
 from train.data.batches import Batches

@@ -33,7 +33,7 @@ class Source(Protocol):
     """Name of the dtype in which the weights are stored."""
 
     quantized: tuple[str, ...]
-    """Paths of the weights that are records of laneformer/quantized.py."""
+    """Paths of the weights that are records of laneformer/quantized."""
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """Path and lane-first array of each weight, or its record, in any order, best in `packing_order`; an array is

@@ -23,7 +23,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
 from laneformer.mesh import LANE
-from laneformer.rounding import round_to
+from laneformer.quantized.rounding import round_to
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 
@@ -222,7 +222,7 @@ def bf12_conditions(packed: Bf12Weights) -> dict[str, int]:
 
 def pack(session: DecodeSession, source: Source, without: Collection[str] = (), rounded: str | None = None) -> None:
     """All weights but for the paths in `without`, one at a time, with a progress bar for large models. rounded: a kind
-    of laneformer/rounding.py for the matrices of products.
+    of laneformer/quantized/rounding.py for the matrices of products.
     """
     # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
     tqdm.set_lock(threading.RLock())

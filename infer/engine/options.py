@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from laneformer.errors import ConfigError
-from laneformer.rounding import USUAL
+from laneformer.quantized.rounding import USUAL
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]

@@ -1,4 +1,4 @@
-"""Published packings of quantized weights: the tensors of a module become one record of laneformer/quantized.py.
+"""Published packings of quantized weights: the tensors of a module become one record of laneformer/quantized.
 
 A packing is a function in PACKINGS: it takes the tensors that it needs from a `Module`, which checks their dtypes and
 shapes in the headers, and returns the weight's shape and what reads it later.

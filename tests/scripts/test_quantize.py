@@ -14,7 +14,7 @@ import infer
 from laneformer import CheckpointError, ConfigError, Laneformer, ModelConfig, load, save_hf
 from laneformer.checkpoint import open_checkpoint, open_plain
 from laneformer.quantized import Quantized
-from laneformer.rounding import round_to
+from laneformer.quantized.rounding import round_to
 from scripts import convert
 from scripts.quantize import main, read_rows
 from tests.support import tiny

@@ -11,7 +11,7 @@ import pytest
 from custom_calls import NativeError
 from custom_calls.cpu.tiles import beside, make_tiles
 from laneformer.quantized import Quantized
-from laneformer.rounding import USUAL, round_to
+from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small
 
 pytestmark = small.needs_library

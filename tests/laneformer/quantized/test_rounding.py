@@ -6,7 +6,7 @@ import pytest
 
 from laneformer import ConfigError
 from laneformer.quantized import E2M1, E4M3
-from laneformer.rounding import ALLOWED, LARGEST_E4M3, relative_error, round_to
+from laneformer.quantized.rounding import ALLOWED, LARGEST_E4M3, relative_error, round_to
 
 NORMAL = np.random.default_rng(0).standard_normal((256, 1024), np.float32)
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from laneformer.errors import ConfigError
-from laneformer.quantized import E4M3, INT4_ZERO, Quantized, pack4
+from laneformer.quantized.record import E4M3, INT4_ZERO, Quantized, pack4
 
 Kind = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 Shared = int | Literal["row", "block", "tensor"]

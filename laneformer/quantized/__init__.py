@@ -1,0 +1,7 @@
+"""Matrices in 8 and 4 bits per weight: the record of one, and how weights are rounded to it (`rounding`). Plain data,
+imported where JAX is not.
+"""
+
+from laneformer.quantized.record import E2M1, E4M3, INT4_ZERO, WHOLE, Quantized, narrow_scales, pack4, unpack4
+
+__all__ = ["E2M1", "E4M3", "INT4_ZERO", "WHOLE", "Quantized", "narrow_scales", "pack4", "unpack4"]
