@@ -48,7 +48,7 @@ class CpuBackend(NativeBackend):
         weights: str | None = None,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
-        they have; int8 and the others of laneformer/quantized/rounding.py to round the matrices of all products, the head's
+        they have; int8 and the others of laneformer/quantized/rounding.py to round all products' matrices, the head's
         unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
         caches and bf12 was measured to be faster. Quantized matrices are held as they are. The other options are for
         tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be used, or for bf12
