@@ -9,6 +9,7 @@ the same.
 import gc
 import os
 import signal
+import sys
 
 import hypothesis
 import jax
@@ -16,6 +17,11 @@ import jaxlib.version
 import pytest
 
 import laneformer
+from tests.support.workers import shared_folder
+
+# Bytecode is kept, also in a container whose environment says otherwise: without it each process of the tests takes
+# five seconds to rewrite the assertions of all test files.
+sys.dont_write_bytecode = False
 
 laneformer.use_host_devices(8)
 if "LANEFORMER_TEST_GPU" not in os.environ:  # there it is the programs that count
@@ -48,8 +54,7 @@ def compiled(tmp_path_factory):
     """Where all workers keep compiled programs: a process that finds its programs starts in 2 s instead of 7."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    base = tmp_path_factory.getbasetemp()
-    folder = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled")
+    folder = str(shared_folder(tmp_path_factory) / "compiled")
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

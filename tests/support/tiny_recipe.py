@@ -116,18 +116,21 @@ def write_store(
 
 
 def environment() -> dict[str, str]:
-    """Environment of a command: without settings of JAX's devices, with the tests' compilation cache."""
+    """Environment of a command: without settings of JAX's devices, with the tests' compilation cache and other flags of
+    XLA, so that both use the same programs.
+    """
     kept = (
         "JAX_PLATFORMS",
         "JAX_DISABLE_MOST_OPTIMIZATIONS",
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
     )
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     return {
         name: value
         for name, value in os.environ.items()
         if name in kept or not name.startswith(("XLA_", "PJRT_", "JAX_"))
-    }
+    } | {"XLA_FLAGS": " ".join(flags)}
 
 
 def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:

@@ -8,23 +8,27 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_recipe import RECIPE, finish, records, start, weights_of, write_store
+from tests.support.workers import made_once
 from train.__main__ import main
 from train.metrics.records import MetricsLog
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory) -> Path:
-    return write_store(tmp_path_factory.mktemp("corpus") / "store")
+    return made_once(tmp_path_factory, "store", write_store)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, store) -> Path:
     """An uninterrupted run of the tiny recipe, in a separate process. Read only; take `finished_copy` to change it."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    status, out, err = finish(start(run, store))
-    assert (status, err) == (0, ""), "no library may print a warning"
-    assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
-    return run
+
+    def train(run: Path):
+        shutil.rmtree(run, ignore_errors=True)  # of a worker that failed here
+        status, out, err = finish(start(run, store))
+        assert (status, err) == (0, ""), "no library may print a warning"
+        assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
+
+    return made_once(tmp_path_factory, "finished", train)
 
 
 @pytest.fixture
