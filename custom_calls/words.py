@@ -24,7 +24,7 @@ import numpy as np
 from custom_calls.ops_header import alternatives, fields
 from laneformer.ops import Rotary, Weight
 
-FORMAT = 3  # raise it whenever older words could be misread
+FORMAT = 4  # raise it whenever older words could be misread
 
 
 class Writer:
@@ -162,7 +162,7 @@ class Reader:
             if optional and not self._next():
                 return None
             return self.get(kinds[0]) if len(kinds) == 1 else self._one_of(kinds)
-        return kind(*(self.get(field_kind) for _, field_kind in fields(kind)))
+        return kind(**{name: self.get(field_kind) for name, field_kind in fields(kind)})
 
     def _one_of(self, kinds: list):
         kind, length, begin = kinds[self._next()], self._next(), self._at

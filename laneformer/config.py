@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
-from laneformer.ops import Activation
+from laneformer.ops import LATER, Activation, AttentionVariant
 
 # Far above any model, and small enough that every table of a model is made in a second.
 LARGEST = {
@@ -25,8 +25,6 @@ LARGEST = {
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
-LATER = {"recorded": "unless it has its default"}
-"""Metadata of dataclass fields that older runs and records do not have; see `recorded_fields`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class Norms(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
+class AttentionOptions(AttentionVariant):
     """The attention of one layer, laneformer/blocks/attention.py."""
 
     hidden_size: int
@@ -130,8 +128,6 @@ class AttentionOptions:
     """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
-    gate: bool
-    """A sigmoid gate on each channel of the heads' results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +151,9 @@ class LayerOptions(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """What a Laneformer computes. Field names follow Hugging Face where it has one.
+class ModelConfig(AttentionVariant):
+    """What a Laneformer computes. Field names follow Hugging Face where it has one; laneformer/ops.py has those of
+    `AttentionVariant`.
 
     Raises ConfigError, naming the field, its value and the remedy, for values that cannot work.
     """
@@ -240,8 +237,6 @@ class ModelConfig:
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
-    attention_gate: bool = dataclasses.field(default=False, metadata=LATER)
-    """Each channel of the heads' results times a sigmoid of its own projection, before wo (arXiv 2505.06708)."""
     gated_mlp: bool = dataclasses.field(default=True, metadata=LATER)
     """The MLP multiplies its activated gate projection with an up projection (GLU, arXiv 2002.05202); false leaves the
     gate out and activates the up projection (Arcee).
@@ -259,10 +254,11 @@ class ModelConfig:
         _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
         _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
         for field in dataclasses.fields(self):
-            if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                raise ConfigError(f"{field.name} = {getattr(self, field.name)!r} must be true or false")
-        _require_number("rope_theta", self.rope_theta, above=0.0)
-        _require_number("norm_eps", self.norm_eps, above=0.0)
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} = {value!r} must be true or false")
+            if field.type is float:
+                _require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
         for name in ("unclamped_layers", "swa_layers", "nope_layers", "eos_token_id"):
             value = getattr(self, name)
@@ -389,8 +385,7 @@ class ModelConfig:
             "head_dim": self.head_size,
         }
         qk_norm = self.qk_norm_over if self.qk_norm else None
-        variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps}
-        variant["gate"] = self.attention_gate
+        variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
         return tuple(
             LayerOptions(
                 AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),

@@ -14,10 +14,14 @@ what decodes them, custom_calls/gpu/header.py the constants of the GPU kernel. A
 Nothing here imports JAX.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
+
+LATER = {"recorded": "unless it has its default"}
+"""Metadata of options that older runs and records do not have; see `recorded_fields` in laneformer/config.py."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,26 @@ class Product:
         return self.rows // 2 if self.gated else self.rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionVariant:
+    """Options of attention that a kernel takes as they are: fields of ModelConfig, of each layer's AttentionOptions and
+    of the op. A new one has a default, which leaves attention as it was, and is marked LATER.
+    """
+
+    attention_gate: bool = dataclasses.field(default=False, metadata=LATER)
+    """Each channel of the heads' results times a sigmoid of its own projection, before wo (arXiv 2505.06708)."""
+
+    @property
+    def attention_variant(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionVariant)}
+
+
 @dataclass(frozen=True)
-class Attend:
-    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim], and g
-    [heads, head_dim] where it is gated; this position's k and v join the layer's cache; the result is ATTENDED. Query
-    head h reads key head h // (heads / kv_heads).
+class Attend(AttentionVariant):
+    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim], and, with
+    attention_gate, the gate before its sigmoid [heads, head_dim]; this position's k and v join the layer's cache; the
+    result is ATTENDED. Query head h reads key head h // (heads / kv_heads).
     """
 
     heads: int
@@ -154,8 +173,6 @@ class Attend:
     q_norm: Norm | None = None
     """Over each query head; or over all of them together, if its gain has as many channels. k_norm likewise."""
     k_norm: Norm | None = None
-    gated: bool = False
-    """The result is multiplied by sigmoid(g)."""
     # To come, in a commit that computes it: sinks.
 
     reads: ClassVar = Value.PROJECTED
@@ -164,7 +181,7 @@ class Attend:
     @property
     def projected(self) -> int:
         """Channels of PROJECTED."""
-        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
+        return ((2 if self.attention_gate else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)

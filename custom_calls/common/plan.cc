@@ -22,7 +22,7 @@ int64_t rows(const Product& product) {
 
 namespace {
 
-constexpr int kFormat = 3;  // custom_calls/words.py
+constexpr int kFormat = 4;  // custom_calls/words.py
 constexpr int kMostDimensions = 4;
 constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20;
 constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits

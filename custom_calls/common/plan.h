@@ -52,7 +52,7 @@ inline int64_t channels(const Product& product) { return product.gated ? rows(pr
 // Channels of attention's result, and of the queries, keys and values that it reads. Gates follow the values.
 inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim; }
 inline int64_t values_end(const Attend& op) { return ((int64_t)op.heads + 2 * (int64_t)op.kv_heads) * op.head_dim; }
-inline int64_t projected(const Attend& op) { return values_end(op) + (op.gated ? width(op) : 0); }
+inline int64_t projected(const Attend& op) { return values_end(op) + (op.attention_gate ? width(op) : 0); }
 
 struct Part {
   int module;

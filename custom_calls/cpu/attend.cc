@@ -106,7 +106,7 @@ void Worker::merge(int lane) {
     }
     for (int64_t i = 0; i < e; i++) a[i] /= sum;
   }
-  for (int p = 0; p < positions_ && attend_->gated; p++)
+  for (int p = 0; p < positions_ && attend_->attention_gate; p++)
     k_.gate(d_.projected.floats() + (lane * kBlock + p) * d_.projected_padded + plan::values_end(*attend_), heads * e,
             a_.data() + p * heads * e);
 }

@@ -58,7 +58,7 @@ class Attention(Block):
                 for c, new in ((keys, k), (values, v))
             )
             a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start)
-        if self.options.gate:
+        if self.options.attention_gate:
             a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
         return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
 
@@ -75,7 +75,8 @@ class Attention(Block):
                 file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part
             )
 
-        for name, rows in (("wq", queries), ("wk", keys), ("wv", keys), *([("wg", queries)] if options.gate else [])):
+        projections = {"wq": queries, "wk": keys, "wv": keys} | ({"wg": queries} if options.attention_gate else {})
+        for name, rows in projections.items():
             add(name, f"{name}.weight", (l, rows, d), P("lane", None, "data"), "normal", "matrix")
             if options.qkv_bias:
                 add(f"{name}_bias", f"{name}.bias", (l, rows), P("lane", None), "zeros")
@@ -98,7 +99,7 @@ class Attention(Block):
 
         qkv = Product(
             ProductName.QKV,
-            tuple(map(matrix, ("wq", "wk", "wv", "wg")[: 4 if options.gate else 3])),
+            tuple(map(matrix, ("wq", "wk", "wv", "wg")[: 4 if options.attention_gate else 3])),
             reads=Value.STREAM,
             writes=Value.PROJECTED,
             norm=norm,
@@ -112,7 +113,7 @@ class Attention(Block):
             rotary=rotary if options.rotary else None,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
-            gated=options.gate,
+            **options.attention_variant,
         )
         wo = Matrix(weight(f"{path}.wo"))
         return qkv, attend, Product(ProductName.OUT, (wo,), reads=Value.ATTENDED, writes=Value.OUTPUT)

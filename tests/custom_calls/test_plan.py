@@ -290,7 +290,7 @@ def norm(size: int) -> Norm:
     (1, {"q_norm": norm(18)}, "a norm has another size"),
     (1, {"k_norm": norm(12)}, "a norm has another size"),
     (1, {"heads": 3}, "attention reads another number of channels than are projected"),
-    (1, {"gated": True}, "attention reads another number of channels than are projected"),
+    (1, {"attention_gate": True}, "attention reads another number of channels than are projected"),
     (2, {"matrices": (matrix(19, 12),)}, "a module's output has another size than the stream"),
     (3, {"matrices": (matrix(9, 20), matrix(8, 20))}, "a gated product needs two equal matrices"),
     (3, {"matrices": (matrix(9, 20),)}, "a gated product needs two equal matrices"),

@@ -120,7 +120,7 @@ def test_layers_are_the_shares_of_one_lane():
         qkv_bias=False,
         qk_norm="head",
         norm_eps=1e-3,
-        gate=False,
+        attention_gate=False,
     )
     assert [layer.attention.rotary for layer in make(nope_layers=[1]).layers] == [True, False, True]
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
@@ -156,7 +156,8 @@ def test_configs_are_values():
 
 def test_every_field_says_what_it_is():
     """--help is made of these texts."""
-    body = ast.parse(inspect.getsource(ModelConfig)).body[0].body
+    classes = ModelConfig.__mro__[:-1]  # all but object
+    body = [node for one in classes for node in ast.parse(inspect.getsource(one)).body[0].body]
     for field in dataclasses.fields(ModelConfig):
         at = next(i for i, node in enumerate(body) if getattr(getattr(node, "target", None), "id", None) == field.name)
         assert body[at + 1].value.value.strip().endswith("."), field.name

@@ -82,7 +82,7 @@ class Interpreter:
         scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
-        return (attended / (1 + np.exp(-g)) if op.gated else attended).reshape(s, -1)
+        return (attended / (1 + np.exp(-g)) if op.attention_gate else attended).reshape(s, -1)
 
     def cached(self, x: np.ndarray) -> np.ndarray:
         """Keys or values as the cache keeps them, the newest ones too."""

@@ -329,7 +329,7 @@ struct Attention {
       float top = kMinusInfinity;
       for (int s = 0; s < splits.count; s++) top = larger(top, own[2 * s]);
       const u64* gate = qkv + (kHeads + 2 * kKvHeads) * kHeadDim + at;
-      const u64 early_gate = Op::kGated ? load_word(gate) : 0;  // arrives while the splits are merged
+      const u64 early_gate = Op::kAttentionGate ? load_word(gate) : 0;  // arrives while the splits are merged
       float weight = 0, sum = 0;
       constexpr int each = 8;
       for (int s0 = 0; s0 < splits.count; s0 += each) {
@@ -353,7 +353,7 @@ struct Attention {
         }
       }
       float value = sum / weight;
-      if constexpr (Op::kGated)
+      if constexpr (Op::kAttentionGate)
         value *=
             sigmoid<Numbers>(arrived(early_gate, tag) ? value_of(early_gate) : wait_for(gate, watch, kAtAttention, at));
       out[at] = value;

@@ -71,7 +71,7 @@ def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, col
         (2, {"norm": Norm(Weight("gain", (12,)), 1e-5)}, "product OUT reads ATTENDED with a norm"),
         (0, {"writes": Value.HIDDEN}, r"its ops are STREAM -> HIDDEN PROJECTED -> ATTENDED ATTENDED -> OUTPUT"),
         (1, {"heads": 3}, "3 query and 1 key heads of 6 do not fit 24 channels"),
-        (1, {"gated": True}, "2 query and 1 key heads of 6 do not fit 24 channels"),
+        (1, {"attention_gate": True}, "2 query and 1 key heads of 6 do not fit 24 channels"),
         (4, {"activation": Activation.SILU}, "product DOWN writes OUTPUT through SILU"),
         (4, {"gated": True}, "product DOWN writes OUTPUT gated"),
     ],
