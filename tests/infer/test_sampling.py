@@ -2,6 +2,7 @@
 draw from.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infer.noise import gumbel
-from infer.sampling import Sampling, sample
+from infer.sampling import Sampling, sample, top_logprobs
 from laneformer.errors import ConfigError
 
 V = 24
@@ -67,15 +68,16 @@ settings_of_sampling = st.builds(
 
 @given(
     st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=V, max_size=V),
+    st.sampled_from([0, 96, -120]),  # exp overflows or underflows
     st.lists(st.booleans(), min_size=V, max_size=V),
     st.integers(0, 5000),
     settings_of_sampling,
 )
 @settings(deadline=None, max_examples=400)
-def test_tokens_match_the_float64_reference(logits, seen, position, s):
-    logits, seen = np.array(logits), np.array(seen)
+def test_tokens_match_the_float64_reference(logits, added, seen, position, s):
+    logits, seen = np.array(logits) + added, np.array(seen)
     token, logprob = draw(logits, s, seen, position)
-    assert logprob == pytest.approx(math.log(softmax(logits)[token]), abs=1e-5)
+    assert logprob == pytest.approx(math.log(softmax(logits)[token]), abs=3e-5)
     z = penalised(logits, seen, s)
     if s.temperature == 0:
         close = np.flatnonzero(z.astype(np.float32) == z.astype(np.float32).max())
@@ -134,11 +136,33 @@ def test_equals_are_kept_together():
         assert set(tokens.tolist()) == set(range(6))
 
 
-def test_zeros_of_both_signs_are_equal():
+@pytest.mark.parametrize("pair, kept", [((0.0, -0.0), {2, 5}), ((1.0, np.nextafter(np.float32(1), 2)), {5})], ids=str)
+def test_zeros_of_both_signs_are_equal_and_neighbours_are_not(pair, kept):
     logits = np.full(V, -9, np.float32)
-    logits[[2, 5]] = 0.0, -0.0
+    logits[[2, 5]] = pair
     tokens = many(logits, np.zeros(V, bool), np.arange(200), Sampling(temperature=1.0, top_k=1).parameters())[0]
-    assert set(np.asarray(tokens).tolist()) == {2, 5}
+    assert set(np.asarray(tokens).tolist()) == kept
+
+
+def test_logits_of_16_bits_are_computed_in_float32():
+    logits = np.linspace(-2, 2, V).astype("bfloat16")
+    token, logprob = jitted(logits, np.ones(V, bool), np.int32(3), Sampling(repetition_penalty=1.3).parameters())
+    assert (int(token), logprob.dtype) == (V - 1, np.float32)
+    assert float(logprob) == pytest.approx(math.log(softmax(logits.astype(np.float64))[V - 1]), abs=1e-6)
+
+
+def test_top_logprobs_are_those_of_the_raw_logits_with_equals_by_id():
+    logits = np.full(V, -3.3).astype("bfloat16")
+    logits[[2, 5, 9]] = -0.0, 0.0, 1.0
+    tokens, logprobs = jax.jit(top_logprobs, static_argnums=1)(logits, 4)
+    assert np.asarray(tokens).tolist() == [9, 2, 5, 0]
+    np.testing.assert_allclose(logprobs, np.log(softmax(logits.astype(np.float64)))[np.asarray(tokens)], atol=1e-6)
+
+
+def test_parameters_hold_the_seed_in_two_words():
+    parameters = Sampling(seed=0x0123456789ABCDEF, top_k=2**40).parameters()
+    assert parameters.key.tolist() == [0x89ABCDEF, 0x01234567] and parameters.key.dtype == np.uint32
+    assert parameters.top_k == 2**31 - 1
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
@@ -146,7 +170,7 @@ def test_zeros_of_both_signs_are_equal():
     "s",
     [
         Sampling(temperature=1e-6),
-        Sampling(temperature=1e6, top_p=1e-30),
+        Sampling(temperature=1e6, top_p=1e-30, repetition_penalty=1e-6),
         Sampling(temperature=1e-6, top_k=3, top_p=0.999999, repetition_penalty=1e6),
         Sampling(temperature=1.0, top_k=2**40, min_p=1e-40),
         Sampling(temperature=1.0, top_p=0.99999999999),
@@ -178,6 +202,7 @@ def test_settings_share_one_program():
         ("temperature", math.nan),
         ("temperature", 1e-9),
         ("temperature", math.inf),
+        ("temperature", 2e6),
         ("temperature", "warm"),
         ("top_k", -1),
         ("top_k", 1.5),
@@ -189,6 +214,7 @@ def test_settings_share_one_program():
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 2e6),
         ("seed", -1),
         ("seed", 2**64),
         ("seed", 0.5),
@@ -200,6 +226,6 @@ def test_bad_values_are_named(name, value):
 
 
 def test_numpy_scalars_are_accepted():
-    assert Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5)) == Sampling(
-        temperature=1.0, top_k=4, top_p=0.5
-    )
+    found = Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5))
+    assert found == Sampling(temperature=1.0, top_k=4, top_p=0.5)
+    assert [type(value) for value in dataclasses.astuple(found)] == [float, int, float, float, float, int]
