@@ -109,7 +109,7 @@ EIGHT = {
 ROWS = [
     ("laneformer", None),
     pytest.param("dtp(1.5)", "lane", marks=pytest.mark.slow),
-    ("desync(2)", None),
+    pytest.param("desync(2)", None, marks=pytest.mark.slow),
     pytest.param("caat(0.5)", None, marks=pytest.mark.slow),
     ("tp", "sum"),
 ]
@@ -139,7 +139,10 @@ def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
     assert apart(of_one_device(layout), flat(gradient_of(model, ids))) < 1e-4
 
 
-@pytest.mark.parametrize(("layout", "remat"), [("laneformer", "block"), ("caat(0.5)", "dots")])
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [("laneformer", "block"), ("laneformer", "dots"), pytest.param("caat(0.5)", "dots", marks=pytest.mark.slow)],
+)
 def test_remat_changes_no_gradient(layout, remat):
     values = tiny.values(layout=layout, **EIGHT)
     model = tiny.random_model(values)

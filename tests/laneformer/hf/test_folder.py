@@ -71,7 +71,11 @@ def test_the_dense_fixtures_are_there():
 @pytest.mark.parametrize(
     ("folder", "lanes"),
     [
-        *((folder, lanes) for i, folder in enumerate(SEVERAL) for lanes in (1, 2 + i % 2 * 2)),
+        *(
+            pytest.param(folder, lanes, marks=() if lanes > 1 or folder.name in CACHED else pytest.mark.slow)
+            for i, folder in enumerate(SEVERAL)
+            for lanes in (1, 2 + i % 2 * 2)
+        ),
         (FOLDERS["exaone4"], 4),
         (FOLDERS["olmo2"], 1),
     ],
