@@ -12,6 +12,7 @@ from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError, InputError
 from train.config import Phase, TrainConfig, WatchConfig
 from train.data.batches import HeldOut, Rows
+from train.metrics.held import Bf12Statistic
 from train.metrics.run_log import RunLog
 from train.samples import LiveEngine, Samples
 from train.step import Trainer
@@ -25,6 +26,7 @@ class Evaluation:
     def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, sets: dict[str, HeldOut]):
         """sets: held-out text by tag. Raises InputError for prompts that do not fit the model."""
         self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
+        self.bf12 = Bf12Statistic(phase.model, trainer.mesh)
         watch, run = config.watch, config.run_folder
         live = LiveEngine(phase.model, trainer.mesh, trainer.precision, run / "tokenizer.json")
         self.samples = Samples(live, watch.prompts, max_new_tokens=watch.sample_tokens) if watch.samples_every else None
@@ -43,6 +45,7 @@ class Evaluation:
         """Runs the measurements that are due after this step, and logs them."""
         if self.sets and self._due(step, self.config.validate_every):
             log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
+            log.record(step, {"bf12": self.bf12(params)})
             if self.config.watch.lanes and self.phase.model.num_lanes > 1:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):

@@ -44,7 +44,8 @@ class Lists {
   }
   LF_DEVICE u32 load(u32 parts_ahead) const {
     const u32 part = at_ / kWarpSize + parts_ahead;
-    return p_.listed[(i64)(cta() * kWarps + warp()) * p_.listed_words + part * kWarpSize + warp_lane()];
+    const i64 warps = cta() * kWarps + warp();
+    return load_between_ctas(p_.listed + warps * p_.listed_words + part * kWarpSize + warp_lane());
   }
 
   const Params& p_;
@@ -84,7 +85,7 @@ struct Bf12 {
   class Reader {
    public:
     LF_DEVICE Reader(const Params& p, Lists& lists, int product)
-        : lists_(lists), coding_(((const Vec*)p.coding)[product]) {}
+        : lists_(lists), coding_(load_vec_between_ctas(p.coding + 4 * product)) {}
 
     LF_DEVICE void begin() {
       if (kSteps) lists_.begin(coding_.word[2]);  // otherwise the product before has ended there

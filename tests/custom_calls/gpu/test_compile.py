@@ -136,7 +136,7 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
     for counts in loops["bf12"]:
         assert counts["PRMT"] * 8 == counts["FFMA"] * 6 and counts["LDS.128"] * 16 == counts["FFMA"] * 3
         assert counts.total() < 8.5 * counts["FFMA"], "with the code for exceptions and for the ring's end"
-    assert len(loops["bf12"]) == 5 and not sum(counts["PRMT"] for counts in loops["bfloat16"])
+    assert len(loops["bf12"]) == 5 and not any(counts["PRMT"] for counts in loops["bfloat16"])
 
 
 def weight_loops(code: str) -> list[Counter]:
@@ -201,7 +201,7 @@ def test_amd_instructions(lanes_here, dtype, folder):
     lines = code.splitlines()
     weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
     assert len(weights) >= (24 if dtype == "bf12" else 30), "weights are loaded 16 bytes at a time and bypass the cache"
-    assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= 4, (
+    assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= (6 if dtype == "bf12" else 4), (
         "all pointers but the call's settings are known to be global"
     )
     assert re.search(r"\bds_read", code) and re.search(r"\bds_write", code)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from custom_calls.gpu.formats import Plain
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, STEPS, Layout, tile
-from custom_calls.plan import make_plan
+from custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
@@ -55,10 +56,10 @@ def test_steps_are_the_ops_in_order():
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
 @pytest.mark.parametrize(("rows", "columns", "unit"), [(768, 3072, 1), (33, 20, 1), (34, 129, 2), (1, 1, 1)])
 def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, columns, unit):
-    tiling = tile(rows, columns, 16, machine, 8, unit)
+    tiling = tile(rows, columns, 16, machine, Plain(Dtype.bfloat16), unit)
     matrix = np.arange(1, rows * columns + 1, dtype=np.float32).reshape(rows, columns)
-    packed = np.asarray(tiling.pack(jnp.asarray(matrix)))
-    assert packed.shape == (16, machine.warps, tiling.lines * machine.warp_size * 8)
+    packed = np.asarray(tiling.deal(jnp.asarray(matrix)))
+    assert packed.shape == (16, machine.warps, tiling.lines // tiling.dealt[1], *tiling.dealt[1:])
     np.testing.assert_array_equal(np.sort(packed[packed != 0]), matrix.reshape(-1))
     for cta in range(16):
         own = matrix[cta * tiling.rows : (cta + 1) * tiling.rows]

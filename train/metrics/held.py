@@ -1,0 +1,47 @@
+"""How much of the weights a table of bf12 holds (docs/bf12.md): what decoding gains by it later depends on that."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from laneformer.config import ModelConfig
+from laneformer.decoder import decoder_ops
+from laneformer.formats import BF12_MOST_EXCEPTIONS, bf12_table
+from laneformer.ops import Product
+
+
+class Bf12Statistic:
+    """Counts weights, rounded to bfloat16, that are exceptions of bf12: products share a table, as in the kernels."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
+        ops = decoder_ops(config)
+        products = (op for layer in ops.layers for op in layer.ops if isinstance(op, Product))
+        groups = (tuple(matrix.weight.path for matrix in op.matrices) for op in products)
+        self.groups = (*groups, (ops.head.weight.path,))
+        self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    def __call__(self, params: dict[str, jax.Array]) -> dict[str, float]:
+        """exceptions: their share of the products' weights; most: that of the product with most; left: products with
+        too many to be held. params: the weights by path; every process of a job calls it.
+        """
+        found = {path: _counts(params[path], self._everywhere) for group in self.groups for path in group}
+        found = jax.device_get(found)
+        counts = np.array([sum(found[path].astype(np.int64) for path in group) for group in self.groups])
+        sizes = counts.sum(1)
+        listed = sizes - np.array([row[bf12_table(row)].sum() for row in counts])
+        return {
+            "exceptions": float(listed.sum() / sizes.sum()),
+            "most": float((listed / sizes).max()),
+            "left": int((listed > BF12_MOST_EXCEPTIONS * sizes).sum()),
+        }
+
+
+@partial(jax.jit, static_argnames="everywhere")
+def _counts(weight: jax.Array, everywhere: NamedSharding | None) -> jax.Array:
+    """How often e >> 1 has each value, int32 [128]."""
+    bits = jax.lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
+    counts = jnp.bincount((bits.reshape(-1) >> 8 & 0x7F).astype(jnp.int32), length=128)
+    return counts if everywhere is None else jax.lax.with_sharding_constraint(counts, everywhere)
