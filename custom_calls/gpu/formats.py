@@ -1,5 +1,5 @@
-"""The formats of weights in the GPU kernel: how the vectors of a product's step, for each thread the weights of 16
-bytes in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/formats.h has a struct for each format,
+"""The formats of weights in the GPU kernel: how the vectors of a product's step, each the weights of 16 bytes of every
+thread in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/formats.h has a struct for each format,
 which reads what is made here.
 """
 
@@ -59,8 +59,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Bf12:
-    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. The vectors of a step that
-    fill no unit stay bfloat16.
+    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. What fills no unit of a step
+    stays bfloat16.
 
     A unit has a line of codes, a word for each vector, and two of low bytes, two words for each. `places`: the nibble
     of a word that has the index of each weight of the vector, and the one whose bit 3 is its sign.
@@ -136,16 +136,6 @@ def _joined(parts: jax.Array, count: int) -> jax.Array:
     for i in range(1, count):
         words |= parts[..., i] << 32 // count * i
     return words
-
-
-def gathered(words: jax.Array, room: int) -> jax.Array:
-    """The words that are no BF12_END, at the beginning of each row, then BF12_END; [..., n] -> [..., room]."""
-    rows = words.reshape(-1, words.shape[-1])
-    here = rows != jnp.uint32(BF12_END)
-    places = jnp.where(here, jnp.cumsum(here, -1) - 1, room)
-    found = jnp.full((len(rows), room), BF12_END, jnp.uint32)
-    found = found.at[jnp.arange(len(rows))[:, None], places].set(rows, mode="drop")
-    return found.reshape(*words.shape[:-1], room)
 
 
 @dataclass

@@ -104,8 +104,8 @@ class Tiling:
         return {name.title().replace("_", ""): getattr(self, name) for name in names}
 
     def deal(self, matrix: jax.Array) -> jax.Array:
-        """[..., all rows, columns] -> [..., CTAs, warps, steps, vectors, threads, weights of a vector]: what each
-        thread has of each step's vectors, in all segments.
+        """[..., all rows, columns] -> [..., CTAs, warps, *dealt]: what each thread has of each step's vectors, in all
+        segments.
         """
         *lead, rows, columns = matrix.shape
         per = self.format.per

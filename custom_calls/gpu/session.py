@@ -6,9 +6,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
-from custom_calls.gpu.formats import Bf12Choice, gathered, product_weights
+from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import H200, MI300X, Layout, Machine, Tiling
+from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
+from custom_calls.gpu.packing import Placement, filled, gathered, normal, placed
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession
-from laneformer.formats import BF12_END, BF12_TABLE
+from laneformer.formats import BF12_TABLE
 from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -293,9 +294,9 @@ class GpuSession(DecodeSession):
 
     def _place(self, matrices: list[jax.Array], product: int) -> None:
         """Packs the matrices of a product, by its number."""
-        placed = self._placements[product]
-        kept = placed.tiling, placed.arrangement, self._sharding(True)
-        self._keep(product, _placed(self._packed, matrices, *self._placing(product), *kept))
+        place = self._placements[product]
+        kept = place.tiling, place.arrangement, self._sharding(True)
+        self._keep(product, placed(self._packed, matrices, *self._placing(product), *kept))
 
     def _placing(self, product: int) -> tuple[np.ndarray, np.ndarray]:
         """Where its lines begin in each warp's stream, and its table."""
@@ -305,15 +306,15 @@ class GpuSession(DecodeSession):
     def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
         self._packed, listed, most, count = placed
         if listed is not None:  # rooms are powers of two, so that few programs are compiled
-            self._lists[product] = _gathered(listed, 1 << int(most).bit_length())
+            self._lists[product] = gathered(listed, 1 << int(most).bit_length())
             self._exceptions[product] = int(count)
 
     @cached_property
-    def _placements(self) -> list["_Placement"]:
+    def _placements(self) -> list[Placement]:
         """Of each product, by number."""
         layout, layers = self.layout, self.plan.ops.layers
         found = [
-            _Placement(
+            Placement(
                 layout.offset(layer, op),
                 layout.kinds[layout.kind_of[layer]].tilings[op],
                 "pairs" if layers[layer].ops[op].gated else "rows",
@@ -321,19 +322,19 @@ class GpuSession(DecodeSession):
             for layer, op in layout.numbers
         ]
         of_lanes = self.plan.ops.head.kind == HeadKind.LANE
-        return [*found, _Placement(layout.head_offset, layout.head, "columns" if of_lanes else "as it is")]
+        return [*found, Placement(layout.head_offset, layout.head, "columns" if of_lanes else "as it is")]
 
     def fill(self, seed: int = 0) -> None:
         """Random numbers for all matrices, for measurements; small weights are 1."""
         keys = jax.random.split(jax.random.key(seed))
         self._small[:] = 1
-        normal = _normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
-        for product, placed in enumerate(self._placements):
+        block = normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
+        for product, place in enumerate(self._placements):
             self._keep(
-                product, _filled(self._packed, normal, *self._placing(product), placed.tiling, self._sharding(True))
+                product, filled(self._packed, block, *self._placing(product), place.tiling, self._sharding(True))
             )
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
-        self._embedding = _normal(keys[1], embedding)
+        self._embedding = normal(keys[1], embedding)
         self._missing, self._ready = {}, None
 
     @property
@@ -375,9 +376,9 @@ class GpuSession(DecodeSession):
     def bf12_weights(self) -> Bf12Weights:
         """What is packed in 12 bits."""
         held = matrices = 0
-        for (paths, size), placed in zip(product_weights(self.plan), self._placements, strict=True):
-            held += round(size * placed.tiling.coded)
-            matrices += len(paths) * (placed.tiling.units > 0)
+        for (paths, size), place in zip(product_weights(self.plan), self._placements, strict=True):
+            held += round(size * place.tiling.coded)
+            matrices += len(paths) * (place.tiling.units > 0)
         return Bf12Weights(held, sum(self._exceptions.values()), matrices, self._bf12.left)
 
     @property
@@ -426,13 +427,6 @@ def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
         lib.laneformer_gpu_close(session)
 
 
-@partial(jax.jit, donate_argnums=1)
-def _normal(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Normal numbers with the deviation of initial weights; beyond a million, they repeat."""
-    block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
-    return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)
-
-
 def _whole(weight) -> np.ndarray:
     """A weight on the host, in float32; gathered where its lanes belong to several processes."""
     if isinstance(weight, jax.Array) and not (weight.is_fully_addressable or weight.is_fully_replicated):
@@ -453,72 +447,3 @@ def _rotations(rotary: Rotary, head_dim: int, context: int) -> np.ndarray:
     table[:, 0] = 1
     table[:, :, : len(frequencies)] = np.stack([np.cos(angles), np.sin(angles)], 1) * np.float32(rotary.factor)
     return table.reshape(-1)
-
-
-class _Placement(NamedTuple):
-    """Where a product is packed."""
-
-    offset: int
-    """Word of each warp's stream."""
-    tiling: Tiling
-    arrangement: str
-    """As in `_placed`."""
-
-
-@partial(jax.jit, static_argnames=("tiling", "arrangement", "sharding"), donate_argnums=0)
-def _placed(
-    packed: jax.Array,
-    parts: list[jax.Array],
-    offset: jax.Array,
-    table: jax.Array,
-    tiling: Tiling,
-    arrangement: str,
-    sharding,
-) -> tuple[jax.Array, ...]:
-    """Packs a product; the results are those of `_stored`.
-
-    arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
-    other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end.
-    """
-    lanes = packed.shape[0]
-    if arrangement == "as it is":
-        matrix = parts[0]
-    elif arrangement == "columns":
-        matrix = parts[0].transpose(1, 0, 2).reshape(parts[0].shape[1], -1)
-    else:
-        parts = [part if part.ndim == 3 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
-        paired = arrangement == "pairs"
-        matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
-        matrix = matrix.reshape(lanes, -1, parts[0].shape[-1])
-    return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
-
-
-@partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
-def _filled(
-    packed: jax.Array, block: jax.Array, offset: jax.Array, table: jax.Array, tiling: Tiling, sharding
-) -> tuple[jax.Array, ...]:
-    """As `_placed`, for a matrix of some weights repeated."""
-    coded = tiling.format.encode(block, table)
-    steps = jnp.resize(coded, (*packed.shape[:3], *tiling.dealt))
-    return _stored(packed, steps, offset, tiling, sharding)
-
-
-def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> tuple[jax.Array, ...]:
-    """The packed weights with those of a product, what its format lists for each warp or None, and of that the most in
-    a warp and the sum.
-    """
-
-    def of_lanes(array: jax.Array) -> jax.Array:
-        rows = array.reshape(*packed.shape[:3], -1)
-        return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
-
-    lines, listed = of_lanes(tiling.format.pack(steps)), tiling.format.listed(steps)
-    packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
-    if listed is None:
-        return packed, None, None, None
-    listed = of_lanes(listed)
-    counts = (listed != np.uint32(BF12_END)).sum(-1)
-    return packed, listed, counts.max(), counts.sum()
-
-
-_gathered = jax.jit(gathered, static_argnames="room")
