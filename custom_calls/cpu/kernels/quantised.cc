@@ -19,7 +19,19 @@ constexpr int kTogether = 2;  // tiles that share the digits of a position
 #else
 constexpr int kTogether = 1;
 #endif
-constexpr int kAhead = 1024;  // bytes that are fetched ahead
+
+// How one position reads: tiles at a time, and how many bytes ahead they are fetched. AMD's prefetchers follow one
+// stream, and lose it where lines that they would bring are asked for.
+struct Reading {
+  int tiles;
+  int64_t ahead;
+};
+LF_INLINE Reading reading() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("amd")) return {1, 0};
+#endif
+  return {kTogether, 1024};
+}
 
 // ------------------------------------------------------------------------------------------------------------ scales
 
@@ -171,7 +183,7 @@ struct Digits {
 // One position: T tiles side by side, which lie `tile` bytes apart.
 template <class Format, int T>
 __attribute__((noinline)) void multiply_one(const Quantised& format, const char* w, const char* x, int64_t columns,
-                                            float* y) {
+                                            int64_t ahead, float* y) {
   constexpr int kBlock = Format::columns;
   const int64_t tile = laneformer::tile_bytes(format, columns);
   Scales scales[T];
@@ -194,7 +206,7 @@ __attribute__((noinline)) void multiply_one(const Quantised& format, const char*
     each<T>([&](auto t) LF_INLINED { scale[t()] = scales[t()].of[0], zero[t()] = scales[t()].zeros[0]; });
     for (; codes[0] < end; x += Format::step) {
       each<T>([&](auto t) LF_INLINED {
-        each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes[t()] + kAhead + 64 * line()); });
+        each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes[t()] + ahead + 64 * line()); });
       });
       each<kVectors>([&](auto v) LF_INLINED {
         Format::template add<T, v()>(codes, x, scale, zero, sums[v()]);
@@ -218,6 +230,7 @@ template <class Format>
 __attribute__((noinline)) void multiply_several(const Quantised& format, const char* w, const char* x, int64_t columns,
                                                 int positions, float* y, int64_t ldy) {
   constexpr int kBlock = Format::columns;
+  const int64_t ahead = reading().ahead;
   Scales scales;
   const int scale_step = format.group ? kTile : 0;
   if (!format.group)
@@ -230,7 +243,7 @@ __attribute__((noinline)) void multiply_several(const Quantised& format, const c
     const char* const end = codes + laneformer::code_bytes(format, here);
     const float *scale = scales.of[0], *zero = scales.zeros[0];
     for (; codes < end; codes += Format::bytes, scale += scale_step, zero += kTile, x += positions * Format::step) {
-      each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes + kAhead + 64 * line()); });
+      each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes + ahead + 64 * line()); });
       each<kVectors>([&](auto v) LF_INLINED {
         typename Format::Weights weights;
         Format::template decode<v()>(codes, weights);
@@ -259,9 +272,13 @@ void product_of(const Quantised& format, const char* w, const char* x, int64_t c
       multiply_several<Format>(format, w, x, columns, positions, y, ldy);
     return;
   }
-  for (; tiles >= kTogether; tiles -= kTogether, w += kTogether * tile, y += kTogether * kTile)
-    multiply_one<Format, kTogether>(format, w, x, columns, y);
-  for (; tiles > 0; tiles--, w += tile, y += kTile) multiply_one<Format, 1>(format, w, x, columns, y);
+  const Reading way = reading();
+  if constexpr (kTogether > 1) {
+    if (way.tiles > 1)
+      for (; tiles >= kTogether; tiles -= kTogether, w += kTogether * tile, y += kTogether * kTile)
+        multiply_one<Format, kTogether>(format, w, x, columns, way.ahead, y);
+  }
+  for (; tiles > 0; tiles--, w += tile, y += kTile) multiply_one<Format, 1>(format, w, x, columns, way.ahead, y);
 }
 
 template <class Format>
