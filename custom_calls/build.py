@@ -50,7 +50,7 @@ INSTRUCTIONS = {
 # Sources that are compiled for each of them: flags, and the sets that add nothing there.
 PER_SET = {
     "kernels.cc": ((), "avx512_vnni"),
-    "quantised.cc": (("-ffp-contract=off",), "avx512_bf16"),  # all sets round alike
+    "quantized.cc": (("-ffp-contract=off",), "avx512_bf16"),  # all sets round alike
 }
 SANITIZERS = ("address", "thread", "undefined")
 

@@ -275,11 +275,11 @@ int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t b
   });
 }
 
-// The same for weights of 8 and 4 bits. format: the fields of Quantised.
-int64_t laneformer_map_quantised(int64_t id, int32_t product, const char* tiles, int64_t bytes, const int32_t* format,
+// The same for weights of 8 and 4 bits. format: the fields of Quantized.
+int64_t laneformer_map_quantized(int64_t id, int32_t product, const char* tiles, int64_t bytes, const int32_t* format,
                                  char* error, int64_t size) {
   return guarded(error, size, [&] {
-    const Quantised of{(Code)format[0], (ScaleType)format[1], format[2],
+    const Quantized of{(Code)format[0], (ScaleType)format[1], format[2],
                        format[3] != 0,  format[4] != 0,       format[5] != 0};
     sessions.find(id)->map(product, tiles, bytes, of);
     return (int64_t)0;

@@ -24,7 +24,7 @@ class Decoder {
   void map(int product, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
            int64_t count);
   // The same with weights of 8 and 4 bits; product: never the embedding.
-  void map(int product, const char* tiles, int64_t bytes, const Quantised& format);
+  void map(int product, const char* tiles, int64_t bytes, const Quantized& format);
   static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding

@@ -7,7 +7,7 @@
 
 #include "bf12.h"
 #include "decoder.h"
-#include "kernels/quantised.h"
+#include "kernels/quantized.h"
 
 namespace laneformer {
 
@@ -21,13 +21,13 @@ const InstructionSet* choose_instructions(const char* name) {
                     __builtin_cpu_supports("avx512cd");
     const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
     if (vnni && __builtin_cpu_supports("avx512bf16"))
-      sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantised_avx512_vnni});
-    if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantised_avx512_vnni});
-    if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantised_avx512});
+      sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
+    if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
+    if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantized_avx512});
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-      sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantised_avx2});
+      sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
 #endif
-    sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantised_portable});
+    sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
     return sets;
   }();
   for (const InstructionSet& set : able)

@@ -265,7 +265,7 @@ void Decoder::map(int number, const char* tiles, int64_t bytes, const uint8_t* t
     for (auto& worker : workers_) worker->name_head_tiles();
 }
 
-void Decoder::map(int number, const char* tiles, int64_t bytes, const Quantised& format) {
+void Decoder::map(int number, const char* tiles, int64_t bytes, const Quantized& format) {
   if (number < 0 || number >= (int)state_.products.size())
     throw std::runtime_error("the model has no product " + std::to_string(number));
   const Product& product = *state_.products[number];
@@ -275,11 +275,11 @@ void Decoder::map(int number, const char* tiles, int64_t bytes, const Quantised&
     throw std::runtime_error("product " + std::to_string(number) + " has " + std::to_string(wanted) +
                              " bytes of tiles in this format, not " + std::to_string(bytes));
   if (&product == &state_.head && plan().embedding.number == plan().head.weight.number)
-    throw std::runtime_error("the head is the embedding's table, which is not quantised");
+    throw std::runtime_error("the head is the embedding's table, which is not quantized");
   Form& form = state_.forms[number];
   form = Form();
-  form.is_quantised = true;
-  form.quantised = format;
+  form.is_quantized = true;
+  form.quantized = format;
   form.mapped = tiles;
   form.bytes = bytes;
   missing_[number].clear();
@@ -341,16 +341,16 @@ int64_t Worker::mapped_tiles(const Product& product) const {
   return units * (product.gated ? 2 : 1);
 }
 
-const char* Worker::quantised(const Product& product, int64_t tile) const {
+const char* Worker::quantized(const Product& product, int64_t tile) const {
   const Form& form = d_.forms[product.number];
   const int64_t first = packed_[product.number].first_unit * (product.gated ? 2 : 1);
-  return form.mapped + (first + tile) * tile_bytes(form.quantised, product.columns);
+  return form.mapped + (first + tile) * tile_bytes(form.quantized, product.columns);
 }
 
 void Worker::use_mapped(const Product& product) {
   const Form& form = d_.forms[product.number];
   const int64_t bytes =
-      d_.instructions.quantised->prepared_bytes(form.quantised, d_.activations, product.columns, kBlock);
+      d_.instructions.quantized->prepared_bytes(form.quantized, d_.activations, product.columns, kBlock);
   if ((int64_t)(prepared_.size() * sizeof(float)) < bytes) prepared_.resize((bytes + 3) / 4);
 }
 
@@ -378,8 +378,8 @@ uint64_t Worker::read() const {
   for (const Product* product : d_.products) {
     const Form& form = d_.forms[product->number];
     const Packed& packed = packed_[product->number];
-    if (form.is_quantised) {
-      sum += k_.read(quantised(*product, 0), mapped_tiles(*product) * tile_bytes(form.quantised, product->columns));
+    if (form.is_quantized) {
+      sum += k_.read(quantized(*product, 0), mapped_tiles(*product) * tile_bytes(form.quantized, product->columns));
     } else if (form.mapped) {
       sum += k_.read(bf12(*product, 0).data, mapped_tiles(*product) * bf12_tile_bytes(product->columns));
     } else if (!d_.options.bf12) {

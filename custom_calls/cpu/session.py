@@ -116,7 +116,7 @@ class Session(DecodeSession):
         lanes = self.plan.ops.lanes if not is_head or self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL else 1
         tiles = make_tiles(parts, lanes, alternating)
         form = np.array(tiles.format, np.int32)
-        call("map_quantised", self.id, number, tiles.data.ctypes.data, tiles.data.nbytes, form.ctypes.data)
+        call("map_quantized", self.id, number, tiles.data.ctypes.data, tiles.data.nbytes, form.ctypes.data)
         self._tiles.append(tiles.data)
         self._formats |= {other: part.name for other, part in zip(paths, parts, strict=True)}
         for other in paths:

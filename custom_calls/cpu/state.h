@@ -15,7 +15,7 @@
 #include "../common/plan.h"
 #include "exchange.h"
 #include "kernels/kernels.h"
-#include "kernels/quantised.h"
+#include "kernels/quantized.h"
 #include "sync.h"
 
 namespace laneformer {
@@ -119,8 +119,8 @@ struct Answer {  // a place for each token of a call
 // How a product's weights are packed: in the session's dtype, unless
 struct Form {
   bool bf12 = false;
-  bool is_quantised = false;
-  Quantised quantised;
+  bool is_quantized = false;
+  Quantized quantized;
   uint8_t table[16] = {};  // of bf12: high byte of each code
   int64_t weights = 0, exceptions = 0;
   // All its tiles in the caller's memory, with the exceptions of bf12; null: each worker has its own.

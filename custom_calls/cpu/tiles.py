@@ -1,4 +1,4 @@
-"""Quantized matrices as the CPU kernel reads them: tiles of 16 rows, as cpu/kernels/quantised.h describes them."""
+"""Quantized matrices as the CPU kernel reads them: tiles of 16 rows, as cpu/kernels/quantized.h describes them."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Tiles:
     """All tiles of a product, lane by lane."""
 
     format: tuple[int, int, int, bool, bool, bool]
-    """The fields of `Quantised` in cpu/kernels/quantised.h."""
+    """The fields of `Quantized` in cpu/kernels/quantized.h."""
     data: np.ndarray
     """Uint8 [lanes, tiles, bytes of a tile]."""
 

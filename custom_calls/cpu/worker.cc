@@ -252,8 +252,8 @@ const float* Worker::vector_of(const Product& product, int lane) {
 
 const float* Worker::prepare(const Product& product, const float* x, int64_t stride) {
   const Form& form = d_.forms[product.number];
-  if (form.is_quantised) {
-    d_.instructions.quantised->prepare(form.quantised, d_.activations, x, stride, product.columns, positions_,
+  if (form.is_quantized) {
+    d_.instructions.quantized->prepare(form.quantized, d_.activations, x, stride, product.columns, positions_,
                                        prepared_.data());
   } else {
     k_.prepare(d_.weights, d_.activations, x, stride, product.columns, positions_, prepared_.data());
@@ -277,8 +277,8 @@ int64_t Worker::times(const Product& product, const Share& share, int64_t tile, 
                       int64_t ldy) {
   const int64_t tiles = (share.last - share.first) * (product.gated ? 2 : 1);
   const Form& form = d_.forms[product.number];
-  if (form.is_quantised) {
-    d_.instructions.quantised->product(form.quantised, d_.activations, quantised(product, tile), prepared,
+  if (form.is_quantized) {
+    d_.instructions.quantized->product(form.quantized, d_.activations, quantized(product, tile), prepared,
                                        product.columns, tiles, positions_, y, ldy);
   } else if (form.bf12) {
     k_.product_bf12(d_.activations, bf12(product, tile), prepared, product.columns, tiles, positions_, y, ldy);

@@ -3,10 +3,10 @@
 // A block of 32 columns (16, where scales are that fine) has a power of two s; q = round(x / s) has 23 bits, or 16 for
 // rounded activations, and digits d0 + 256 d1 + 65536 d2 of -128 .. 127. The sums of a row over a block are integers,
 // so that every instruction set finds the same: high = sum w (d1 + 256 d2), low = sum w d0; of 16 bits: low = sum w q.
-// Included by quantised.cc alone.
+// Included by quantized.cc alone.
 #pragma once
 
-#include "quantised.h"
+#include "quantized.h"
 #include "simd.h"
 
 namespace LF_ISA {

@@ -1,5 +1,5 @@
 // Weights of fp8, E4M3: widened by way of float16, whose exponent they have but for its bias, and multiplied in
-// float32. Included by quantised.cc alone.
+// float32. Included by quantized.cc alone.
 #pragma once
 
 #include "digits.h"

@@ -114,12 +114,12 @@ extern const Kernels laneformer_kernels_avx512_bf16;
 #endif
 }
 
-struct QuantisedKernels;  // quantised.h
+struct QuantizedKernels;  // quantized.h
 
 struct InstructionSet {
   const char* name;
   const Kernels* kernels;
-  const QuantisedKernels* quantised;
+  const QuantizedKernels* quantized;
 };
 
 // The best set that this machine runs, or the one of that name; null if it is unknown or cannot run here.

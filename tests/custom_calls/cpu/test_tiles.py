@@ -136,7 +136,7 @@ def test_lanes_beside_each_other_have_the_same_weights():
 
 
 def test_tiles_hold_codes_and_scales_where_the_kernel_reads_them():
-    """By the text of cpu/kernels/quantised.h."""
+    """By the text of cpu/kernels/quantized.h."""
     record = round_to(np.random.default_rng(4).standard_normal((20, 2080)).astype(np.float32), "int4")
     tiles = make_tiles([record], 1, False)
     assert tiles.format == (0, 3, 32, False, False, False)

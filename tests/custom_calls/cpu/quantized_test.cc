@@ -1,7 +1,7 @@
 // Products with weights of 8 and 4 bits on every instruction set that this machine runs: within bounds of sums in
 // double, the same bits on all of them, for any positions and tiles. Tiles are written here from the text in
-// kernels/quantised.h.
-#include "kernels/quantised.h"
+// kernels/quantized.h.
+#include "kernels/quantized.h"
 
 #include <algorithm>
 #include <random>
@@ -32,13 +32,13 @@ double value_of(Code code, int bits, int zero) {
 }
 
 struct Matrix {
-  Quantised format;
+  Quantized format;
   int64_t columns;
   int tiles;
   std::vector<char> data;
   std::vector<double> values;  // [rows][columns]
 
-  Matrix(const Quantised& of, int64_t k, int count, Values kind, std::mt19937& random)
+  Matrix(const Quantized& of, int64_t k, int count, Values kind, std::mt19937& random)
       : format(of), columns(k), tiles(count), data(count * tile_bytes(of, k)), values(count * kTile * k) {
     std::uniform_int_distribution<int> any(0, 255);
     const bool nibbles = bits_of(of.code) == 4;
@@ -136,7 +136,7 @@ std::vector<float> vectors(Values kind, int64_t columns, int positions, std::mt1
   return x;
 }
 
-std::vector<float> products(const QuantisedKernels& k, const Matrix& w, Activations activations,
+std::vector<float> products(const QuantizedKernels& k, const Matrix& w, Activations activations,
                             const std::vector<float>& x, int positions, int at_once, int tiles_at_once) {
   const int64_t ldy = w.tiles * kTile + 5;
   std::vector<float> y(positions * ldy, 7);
@@ -159,14 +159,14 @@ std::vector<const InstructionSet*> sets() {
   return found;
 }
 
-void products_of(const Quantised& format, int64_t columns, Values kind) {
+void products_of(const Quantized& format, int64_t columns, Values kind) {
   std::mt19937 random(columns + (int)kind);
   constexpr int positions = 5, tiles = 3;
   const Matrix w(format, columns, tiles, kind, random);
   const std::vector<float> x = vectors(kind, columns, positions, random);
   const int64_t ldy = tiles * kTile + 5;
   for (const Activations activations : {Activations::exact, Activations::rounded}) {
-    const std::vector<float> y = products(*sets()[0]->quantised, w, activations, x, positions, 1, tiles);
+    const std::vector<float> y = products(*sets()[0]->quantized, w, activations, x, positions, 1, tiles);
     const double unit = activations == Activations::exact || format.code == Code::e4m3 ? 0x1p-22 : 0x1p-14;
     for (int p = 0; p < positions; p++)
       for (int r = 0; r < tiles * kTile; r++) {
@@ -189,7 +189,7 @@ void products_of(const Quantised& format, int64_t columns, Values kind) {
       for (const int at_once : {1, 2, positions})
         for (const int tiles_at_once : {1, tiles}) {
           const std::vector<float> other =
-              products(*set->quantised, w, activations, x, positions, at_once, tiles_at_once);
+              products(*set->quantized, w, activations, x, positions, at_once, tiles_at_once);
           CHECK(std::memcmp(other.data(), y.data(), y.size() * 4) == 0,
                 "%s differs: code %d, group %d, %ld columns, values %d, %d positions, %d tiles at once", set->name,
                 (int)format.code, format.group, (long)columns, (int)kind, at_once, tiles_at_once);
@@ -197,7 +197,7 @@ void products_of(const Quantised& format, int64_t columns, Values kind) {
   }
 }
 
-void a_vector_that_is_not_finite_gives_nan(const Quantised& format) {
+void a_vector_that_is_not_finite_gives_nan(const Quantized& format) {
   std::mt19937 random(1);
   const Matrix w(format, 64, 1, Values::normal, random);
   for (const float bad : {INFINITY, -INFINITY, NAN}) {
@@ -205,7 +205,7 @@ void a_vector_that_is_not_finite_gives_nan(const Quantised& format) {
     x[40] = bad;
     for (const InstructionSet* set : sets())
       for (const Activations activations : {Activations::exact, Activations::rounded}) {
-        const std::vector<float> y = products(*set->quantised, w, activations, x, 1, 1, 1);
+        const std::vector<float> y = products(*set->quantized, w, activations, x, 1, 1, 1);
         CHECK(!std::isfinite(y[3]), "%s: %g", set->name, y[3]);
       }
   }
@@ -214,13 +214,13 @@ void a_vector_that_is_not_finite_gives_nan(const Quantised& format) {
 }  // namespace
 
 int main() {
-  const Quantised formats[] = {
+  const Quantized formats[] = {
       {Code::int4, ScaleType::bf16, 32, false, false, false}, {Code::int4, ScaleType::f16, 64, false, true, false},
       {Code::int4, ScaleType::f32, 128, false, false, false}, {Code::e2m1, ScaleType::e8m0, 32, false, false, false},
       {Code::e2m1, ScaleType::e4m3, 16, false, false, true},  {Code::int8, ScaleType::none, 0, false, false, true},
       {Code::int8, ScaleType::bf16, 32, false, false, false}, {Code::e4m3, ScaleType::none, 0, false, false, true},
       {Code::e4m3, ScaleType::f32, 128, true, false, false},  {Code::e4m3, ScaleType::f32, 128, false, false, false}};
-  for (const Quantised& format : formats) {
+  for (const Quantized& format : formats) {
     for (const int64_t columns : {1, 37, 64, 300}) products_of(format, columns, Values::normal);
     for (const Values kind : {Values::outliers, Values::zero_blocks, Values::tiny, Values::huge, Values::equal})
       products_of(format, 300, kind);

@@ -1,5 +1,5 @@
 // Weights of 8 and 4 bits: how their tiles are packed, and the products with them as a table of functions, one table
-// per instruction set; see quantised.cc. All tables give the same bits.
+// per instruction set; see quantized.cc. All tables give the same bits.
 #pragma once
 
 #include "kernels.h"
@@ -15,7 +15,7 @@ enum class ScaleType : int32_t { none = 0, e8m0 = 1, e4m3 = 2, bf16 = 3, f16 = 4
 // padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low halves of bytes 0-3
 // columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line with 16 words each,
 // of two columns. Columns are padded to 32 with weights of value 0.
-struct Quantised {
+struct Quantized {
   Code code = Code::int4;
   ScaleType scale = ScaleType::none;
   int group = 0;        // columns of a scale, a multiple of 32 (e2m1: or 16) that divides kChunkColumns; 0: no scales
@@ -23,7 +23,7 @@ struct Quantised {
   bool zeros = false;   // int4 alone: code - zero point; else code - 8
   bool rows = false;
 
-  bool operator==(const Quantised& b) const {
+  bool operator==(const Quantized& b) const {
     return code == b.code && scale == b.scale && group == b.group && shared == b.shared && zeros == b.zeros &&
            rows == b.rows;
   }
@@ -37,49 +37,49 @@ inline int bytes_of(ScaleType scale) {
   return scale == ScaleType::none ? 0 : scale == ScaleType::f32 ? 4 : scale >= ScaleType::bf16 ? 2 : 1;
 }
 inline int64_t padded_columns(int64_t columns) { return (columns + kBlockColumns - 1) / kBlockColumns * kBlockColumns; }
-inline int64_t groups_of(const Quantised& format, int64_t columns) {
+inline int64_t groups_of(const Quantized& format, int64_t columns) {
   return format.group ? (columns + format.group - 1) / format.group : 0;
 }
 // Of a chunk with that many columns.
-inline int64_t scale_bytes(const Quantised& format, int64_t columns) {
+inline int64_t scale_bytes(const Quantized& format, int64_t columns) {
   const int64_t each = bytes_of(format.scale) * (format.shared ? 1 : kTile) + (format.zeros ? kTile : 0);
   return (groups_of(format, columns) * each + 63) / 64 * 64;
 }
-inline int64_t code_bytes(const Quantised& format, int64_t columns) {
+inline int64_t code_bytes(const Quantized& format, int64_t columns) {
   return padded_columns(columns) * kTile * bits_of(format.code) / 8;
 }
-inline int64_t tile_bytes(const Quantised& format, int64_t columns) {
+inline int64_t tile_bytes(const Quantized& format, int64_t columns) {
   const int64_t whole = columns / kChunkColumns, rest = columns % kChunkColumns;
   return (format.rows ? kTile * 4 : 0) + whole * scale_bytes(format, kChunkColumns) + scale_bytes(format, rest) +
          code_bytes(format, columns);
 }
 // Bytes from a tile's begin to the chunk of that column, which begins with the scales.
-inline int64_t chunk_offset(const Quantised& format, int64_t column) {
+inline int64_t chunk_offset(const Quantized& format, int64_t column) {
   const int64_t chunks = column / kChunkColumns;
   return (format.rows ? kTile * 4 : 0) +
          chunks * (scale_bytes(format, kChunkColumns) + code_bytes(format, kChunkColumns));
 }
 
-struct QuantisedKernels {
+struct QuantizedKernels {
   const char* name;
   // Bytes that `prepare` writes.
-  int64_t (*prepared_bytes)(const Quantised&, Activations, int64_t columns, int positions);
+  int64_t (*prepared_bytes)(const Quantized&, Activations, int64_t columns, int positions);
   // The vectors x[p ldx + k] as `product` reads them: integers of 23 bits and a power of two per 32 columns (rounded:
   // of 16 bits), or float32 for e4m3.
-  void (*prepare)(const Quantised&, Activations, const float* x, int64_t ldx, int64_t columns, int positions,
+  void (*prepare)(const Quantized&, Activations, const float* x, int64_t ldx, int64_t columns, int positions,
                   void* out);
   // Rows 16 t .. 16 t + 15 of `tiles` tiles times each position's vector: y[p ldy + 16 t + r]. A row's bits depend on
   // its weights and its vector alone: not on instruction set, positions or tiles.
-  void (*product)(const Quantised&, Activations, const char* tiles, const void* x, int64_t columns, int64_t count,
+  void (*product)(const Quantized&, Activations, const char* tiles, const void* x, int64_t columns, int64_t count,
                   int positions, float* y, int64_t ldy);
 };
 
 extern "C" {
-extern const QuantisedKernels laneformer_quantised_portable;
+extern const QuantizedKernels laneformer_quantized_portable;
 #if defined(__x86_64__)
-extern const QuantisedKernels laneformer_quantised_avx2;
-extern const QuantisedKernels laneformer_quantised_avx512;
-extern const QuantisedKernels laneformer_quantised_avx512_vnni;
+extern const QuantizedKernels laneformer_quantized_avx2;
+extern const QuantizedKernels laneformer_quantized_avx512;
+extern const QuantizedKernels laneformer_quantized_avx512_vnni;
 #endif
 }
 

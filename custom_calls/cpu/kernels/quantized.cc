@@ -1,6 +1,6 @@
 // Products with weights of 8 and 4 bits, compiled once per instruction set (LF_ISA names it), without contracting a
 // product and a sum: all sets round alike. No library templates in here, as in kernels.cc.
-#include "quantised.h"
+#include "quantized.h"
 
 #include "digits.h"
 #include "eights.h"
@@ -11,7 +11,7 @@ namespace {
 
 using laneformer::Activations;
 using laneformer::kChunkColumns;
-using laneformer::Quantised;
+using laneformer::Quantized;
 using laneformer::ScaleType;
 
 #if defined(__AVX512F__)
@@ -73,7 +73,7 @@ struct Scales {
 
 // The scales of a chunk with `columns` columns, of blocks of `block`, times `factor`. Returns where the codes begin.
 template <int block, bool with_zeros>
-LF_INLINE const char* widen_scales(const Quantised& format, const char* from, int64_t columns, float factor,
+LF_INLINE const char* widen_scales(const Quantized& format, const char* from, int64_t columns, float factor,
                                    Scales& to) {
   const int64_t groups = laneformer::groups_of(format, columns);
   const int repeat = format.group / block, each_bytes = laneformer::bytes_of(format.scale);
@@ -182,7 +182,7 @@ struct Digits {
 
 // One position: T tiles side by side, which lie `tile` bytes apart.
 template <class Format, int T>
-__attribute__((noinline)) void multiply_one(const Quantised& format, const char* w, const char* x, int64_t columns,
+__attribute__((noinline)) void multiply_one(const Quantized& format, const char* w, const char* x, int64_t columns,
                                             int64_t ahead, float* y) {
   constexpr int kBlock = Format::columns;
   const int64_t tile = laneformer::tile_bytes(format, columns);
@@ -227,7 +227,7 @@ __attribute__((noinline)) void multiply_one(const Quantised& format, const char*
 
 // Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
 template <class Format>
-__attribute__((noinline)) void multiply_several(const Quantised& format, const char* w, const char* x, int64_t columns,
+__attribute__((noinline)) void multiply_several(const Quantized& format, const char* w, const char* x, int64_t columns,
                                                 int positions, float* y, int64_t ldy) {
   constexpr int kBlock = Format::columns;
   const int64_t ahead = reading().ahead;
@@ -264,7 +264,7 @@ __attribute__((noinline)) void multiply_several(const Quantised& format, const c
 }
 
 template <class Format>
-void product_of(const Quantised& format, const char* w, const char* x, int64_t columns, int64_t tiles, int positions,
+void product_of(const Quantized& format, const char* w, const char* x, int64_t columns, int64_t tiles, int positions,
                 float* y, int64_t ldy) {
   const int64_t tile = laneformer::tile_bytes(format, columns);
   if (positions > 1) {
@@ -289,7 +289,7 @@ void prepare_of(const float* x, int64_t ldx, int64_t columns, int positions, cha
 
 // f(Digits<...>{}) or f(Eights{}).
 template <class F>
-void with_format(const Quantised& format, Activations activations, F f) {
+void with_format(const Quantized& format, Activations activations, F f) {
   const auto with = [&](auto p) {
     switch (format.code) {
       case Code::int4:
@@ -303,19 +303,19 @@ void with_format(const Quantised& format, Activations activations, F f) {
   activations == Activations::exact ? with(Count<3>{}) : with(Count<2>{});
 }
 
-int64_t prepared_bytes(const Quantised& format, Activations activations, int64_t columns, int positions) {
+int64_t prepared_bytes(const Quantized& format, Activations activations, int64_t columns, int positions) {
   int64_t bytes = 0;
   with_format(format, activations,
               [&](auto of) { bytes = laneformer::padded_columns(columns) / of.columns * of.step * positions; });
   return bytes;
 }
 
-void prepare(const Quantised& format, Activations activations, const float* x, int64_t ldx, int64_t columns,
+void prepare(const Quantized& format, Activations activations, const float* x, int64_t ldx, int64_t columns,
              int positions, void* out) {
   with_format(format, activations, [&](auto of) { prepare_of<decltype(of)>(x, ldx, columns, positions, (char*)out); });
 }
 
-void product(const Quantised& format, Activations activations, const char* tiles, const void* x, int64_t columns,
+void product(const Quantized& format, Activations activations, const char* tiles, const void* x, int64_t columns,
              int64_t count, int positions, float* y, int64_t ldy) {
   with_format(format, activations, [&](auto of) {
     product_of<decltype(of)>(format, tiles, (const char*)x, columns, count, positions, y, ldy);
@@ -330,6 +330,6 @@ void product(const Quantised& format, Activations activations, const char* tiles
 #define LF_JOIN2(a, b) a##b
 #define LF_JOIN(a, b) LF_JOIN2(a, b)
 
-extern "C" const laneformer::QuantisedKernels LF_JOIN(laneformer_quantised_, LF_ISA);
-const laneformer::QuantisedKernels LF_JOIN(laneformer_quantised_, LF_ISA) = {LF_TEXT(LF_ISA), LF_ISA::prepared_bytes,
+extern "C" const laneformer::QuantizedKernels LF_JOIN(laneformer_quantized_, LF_ISA);
+const laneformer::QuantizedKernels LF_JOIN(laneformer_quantized_, LF_ISA) = {LF_TEXT(LF_ISA), LF_ISA::prepared_bytes,
                                                                              LF_ISA::prepare, LF_ISA::product};
