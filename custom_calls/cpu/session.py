@@ -103,9 +103,13 @@ class Session(DecodeSession):
             raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
         paths, alternating = key
         number, is_head = self._products[key], path == self.plan.ops.head.weight.path
-        if is_head and self.plan.ops.head.kind == HeadKind.LANE:
-            weight = beside(weight)
-        if why := refusal(weight):
+        why = refusal(weight)
+        if not why and is_head and self.plan.ops.head.kind == HeadKind.LANE:
+            try:
+                weight = beside(weight)
+            except ValueError as error:
+                why = f"has {error}"
+        if why:
             raise NativeError(f"weight {path} ({weight.name}) {why}, which the CPU kernel cannot hold: use backend xla")
         self._held[path] = weight.kind
         self._check_product(path)

@@ -41,7 +41,7 @@ def beside(record: Quantized) -> Quantized:
     columns = record.columns
     group = min(record.group[1], columns)
     if columns % group or columns * record.format.bits % 8:
-        raise ValueError(f"lanes of {columns} columns in groups of {group} cannot be put beside each other")
+        raise ValueError(f"lanes of {columns} columns, whose groups of {group} do not fit beside each other")
 
     def joined(array: np.ndarray | None) -> np.ndarray | None:
         return None if array is None else np.concatenate(list(array), -1)

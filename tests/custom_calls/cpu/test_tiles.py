@@ -131,7 +131,7 @@ def test_lanes_beside_each_other_have_the_same_weights():
         joined = beside(record)
         assert joined.problem() is None
         assert (joined.dequantize() == np.concatenate(list(record.dequantize()), -1)).all()
-    with pytest.raises(ValueError, match="lanes of 48 columns in groups of 32"):
+    with pytest.raises(ValueError, match="lanes of 48 columns, whose groups of 32"):
         beside(round_to(weights[..., :48], "int4"))
 
 
