@@ -5,13 +5,15 @@ A scale of int4 is the best of 26 from 0.5 to 1.0 of max|w| / 7 by the sum of sq
 weight gets the largest code. Nothing here imports JAX.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from laneformer.errors import ConfigError
-from laneformer.quantized.record import E4M3, INT4_ZERO, Quantized, pack4
+from laneformer.quantized.record import INT4_ZERO, Quantized, pack4
 
 Kind = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 Shared = int | Literal["row", "block", "tensor"]
@@ -30,6 +32,26 @@ LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
 _AT_ONCE = 1 << 22  # weights
 
 
+class Arrays(NamedTuple):
+    """How arrays are computed with, so that training rounds as files are rounded (train/rounding.py)."""
+
+    xp: Any = np
+    """numpy, or jax.numpy."""
+    as_dtype: Callable[[Any, np.dtype], Any] = lambda x, dtype: x.astype(dtype).astype(np.float32)
+    """float32 values rounded to those of a dtype."""
+    fold: Callable[[Callable, np.ndarray, Any], Any] = reduce
+    """functools.reduce."""
+
+
+def group_of(kind: Kind, shared: Shared | None, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of [..., rows, columns] that share a scale. Raises ConfigError if the kind lacks such groups."""
+    shared = USUAL[kind] if shared is None else shared
+    if shared not in ALLOWED[kind]:
+        raise ConfigError(f"--group {shared}: {kind} has scales per {', '.join(map(str, ALLOWED[kind]))}")
+    rows, columns = shape[-2:]
+    return {"row": (1, columns), "block": (BLOCK, BLOCK), "tensor": (rows, columns)}.get(shared, (1, shared))
+
+
 def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, search: bool = True) -> Quantized:
     """The record of weights [*lanes, rows, columns] of any float dtype. shared: one of ALLOWED, by default USUAL.
     search: try several scales for int4, or take max|w| / 7, in a tenth of the time.
@@ -37,21 +59,22 @@ def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, sear
     Scales are bfloat16 for groups, float32 for rows, blocks and tensors; the last group of a row may be short. nvfp4
     has one more scale for the tensor. Raises ConfigError for weights that are not finite.
     """
-    shared = USUAL[kind] if shared is None else shared
-    if shared not in ALLOWED[kind]:
-        raise ConfigError(f"--group {shared}: {kind} has scales per {', '.join(map(str, ALLOWED[kind]))}")
+    group = group_of(kind, shared, weights.shape)
     *lead, rows, columns = weights.shape
-    group = {"row": (1, columns), "block": (BLOCK, BLOCK), "tensor": (rows, columns)}.get(shared, (1, shared))
+    lanes = weights.reshape(-1, rows, columns)
+    if not all(np.isfinite(lane.astype(np.float32)).all() for lane in lanes):
+        raise ConfigError("it has weights that are not finite: only finite ones can be rounded")
     whole = None
     if kind == "nvfp4":
-        largest = np.float32(max(np.abs(lane.astype(np.float32)).max() for lane in weights.reshape(-1, rows, columns)))
-        whole = np.float32(LARGEST_E4M3 * LARGEST_E2M1) / largest if largest > 0 else np.float32(1)
+        whole = whole_scale(np.float32(max(np.abs(lane.astype(np.float32)).max() for lane in lanes)), np)
     together = max(1, _AT_ONCE // columns // BLOCK) * BLOCK if group[0] in (1, BLOCK) else rows
-    parts = [
-        _round(lane[first : first + together].astype(np.float32), kind, group, whole, search)
-        for lane in weights.reshape(-1, rows, columns)
-        for first in range(0, rows, together)
-    ]
+    factors = SEARCHED if search else SEARCHED[-1:]
+    parts = []
+    for lane in lanes:
+        for first in range(0, rows, together):
+            w = lane[first : first + together].astype(np.float32)
+            numbers, scales = nearest(grouped(w, group, np), kind, stored_dtype(group, columns), whole, factors)
+            parts.append((_codes(ungrouped(numbers, w.shape), kind), _stored(scales[..., 0, 0], kind, group, columns)))
     codes, scales = (
         np.concatenate(arrays).reshape(*lead, -1, arrays[0].shape[-1]) for arrays in zip(*parts, strict=True)
     )
@@ -60,77 +83,102 @@ def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, sear
     )
 
 
-def _round(
-    w: np.ndarray, kind: Kind, group: tuple[int, int], whole: np.float32 | None, search: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of float32 [rows, columns]. whole: the tensor's scale, which divides."""
-    if not np.isfinite(w).all():
-        raise ConfigError("it has weights that are not finite: only finite ones can be rounded")
-    rows, columns = w.shape
-    tall, wide = -(-rows // group[0]), -(-columns // group[1])
-    padded = np.zeros((tall * group[0], wide * group[1]), np.float32)
-    padded[:rows, :columns] = w
-    grouped = padded.reshape(tall, group[0], wide, group[1]).swapaxes(1, 2)  # [tall, wide, rows, columns of a group]
-    largest = np.abs(grouped).max((2, 3), keepdims=True)
-    stored = np.dtype(np.float32 if group[1] >= columns or group[0] > 1 else ml_dtypes.bfloat16)
+def nearest(
+    w: Any,
+    kind: Kind,
+    stored: np.dtype,
+    whole: Any = None,
+    factors: np.ndarray = SEARCHED,
+    arrays: Arrays = Arrays(),  # noqa: B008  immutable
+) -> tuple[Any, Any]:
+    """Numbers that the codes of weights stand for, as `grouped` makes them, and their groups' scales [..., 1, 1], which
+    multiply them, without the tensor's; both float32. stored: dtype of the scales. whole: nvfp4's `whole_scale`.
+    """
+    xp, as_dtype, fold = arrays
+    largest = xp.abs(w).max((-2, -1), keepdims=True)
+
+    def scaled(largest: Any, most: float) -> Any:
+        """Scales as they are stored, for which codes are chosen; 1 where all weights are 0."""
+        scales = as_dtype(largest / np.float32(most), stored)
+        return xp.where(scales == 0, np.float32(1), scales)
+
+    def error_of(numbers: Any, scales: Any) -> Any:
+        return xp.square(numbers * scales - w).sum((-2, -1), keepdims=True)
+
+    def in_four_bits(scales: Any) -> Any:
+        return as_dtype(xp.clip(w / scales, -LARGEST_E2M1, LARGEST_E2M1), np.dtype(ml_dtypes.float4_e2m1fn))
+
     if kind == "int4":
-        codes, scales = _int4(grouped, largest, stored, SEARCHED if search else SEARCHED[-1:])
-    elif kind == "nvfp4":
-        codes, scales = _nvfp4(grouped, largest, whole)
-    else:
-        codes, scales = {"int8": _int8, "fp8": _fp8, "mxfp4": _mxfp4}[kind](grouped, largest, stored)
-    codes = codes.swapaxes(1, 2).reshape(padded.shape)[:rows, :columns]
-    codes = np.ascontiguousarray(codes) if kind in ("int8", "fp8") else pack4(codes)
-    return codes, scales.reshape(tall, wide).astype(np.uint8 if kind in ("mxfp4", "nvfp4") else stored)
+
+        def better(best: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
+            scales = scaled(factor * largest, 7)
+            error = error_of(xp.clip(xp.rint(w / scales), -8, 7), scales)
+            return xp.where(error <= best[1], scales, best[0]), xp.minimum(error, best[1])
+
+        scales, _ = fold(better, factors, (xp.ones_like(largest), xp.full_like(largest, np.inf)))
+        return xp.clip(xp.rint(w / scales), -8, 7), scales
+    if kind == "int8":
+        scales = scaled(largest, 127)
+        return xp.clip(xp.rint(w / scales), -127, 127), scales
+    if kind == "fp8":
+        scales = scaled(largest, LARGEST_E4M3)
+        return as_dtype(xp.clip(w / scales, -LARGEST_E4M3, LARGEST_E4M3), np.dtype(ml_dtypes.float8_e4m3fn)), scales
+    if kind == "mxfp4":
+        low = xp.where(largest == 0, 0, xp.frexp(largest)[1] - 3)  # 2^2 <= largest / 2^low < 2^3
+        first = xp.ldexp(np.float32(1), xp.clip(low, -126, 126))
+        second = 2 * first
+        scales = xp.where(error_of(in_four_bits(second), second) < error_of(in_four_bits(first), first), second, first)
+        return in_four_bits(scales), scales
+    scales = as_dtype(
+        xp.minimum(largest / np.float32(LARGEST_E2M1) * whole, np.float32(LARGEST_E4M3)),
+        np.dtype(ml_dtypes.float8_e4m3fn),
+    )
+    return in_four_bits(xp.where(scales == 0, np.float32(1), scales / whole)), scales
 
 
-def _as_stored(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Scales as they are stored, for which codes are chosen; 1 where all weights are 0."""
-    scales = scales.astype(dtype).astype(np.float32)
-    return np.where(scales == 0, np.float32(1), scales)
+def whole_scale(largest: Any, xp: Any) -> Any:
+    """nvfp4's divisor of a tensor whose largest weight is this, float32."""
+    return xp.where(largest > 0, np.float32(LARGEST_E4M3 * LARGEST_E2M1) / xp.where(largest > 0, largest, 1), 1).astype(
+        np.float32
+    )
 
 
-def _int4(w: np.ndarray, largest: np.ndarray, stored: np.dtype, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    best, chosen = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
-    for factor in factors:
-        scales = _as_stored(factor * largest / 7, stored)
-        error = np.square(np.clip(np.rint(w / scales), -8, 7) * scales - w).sum((2, 3), keepdims=True)
-        chosen = np.where(error <= best, scales, chosen)
-        best = np.minimum(error, best)
-    return (np.clip(np.rint(w / chosen), -8, 7) + INT4_ZERO).astype(np.uint8), chosen
+def stored_dtype(group: tuple[int, int], columns: int) -> np.dtype:
+    """Of the scales of integers and fp8."""
+    return np.dtype(np.float32 if group[1] >= columns or group[0] > 1 else ml_dtypes.bfloat16)
 
 
-def _int8(w: np.ndarray, largest: np.ndarray, stored: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    scales = _as_stored(largest / 127, stored)
-    return np.clip(np.rint(w / scales), -127, 127).astype(np.int8), scales
+def grouped(w: Any, group: tuple[int, int], xp: Any) -> Any:
+    """[rows, columns] -> [groups of rows, groups of columns, *group], with zeros at the end."""
+    rows, columns = w.shape
+    short = [(0, -size % share) for size, share in zip(w.shape, group, strict=True)]
+    return xp.pad(w, short).reshape(-(-rows // group[0]), group[0], -(-columns // group[1]), group[1]).swapaxes(1, 2)
 
 
-def _fp8(w: np.ndarray, largest: np.ndarray, stored: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    scales = _as_stored(largest / np.float32(LARGEST_E4M3), stored)
-    limited = np.clip(w / scales, -LARGEST_E4M3, LARGEST_E4M3)
-    return limited.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+def ungrouped(w: Any, shape: tuple[int, int]) -> Any:
+    """The inverse of `grouped`."""
+    tall, wide, rows, columns = w.shape
+    return w.swapaxes(1, 2).reshape(tall * rows, wide * columns)[: shape[0], : shape[1]]
 
 
-def _mxfp4(w: np.ndarray, largest: np.ndarray, stored: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    low = np.where(largest == 0, 0, np.frexp(largest)[1] - 3)  # 2^2 <= largest / 2^low < 2^3
-
-    def rounded(exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales = np.ldexp(np.float32(1), exponents)
-        codes = np.clip(w / scales, -6, 6).astype(ml_dtypes.float4_e2m1fn)
-        return codes, np.square(codes.astype(np.float32) * scales - w).sum((2, 3), keepdims=True)
-
-    low = np.clip(low, -126, 126)
-    (first, error), (second, larger) = rounded(low), rounded(low + 1)
-    better = larger < error
-    codes = np.where(better, second.view(np.uint8), first.view(np.uint8))
-    return codes, (np.where(better, low + 1, low) + 127).astype(np.uint8)
+def _codes(numbers: np.ndarray, kind: Kind) -> np.ndarray:
+    """As records have them, of float32 [rows, columns]."""
+    if kind == "int4":
+        return pack4((numbers + INT4_ZERO).astype(np.uint8))
+    if kind == "int8":
+        return numbers.astype(np.int8)
+    if kind == "fp8":
+        return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return pack4(np.ascontiguousarray(numbers.astype(ml_dtypes.float4_e2m1fn)).view(np.uint8))
 
 
-def _nvfp4(w: np.ndarray, largest: np.ndarray, whole: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    scales = np.minimum(largest / LARGEST_E2M1 * whole, LARGEST_E4M3).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    values = E4M3[scales] / whole
-    limited = np.clip(w / np.where(values == 0, 1, values), -LARGEST_E2M1, LARGEST_E2M1)
-    return limited.astype(ml_dtypes.float4_e2m1fn).view(np.uint8), scales
+def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int) -> np.ndarray:
+    """As records have them, of float32 [groups of rows, groups of columns]."""
+    if kind == "mxfp4":
+        return (np.frexp(scales)[1] + 126).astype(np.uint8)  # 2^(bits - 127)
+    if kind == "nvfp4":
+        return scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return scales.astype(stored_dtype(group, columns))
 
 
 def relative_error(weights: np.ndarray, record: Quantized) -> float:
