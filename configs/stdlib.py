@@ -1,9 +1,10 @@
 """The recipe of `make run`: a small 8-lane Laneformer on Python's standard library, in minutes on two CPU cores."""
 
+import dataclasses
 from pathlib import Path
 
 from configs.models import STDLIB
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def stdlib() -> TrainConfig:
@@ -16,3 +17,11 @@ def stdlib() -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50, decay_fraction=0.3),
         mesh=MeshConfig(host_devices=8),
     )
+
+
+def stdlib_int4() -> TrainConfig:
+    """stdlib, then 150 steps with matrices rounded to int4: `python -m scripts.quantize` loses nothing after them."""
+    recipe = stdlib()
+    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-3, warmup_steps=10, decay_fraction=1.0)
+    last = LaterPhase(steps=150, data=recipe.data, optimizer=optimizer, weights="int4")
+    return dataclasses.replace(recipe, name="stdlib_int4", then={"int4": last})

@@ -24,7 +24,7 @@ from laneformer.hf import read_values
 from laneformer.hf.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.folder import HfFolder
 from laneformer.hf.safetensors import DTYPES, INDEX, write_tensors
-from laneformer.quantized.rounding import USUAL, Kind, relative_error, round_to
+from laneformer.quantized.rounding import Kind, relative_error, round_to
 from scripts.convert import TOKENIZER_FILES
 from train.config import DataConfig
 from train.data.batches import Batches
@@ -143,10 +143,10 @@ def one(name: str, array: np.ndarray, options: Options) -> tuple[Rounded, dict[s
         record = round_to(array, options.weights, shared)
     except ConfigError as error:
         raise ConfigError(f"tensor {name}: {error}") from None
-    if isinstance(shared := shared or USUAL[options.weights], int) and array.shape[-1] % shared:
+    if options.weights != "fp8" and array.shape[-1] % record.group[1]:
         raise ConfigError(
-            f"tensor {name}: --group {shared} does not divide its {array.shape[-1]:,} columns; choose another group or"
-            " format"
+            f"tensor {name}: --group {record.group[1]} does not divide its {array.shape[-1]:,} columns; choose another"
+            " group or format"
         )
     found = Rounded(settings_of(record), relative_error(array, record), record.nbytes, array.size)
     return found, tensors_of(record)

@@ -25,6 +25,7 @@ ROOMS = {  # lowest first; the longest name that fits a file is its room
         "__main__",
     ),
     "train": (
+        "rounding",
         "__init__ config data tokenizing recipes program metrics samples dense flops planning.cluster",
         "optimizer distill",
         "step",

@@ -6,11 +6,16 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import tyro
 
 from laneformer.config import ModelConfig, RopeScaling, recorded_fields
 from laneformer.errors import ConfigError
 from laneformer.layout import parse_layout
+from laneformer.ops import LATER
+from laneformer.quantized.rounding import Kind, Shared
+from train.rounding import check_groups
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 FIRST = "pretrain"  # name of the first phase
@@ -201,6 +206,14 @@ class PhaseConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     accumulate: int = 1
     """Parts of a step's batch, computed one after another to save memory."""
+    weights: Literal["float32", Kind] = field(default="float32", metadata=LATER)
+    """Format of the matrices in the forward pass of this phase: others than float32 are rounded at each step, so that
+    the model learns to work with them (docs/quantized.md).
+    """
+    group: Annotated[Shared | None, tyro.conf.arg(metavar="{INT,row,block,tensor}")] = field(
+        default=None, metadata=LATER
+    )
+    """What shares a scale in that format, as for python -m scripts.quantize."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +243,8 @@ class Phase:
     data: DataConfig
     optimizer: OptimizerConfig
     accumulate: int
+    weights: str = "float32"
+    group: Shared | None = None
 
     @property
     def last_step(self) -> int:
@@ -321,9 +336,9 @@ class TrainConfig(PhaseConfig):
                 }
                 longest = max(model.max_position_embeddings, phase.data.sequence_length)
                 model = model.replace(max_position_embeddings=longest, **changes)
-            phases.append(
-                Phase(name, index, steps, tokens, phase.steps, model, phase.data, phase.optimizer, phase.accumulate)
-            )
+            place = (name, index, steps, tokens)
+            own = (phase.steps, model, phase.data, phase.optimizer, phase.accumulate, phase.weights, phase.group)
+            phases.append(Phase(*place, *own))
             steps, tokens = steps + phase.steps, tokens + phase.steps * phases[-1].tokens_per_step
         return tuple(phases)
 
@@ -377,6 +392,13 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
         raise ConfigError(
             f"{where}data.batch_size must be a multiple of accumulate x mesh.data = {shares}, got {data.batch_size}"
         )
+    if phase.weights != "float32":
+        try:
+            check_groups(phase.model, phase.weights, phase.group)
+        except ConfigError as error:
+            raise ConfigError(f"{where}weights = {phase.weights}: {error}; choose another {where}group") from None
+    elif phase.group is not None:
+        raise ConfigError(f"{where}group = {phase.group} needs {where}weights in a format of 8 or 4 bits")
     if data.sequence_length > phase.model.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length must be at most model.max_position_embeddings ="

@@ -49,9 +49,9 @@ class Evaluation:
             if self.config.watch.lanes and self.phase.model.num_lanes > 1:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):
-            log.sample(step, self.samples.draw(params))
+            log.sample(step, self.samples.draw(self.trainer.held(params)))
         if self.problems is not None and self._due(step, self.config.watch.humaneval_every):
-            found = self.problems.solve(params, step)
+            found = self.problems.solve(self.trainer.held(params), step)
             log.record(step, {"humaneval": found}, f"{found['passed']} of {found['total']} programming problems solved")
 
     def _every(self) -> list[int]:

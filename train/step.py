@@ -17,6 +17,7 @@ from laneformer.weights import initial_weights, parameter_table
 from train.config import Phase, TrainConfig
 from train.distill import TEACHER, distilled_sums, final_delay
 from train.optimizer import learning_rate, make_optimizer
+from train.rounding import held
 
 Batch = dict[str, jax.Array]
 DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # of a batch: train/data/batches.py
@@ -44,7 +45,7 @@ class State:
 
 class Trainer:
     """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`,
-    `lanes(params, batch)`.
+    `lanes(params, batch)`, `held(params)`: the weights of the forward pass.
 
     keys: arrays of a batch, see train/data/batches.py: ids int32 [b, s + 1], whose position t predicts token t + 1, and
     optionally weights float32 [b, s] of the targets and segments int32 [b, s + 1].
@@ -69,6 +70,7 @@ class Trainer:
             lambda params, batch: self._sums(params, batch)[1], in_shardings=(params, rows), out_shardings=everywhere
         )
         self.lanes = jax.jit(self._lanes, in_shardings=(params, rows), out_shardings=everywhere)
+        self.held = jax.jit(self._held, in_shardings=(params,), out_shardings=params)
 
     def init(self) -> State:
         """The state before the first step, created on the devices that hold it."""
@@ -125,8 +127,12 @@ class Trainer:
         )
 
     def model(self, params: dict[str, jax.Array]) -> Laneformer:
-        """The model of this phase with these weights."""
-        return Laneformer(self.phase.model, params, self.precision, self.mesh)
+        """The model of this phase with these weights, rounded to the phase's format."""
+        return Laneformer(self.phase.model, self._held(params), self.precision, self.mesh)
+
+    def _held(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        phase = self.phase
+        return params if phase.weights == "float32" else held(params, phase.model, phase.weights, phase.group)
 
     def _shape(self, key: str) -> tuple[int, int]:
         data = self.phase.data

@@ -199,9 +199,7 @@ def check_weights(weights: str | None, plan: Plan, rounded: tuple[str, ...] = ()
     """
     known = ("bfloat16", "bf12", *rounded)
     if weights not in (None, *known):
-        raise ConfigError(
-            f"this backend holds weights as {', '.join(known)}, got {weights}: choose one, or backend cpu"
-        )
+        raise ConfigError(f"weights must be {', '.join(known)} on this backend, got {weights}")
     if weights == "bf12" and plan.weight_dtype.name != "bfloat16":
         raise ConfigError(f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16")
 

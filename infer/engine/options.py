@@ -6,11 +6,18 @@ from typing import Annotated, Literal
 import tyro
 
 from laneformer.errors import ConfigError
-from laneformer.quantized.rounding import USUAL
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")]
-WEIGHTS = ("bfloat16", "bf12", *USUAL)
+WEIGHTS = (
+    "bfloat16",
+    "bf12",
+    "int8",
+    "int4",
+    "mxfp4",
+    "nvfp4",
+    "fp8",
+)  # those of laneformer/quantized/rounding.py, without NumPy
 WeightFormat = Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(WEIGHTS)}}}")]
 
 

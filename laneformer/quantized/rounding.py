@@ -44,11 +44,15 @@ class Arrays(NamedTuple):
 
 
 def group_of(kind: Kind, shared: Shared | None, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of [..., rows, columns] that share a scale. Raises ConfigError if the kind lacks such groups."""
+    """Rows and columns of [..., rows, columns] that share a scale: with integers all columns, if they are fewer than
+    asked for. Raises ConfigError if the kind lacks such groups.
+    """
     shared = USUAL[kind] if shared is None else shared
     if shared not in ALLOWED[kind]:
         raise ConfigError(f"--group {shared}: {kind} has scales per {', '.join(map(str, ALLOWED[kind]))}")
     rows, columns = shape[-2:]
+    if kind in ("int4", "int8") and isinstance(shared, int):
+        shared = min(shared, columns)
     return {"row": (1, columns), "block": (BLOCK, BLOCK), "tensor": (rows, columns)}.get(shared, (1, shared))
 
 
@@ -98,15 +102,21 @@ def nearest(
     largest = xp.abs(w).max((-2, -1), keepdims=True)
 
     def scaled(largest: Any, most: float) -> Any:
-        """Scales as they are stored, for which codes are chosen; 1 where all weights are 0."""
-        scales = as_dtype(largest / np.float32(most), stored)
+        """Scales as they are stored, for which codes are chosen; 1 where all weights are 0. XLA would divide by a
+        constant in this way too.
+        """
+        scales = as_dtype(largest * np.float32(1 / most), stored)
         return xp.where(scales == 0, np.float32(1), scales)
 
     def error_of(numbers: Any, scales: Any) -> Any:
         return xp.square(numbers * scales - w).sum((-2, -1), keepdims=True)
 
     def in_four_bits(scales: Any) -> Any:
-        return as_dtype(xp.clip(w / scales, -LARGEST_E2M1, LARGEST_E2M1), np.dtype(ml_dtypes.float4_e2m1fn))
+        """Nearest numbers of E2M1, the even code among equals: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6."""
+        exact = w / scales
+        size = xp.minimum(xp.abs(exact), np.float32(LARGEST_E2M1))
+        step = xp.where(size < 2, np.float32(0.5), xp.where(size < 4, np.float32(1), np.float32(2)))
+        return xp.copysign(xp.rint(size / step) * step, exact)
 
     if kind == "int4":
 
@@ -130,7 +140,7 @@ def nearest(
         scales = xp.where(error_of(in_four_bits(second), second) < error_of(in_four_bits(first), first), second, first)
         return in_four_bits(scales), scales
     scales = as_dtype(
-        xp.minimum(largest / np.float32(LARGEST_E2M1) * whole, np.float32(LARGEST_E4M3)),
+        xp.minimum(largest * np.float32(1 / LARGEST_E2M1) * whole, np.float32(LARGEST_E4M3)),
         np.dtype(ml_dtypes.float8_e4m3fn),
     )
     return in_four_bits(xp.where(scales == 0, np.float32(1), scales / whole)), scales

@@ -18,6 +18,8 @@ MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|fmla|fmul")
 STORE = re.compile(r"\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
 VECTOR = re.compile(r"%[xyz]mm\d+,")
 SOFTWARE = re.compile(r"portable::.*(F16Line|_bf12)")  # converts with more values than SSE has registers
+# Weights of 8 and 4 bits have the registers for their digits with VNNI alone.
+DIGITS = re.compile(r"^(?!.*avx512_vnni::).*::(Digits|Eights)\b")
 CLANG = re.compile(r"avx2::.*_bf12")  # keeps two vectors more than there are registers
 X86 = {name: flags for name, flags in build.INSTRUCTIONS["x86_64"].items() if name != build.PER_SET["kernels.cc"][1]}
 
@@ -55,7 +57,9 @@ def weight_loops(path: Path, objdump: str = "objdump") -> Iterator[tuple[str, li
 
 def check(path: Path, sets, objdump: str = "objdump", known: re.Pattern | None = None) -> None:
     """known: functions that may store vectors."""
-    found_loops = [(name, loop) for name, loop in weight_loops(path, objdump) if not SOFTWARE.search(name)]
+    found_loops = [
+        (name, loop) for name, loop in weight_loops(path, objdump) if not (SOFTWARE.search(name) or DIGITS.search(name))
+    ]
     for name in sets:
         lines = {"Bf16Line", "F32Line", *(["Bf16DotLine"] if name == "avx512_bf16" else [])}
         packed = [function for function, _ in found_loops if f"{name}::" in function and "_bf12" in function]

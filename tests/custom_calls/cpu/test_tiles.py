@@ -27,7 +27,7 @@ def with_zero_points(record: Quantized) -> Quantized:
 
 
 def with_scale(record: Quantized) -> Quantized:
-    return dataclasses.replace(record, global_scale=np.array(1.7, np.float32))
+    return dataclasses.replace(record, global_scale=np.array(1.7 * record.global_scale, np.float32))
 
 
 def with_halves(record: Quantized) -> Quantized:

@@ -71,7 +71,7 @@ def test_weights_in_twelve_bits_give_the_same_answer(case, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "weights", "words"), [
     ("float32", "bf12", "--weights bf12 needs bfloat16 weights, got float32: add --dtype bfloat16"),
-    ("bfloat16", "int3", "weights must be bfloat16, bf12, int8, .*, got int3"),
+    ("bfloat16", "int3", "weights must be bfloat16, bf12, int4, .*, got int3"),
 ])  # fmt: skip
 def test_unfit_weight_formats_are_refused(dtype, weights, words):
     with pytest.raises(ConfigError, match=words):

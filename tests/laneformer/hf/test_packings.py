@@ -14,7 +14,8 @@ from laneformer.hf import read_hf_config
 from laneformer.hf.llama import LLAMA
 from laneformer.quantized import Quantized
 from laneformer.weights import parameter_table
-from tests.support import packers, tiny
+from tests.support import tiny
+from tests.support.hf import packers
 
 CONFIG = {
     "model_type": "llama",

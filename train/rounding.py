@@ -1,0 +1,76 @@
+"""Training for weights of 8 and 4 bits: the forward pass has every matrix rounded as `python -m scripts.quantize` would
+round it, and the gradient goes to the weights as if nothing was rounded (straight-through estimator, Bengio et al.,
+arXiv 1308.3432; for quantized networks Jacob et al., arXiv 1712.05877). Master weights stay float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.quantized.rounding import (
+    Arrays,
+    Kind,
+    Shared,
+    group_of,
+    grouped,
+    nearest,
+    stored_dtype,
+    ungrouped,
+    whole_scale,
+)
+from laneformer.weights import parameter_table
+
+
+def _as_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """XLA may leave out a conversion and its inverse, unless told that bits are dropped."""
+    if dtype == np.float32:
+        return x
+    if dtype == ml_dtypes.bfloat16:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+
+
+def _fold(better, factors, first):
+    return jax.lax.scan(lambda best, factor: (better(best, factor), None), first, jnp.asarray(factors))[0]
+
+
+ARRAYS = Arrays(jnp, _as_dtype, _fold)
+
+
+def rounded(weights: jax.Array, kind: Kind, shared: Shared | None = None) -> jax.Array:
+    """The values of float32 weights [*lanes, rows, columns] in this format; their gradient is that of the weights."""
+    group = group_of(kind, shared, weights.shape)
+    shape = weights.shape[-2:]
+    stored = stored_dtype(group, shape[1])
+    exact = jax.lax.stop_gradient(weights).reshape(-1, *shape)
+    whole = whole_scale(jnp.abs(exact).max(), jnp) if kind == "nvfp4" else None
+
+    def one(w: jax.Array) -> jax.Array:
+        numbers, scales = nearest(grouped(w, group, jnp), kind, stored, whole, arrays=ARRAYS)
+        return ungrouped(numbers * (scales if whole is None else scales / whole), shape)
+
+    values = jax.vmap(one)(exact).reshape(weights.shape)
+    return values + (weights - jax.lax.stop_gradient(weights))  # exactly the values
+
+
+def matrices_of(config: ModelConfig) -> list[str]:
+    """Paths of the weights that are rounded: not the embedding table, the head, norms and biases."""
+    return [path for path, weight in parameter_table(config).items() if weight.group == "matrix"]
+
+
+def held(params: dict[str, jax.Array], config: ModelConfig, kind: Kind, shared: Shared | None) -> dict[str, jax.Array]:
+    """The weights of a forward pass."""
+    return params | {path: rounded(params[path], kind, shared) for path in matrices_of(config)}
+
+
+def check_groups(config: ModelConfig, kind: Kind, shared: Shared | None) -> None:
+    """Raises ConfigError for groups that the format does not have, or that do not divide the columns of a matrix."""
+    table = parameter_table(config)
+    for path in matrices_of(config):
+        shape = table[path].shape
+        columns = group_of(kind, shared, shape)[1]
+        if kind != "fp8" and shape[-1] % columns:
+            raise ConfigError(f"groups of {columns} do not divide the {shape[-1]} columns of {path}")
