@@ -2,6 +2,7 @@
 
     python -m scripts.bench_peers --setup peers
     python -m scripts.bench_peers peers --json bench/peers.json
+    python -m scripts.bench_peers peers --peers llama.cpp --weights int4
 
 All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
 with its lanes. They take turns, with the machine's speed measured in between: tokens after a context with the memory
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,13 +28,15 @@ from infer.bench.machine import hardware, software, utc_now
 from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
+from laneformer.quantized.rounding import USUAL as QUANTIZED
+from laneformer.quantized.rounding import Kind
 from laneformer.weights import kv_bytes_per_token
 from scripts.peers import prompts
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.load import QUIET, beside, quiet
 from scripts.peers.ours import full_attention
 from scripts.peers.process import EngineError, Process
-from scripts.peers.protocol import BF12, Shape, Task
+from scripts.peers.protocol import Shape, Task
 
 USUAL = "llama.cpp,torch,openvino"
 READ_BYTES = 1 << 30  # far larger than any cache, and small compared with the memory of an engine
@@ -53,10 +56,14 @@ class Options:
     """Comma-separated engines to compare with: llama.cpp, torch, openvino, torch-cpp (inductor's C++ wrapper), xla (our
     model compiled by XLA), bf12 (our kernel with weights in 12 bits).
     """
-    weights: Literal["bfloat16", "bf12"] = "bfloat16"
-    """How our engine holds the weights; engine bf12 of --peers measures both formats in turn."""
+    weights: Literal["bfloat16", "bf12"] | Kind = "bfloat16"
+    """How our engine holds the weights; engine bf12 of --peers measures both formats in turn. With int8, int4, mxfp4
+    and nvfp4 llama.cpp has Q8_0, Q4_0, MXFP4 and NVFP4, and no other engine takes part.
+    """
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of our engine's products and cache; sums are float32. llama.cpp rounds activations to bfloat16."""
+    """Dtype of our engine's products and cache; sums are float32. llama.cpp rounds activations to bfloat16, or for
+    quantized weights to 8 bits, where ours have 23 (float32) or 16 (bfloat16).
+    """
     shape: str = "laneformer_2b"
     """Recipe, HF folder or training run with the sizes that all engines use."""
     context: int = 512
@@ -105,25 +112,21 @@ def run(options: Options) -> str:
         "pairs": [],
         "not_measured": {},
     }
-    pythons = {engine: engine.python(options.folder) for engine in engines}
-    for engine, python in pythons.items():
-        if python is None:
-            record["not_measured"][engine.name] = (
-                f"not installed: python -m scripts.bench_peers --setup {options.folder}"
-            )
-            progress(f"{engine.name}: skipped, {record['not_measured'][engine.name]}")
-    if not any(pythons.values()):
-        raise ConfigError(
-            f"none of {options.peers} is installed; run python -m scripts.bench_peers --setup {options.folder}"
-        )
+    for engine in engines:
+        if why := refusal(engine, options):
+            record["not_measured"][engine.name] = why
+            progress(f"{engine.name}: skipped, {why}")
+    if len(record["not_measured"]) == len(engines):
+        reasons = dict.fromkeys(record["not_measured"].values())
+        raise ConfigError(f"none of {options.peers} can be measured: {'; '.join(reasons)}")
     failed = []
-    engine = replace(OURS, option=BF12) if options.weights == "bf12" else OURS
-    with start(engine, sys.executable, task, options) as ours:
+    with start(OURS, sys.executable, task, options) as ours:
         record["ours"] = ours.conditions
-        for engine, python in pythons.items():
-            if python is None:
+        for engine in engines:
+            if engine.name in record["not_measured"]:
                 continue
             try:
+                python = engine.python(options.folder)
                 with start(engine, python, task, options) as peer:
                     record["pairs"].append(pair(ours, peer, config, options, task.threads))
             except EngineError as error:
@@ -147,6 +150,16 @@ def chosen(names: str) -> list[Engine]:
     if unknown := [name for name in names.split(",") if name not in PEERS]:
         raise ConfigError(f"--peers {names}: unknown engine {unknown[0]}; choose from {', '.join(PEERS)}")
     return list(dict.fromkeys(PEERS[name] for name in names.split(",")))
+
+
+def refusal(engine: Engine, options: Options) -> str | None:
+    """Why the engine does not take part; None if it does."""
+    if options.weights in QUANTIZED and options.weights not in engine.quantized:
+        having = ", ".join(engine.quantized)
+        return f"no {options.weights} weights" + (f" there; choose {having}" if having else "")
+    if engine.python(options.folder) is None:
+        return f"not installed: python -m scripts.bench_peers --setup {options.folder}"
+    return None
 
 
 def prepare(options: Options) -> tuple[ModelConfig, Task]:
@@ -179,9 +192,16 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
     folder = options.folder.absolute() / "models"
     folder.mkdir(parents=True, exist_ok=True)
     task = Task(
-        options.shape, dense_shape(config, options.shape), positions, threads, str(folder), compute=options.compute
+        options.shape,
+        dense_shape(config, options.shape),
+        positions,
+        threads,
+        str(folder),
+        weights=options.weights,
+        compute=options.compute,
+        longest_prompt=longest,
     )
-    return config, replace(task, longest_prompt=longest)
+    return config, task
 
 
 def lengths(options: Options, config: ModelConfig) -> list[int]:
@@ -239,7 +259,14 @@ def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, th
             f" {b['tokens_per_s']:.2f} tokens/s, ratio {rounds[-1]['ratio']:.3f}, links {rounds[-1]['links']}"
         )
     first = prompts.measure(ours, peer, config, lengths(options, config), options.prompt_rounds, threads, progress)
-    return {"peer": peer.name, "conditions": peer.conditions, "rounds": rounds, "prompts": first}
+    sizes = {who: bytes_per_token(p.conditions, config, options) for who, p in (("ours", ours), ("peer", peer))}
+    return {
+        "peer": peer.name,
+        "conditions": peer.conditions,
+        "bytes_per_token": sizes,
+        "rounds": rounds,
+        "prompts": first,
+    }
 
 
 def sample(process: Process, config: ModelConfig, options: Options, threads: int) -> dict:
@@ -287,6 +314,9 @@ def table(record: dict) -> str:
     """
     heads = (
         "ours over",
+        "weights, ours / its",
+        "activations, ours / its",
+        "MB per token, ours / its",
         "links",
         "rounds",
         "ratio, median (range)",
@@ -298,7 +328,7 @@ def table(record: dict) -> str:
         "foreign cores, most",
     )
     decoding = [
-        _row(one["peer"], state, [r for r in one["rounds"] if r["links"] == state])
+        _row(record["ours"], one, state, [r for r in one["rounds"] if r["links"] == state])
         for one in record["pairs"]
         for state in dict.fromkeys(r["links"] for r in one["rounds"])
     ]
@@ -343,14 +373,19 @@ def table(record: dict) -> str:
     return "\n".join(text).strip()
 
 
-def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
+def _row(ours: dict, pair: dict, state: str, rounds: list[dict]) -> tuple[str, ...]:
+    both, sizes = (ours, pair["conditions"]), pair["bytes_per_token"]
+
     def median(who: str, name: str) -> float:
         return statistics.median(r[who][name] for r in rounds)
 
     samples = [r[who] for r in rounds for who in ("ours", "peer")]
     ratios = [r["ratio"] for r in rounds]
     return (
-        peer,
+        pair["peer"],
+        " / ".join(_weights(c) for c in both),
+        " / ".join(c.get("activations", c["compute"]) for c in both),
+        " / ".join(f"{sizes[who] / 1e6:.1f}" for who in ("ours", "peer")),
         state,
         str(len(rounds)),
         f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
@@ -363,6 +398,11 @@ def _row(peer: str, state: str, rounds: list[dict]) -> tuple[str, ...]:
     )
 
 
+def _weights(c: dict) -> str:
+    """The format of an engine's matrices, by its conditions."""
+    return "bf12" if "bf12_weights" in c else ", ".join(c.get("quantized_formats", [c["weights"]]))
+
+
 def _all_rounds(pair: dict) -> list[dict]:
     return [*pair["rounds"], *(r for one in pair["prompts"] for r in one["rounds"])]
 
@@ -371,9 +411,13 @@ def _conditions(c: dict, who: str, pair: dict) -> str:
     peak = max(r[who]["peak_bytes"] for r in _all_rounds(pair))
     versions = ", ".join(f"{name} {version}" for name, version in c["versions"].items())
     packed = f" ({c['bf12_weights']:,} in 12 bits, {c['bf12_exceptions']:,} exceptions)" if "bf12_weights" in c else ""
+    if "quantized_weights" in c:
+        packed = f" ({c['quantized_weights']:,} as {_weights(c)}, {c['quantized_bytes']:,} bytes)"
+    activations = f", activations {c['activations']}" if "activations" in c else ""
     return (
-        f"{versions}; weights {c['weights']}{packed}, products {c['compute']}, cache {c['kv']}; {c['threads']} threads;"
-        f" {c['load']}; {c['system']}; loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
+        f"{versions}; weights {c['weights']}{packed}, products {c['compute']}{activations}, cache {c['kv']};"
+        f" {c['threads']} threads; {c['load']}; {c['system']};"
+        f" loaded in {c['load_seconds']:.0f} s, resident {peak / 1e9:.1f} GB at most"
     )
 
 

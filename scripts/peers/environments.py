@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laneformer.errors import ConfigError
+from scripts.peers.gguf_file import QUANTIZED
 from scripts.peers.protocol import BF12, CPP_WRAPPER, XLA
 
 INSTALLED = "laneformer-peer"  # file in an environment, written once it is complete
@@ -36,6 +37,8 @@ class Engine:
     option: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables of the process."""
+    quantized: tuple[str, ...] = ()
+    """Kinds of quantized weights that it can hold."""
 
     def python(self, folder: Path) -> str | None:
         """The interpreter to run the engine with; None if its environment is missing or of other versions."""
@@ -47,7 +50,7 @@ OURS = Engine("laneformer", "scripts.peers.ours")
 PEERS = {
     engine.name: engine
     for engine in (
-        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp"),
+        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp", quantized=tuple(QUANTIZED)),
         Engine("torch", "scripts.peers.torch_compiled", "torch", variables=INDUCTOR),
         Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
         Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),

@@ -1,4 +1,6 @@
-"""llama.cpp through its C interface: bfloat16 weights in memory, not mapped from the file, and a float16 cache."""
+"""llama.cpp through its C interface: bfloat16 or quantized weights in memory, not mapped from the file, and a float16
+cache.
+"""
 
 import os
 import time
@@ -15,10 +17,11 @@ BATCH = 512  # tokens of a prompt per batch
 
 class LlamaCpp:
     def __init__(self, task: Task):
-        path = Path(task.folder) / f"{task.shape.name}.gguf"
+        stored = gguf_file.QUANTIZED.get(task.weights, gguf_file.BF16)
+        path = Path(task.folder) / f"{task.shape.name}-{stored.name}.gguf"
         if not path.exists():
             part = path.with_suffix(".part")
-            gguf_file.write(part, task.shape)
+            gguf_file.write(part, task.shape, stored)
             part.rename(path)
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
@@ -35,7 +38,10 @@ class LlamaCpp:
         self.conditions = {
             "versions": {"llama-cpp-python": llama_cpp.__version__},
             "weights": "bfloat16",
-            "compute": "as llama.cpp chooses for bfloat16",
+            **gguf_file.facts(task.shape, stored),
+            "compute": f"as llama.cpp chooses for {stored.name}",
+            # ggml-cpu.c: the vec_dot_type of each type
+            "activations": "bfloat16" if stored is gguf_file.BF16 else "8 bits (Q8_0)",
             "kv": "float16",
             "threads": task.threads,
             "load": "not mapped (load mode none)",

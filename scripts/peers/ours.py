@@ -1,5 +1,5 @@
-"""Our engine in the same harness, with random weights: the decode kernel with bfloat16 weights or, with option "bf12",
-the same weights in 12 bits; with option "xla", XLA in float32.
+"""Our engine in the same harness, with random weights: the decode kernel with bfloat16 weights, the same weights in
+12 bits (option "bf12") or quantized ones; with option "xla", XLA in float32.
 """
 
 import dataclasses
@@ -18,6 +18,10 @@ from infer.sampling import Sampling
 from laneformer.config import ModelConfig
 from laneformer.precision import Precision
 from scripts.peers.protocol import BF12, XLA, Task, serve
+
+FACTS = ("bf12_weights", "bf12_exceptions", "quantized_formats", "quantized_weights", "quantized_bytes")
+BY_DIGITS = ("int8", "int4", "mxfp4", "nvfp4")  # weights that are multiplied by integers, docs/decode_kernel.md
+DIGITS = {"float32": "23 bits (3 digits)", "bfloat16": "16 bits (2 digits)"}
 
 
 def full_attention(config: ModelConfig) -> ModelConfig:
@@ -42,7 +46,7 @@ class Ours:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA uses a thread per core
             self._backend = XlaBackend(RandomSource(config, "float32"))
         else:
-            weights = BF12 if task.option == BF12 else "bfloat16"
+            weights = BF12 if task.option == BF12 else task.weights
             precision = dataclasses.replace(Precision.default("bfloat16"), compute=task.compute)
             source = RandomSource(config, "bfloat16", precision=precision)
             self._backend = Resuming(source, threads=task.threads, weights=weights)
@@ -50,8 +54,9 @@ class Ours:
         self.conditions = {
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
             "weights": c["weights_dtype"],
-            **{name: c[name] for name in ("bf12_weights", "bf12_exceptions") if name in c},
+            **{name: c[name] for name in FACTS if name in c},
             "compute": c["compute_dtype"],
+            "activations": DIGITS[task.compute] if task.weights in BY_DIGITS else c["compute_dtype"],
             "kv": c["kv_dtype"],
             "threads": c.get("threads", task.threads),
             "load": f"layout {config.layout}, {config.num_lanes} lanes",

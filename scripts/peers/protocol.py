@@ -62,6 +62,8 @@ class Task:
     """Folder for files that later runs reuse."""
     option: str = ""
     """Option of the program, one word."""
+    weights: str = "bfloat16"
+    """How the matrices are held, a word of --weights."""
     compute: str = "float32"
     """Dtype of our kernel's products; the other engines choose theirs."""
     longest_prompt: int = 0
@@ -80,7 +82,9 @@ class Decoder(Protocol):
     """A loaded model."""
 
     conditions: dict
-    """versions, weights, compute and kv (dtypes), threads, and other conditions of its speed."""
+    """versions, weights, compute and kv (dtypes), threads, and other conditions of its speed; for quantized weights
+    quantized_formats, quantized_weights, quantized_bytes and activations (what they are rounded to).
+    """
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
         """Draws `tokens` greedily after `prompt` tokens; returns the time.perf_counter time of each.

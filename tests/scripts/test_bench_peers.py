@@ -11,8 +11,10 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from infer.engine.backend import Request
 from infer.engine.cpu import CpuBackend
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
+from laneformer.quantized.rounding import relative_error, round_to
 from scripts import bench_peers
 from scripts.peers import environments, gguf_file
 from scripts.peers.environments import Engine
@@ -59,6 +62,9 @@ class Fake:
         print("noise on standard output")
         self.conditions = {"versions": {"fake": "1"}, "weights": "bfloat16", "compute": "bfloat16", "kv": "float16",
                            "threads": task.threads, "load": task.shape.name, "system": "none"}
+        if task.weights == "int4":
+            self.conditions |= {"quantized_formats": ["int4 of " + task.option], "quantized_weights": 1000,
+                                "quantized_bytes": 562, "activations": "so many bits"}
         self.option, self.requests = task.option, 0
         if task.option == "refuses":
             raise SystemExit("no room for it")
@@ -101,7 +107,7 @@ def fakes(tmp_path, monkeypatch):
 
 
 def fake(name, option):
-    return Engine(name, "fake_peer", option=option)
+    return Engine(name, "fake_peer", option=option, quantized=("int4",))
 
 
 def command(fakes, peers, *more):
@@ -180,6 +186,19 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     assert two["share"] == pytest.approx(work / 0.16 / two["multiply_adds_per_s"])
 
 
+def test_quantized_weights_are_of_the_engines_that_have_them(fakes, capsys):
+    options = ["--weights", "int4", "--rounds", "1", "--prompt-rounds", "0"]
+    assert command(fakes, "slow,bf12", *options) == 0
+    out, err = capsys.readouterr()
+    assert "| slow | int4 of 0.01 / int4 of 0.04 | so many bits / so many bits | " in out
+    assert "weights bfloat16 (1,000 as int4 of 0.04, 562 bytes), products bfloat16, activations so many bits" in out
+    assert "- bf12: not measured, no int4 weights" in out and "bf12: skipped, no int4 weights" in err
+    (pair,) = json.loads((fakes / "peers.json").read_text())["pairs"]
+    weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
+    kv = 2 * 2 * 32 * 2 * 11
+    assert pair["bytes_per_token"] == {who: 2 * weights - 2000 + 562 + kv for who in ("ours", "peer")}
+
+
 def test_dead_engine_is_one_line_and_the_others_are_measured(fakes, capsys):
     assert command(fakes, "dies,refuses,slow") == 2
     out, err = capsys.readouterr()
@@ -235,7 +254,10 @@ def test_engine_that_does_not_answer_is_killed(fakes):
     ("arguments", "words"),
     [
         (["--peers", "vllm"], "vllm; choose from llama.cpp, torch"),
-        (["--peers", "absent"], "none of absent is installed; run python -m scripts.bench_peers --setup"),
+        (["--peers", "absent"], "none of absent can be measured: not installed: python -m scripts.bench_peers --setup"),
+        (["--weights", "int8"], "none of slow can be measured: no int8 weights there; choose int4"),
+        (["--peers", "torch,xla", "--weights", "int8"], "none of torch,xla can be measured: no int8 weights"),
+        (["--peers", "llama.cpp", "--weights", "fp8"], "no fp8 weights there; choose int8, int4, mxfp4, nvfp4"),
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--prompts", "8,x"], "--prompts must be lengths"),
@@ -281,14 +303,21 @@ def small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option, compute", [("", "float32"), ("", "bfloat16"), pytest.param(XLA, "float32", marks=pytest.mark.slow)]
+    "option, compute, weights",
+    [
+        ("", "float32", "bfloat16"),
+        ("", "bfloat16", "int4"),
+        pytest.param(XLA, "float32", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
-def test_our_engine_decodes_with_all_layers_full(small, option, compute):
-    ours = Ours(dataclasses.replace(small, option=option, compute=compute))
+def test_our_engine_decodes_with_all_layers_full(small, option, compute, weights):
+    ours = Ours(dataclasses.replace(small, option=option, compute=compute, weights=weights))
     assert (
         ours.conditions["weights"] == ("float32" if option else "bfloat16")
         and (ours.conditions["compute"], ours.conditions["kv"]) == (compute, compute)
         and ours.conditions["threads"] == small.threads
+        and ours.conditions["activations"] == ("16 bits (2 digits)" if weights == "int4" else compute)
+        and ours.conditions.get("quantized_formats") == (["int4 row"] if weights == "int4" else None)
     )
     assert set(ours._backend.source.config.layer_windows) == {None}
     times = ours.decode(8, 5)
@@ -307,11 +336,38 @@ def test_prompt_is_computed_once(small):
     assert resuming._absorb(request.prompt, [], [])[0] == 8 and resuming._absorb(request.prompt + 1, [], [])[0] == 0
 
 
+# Of the types of tensors: a block and its weights, after ggml-common.h.
+BITS = {"int8": 8.5, "int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
+HALVES = ("codes", np.uint8, 16)
+BLOCKS = {
+    0: (np.dtype([("of", "<f4", 1)]), lambda b: b["of"]),
+    30: (np.dtype([("of", "<u2", 1)]), lambda b: (b["of"].astype(np.uint32) << 16).view(np.float32)),
+    8: (np.dtype([("scale", "<f2"), ("codes", "i1", 32)]), lambda b: b["scale"][:, None] * b["codes"].astype("f4")),
+    2: (np.dtype([("scale", "<f2"), HALVES]), lambda b: b["scale"][:, None] * (in_order(b["codes"]).astype("f4") - 8)),
+    39: (
+        np.dtype([("exponent", "u1"), HALVES]),
+        lambda b: np.ldexp(e2m1(b["codes"]), b["exponent"].astype(int)[:, None] - 127),
+    ),
+    40: (
+        np.dtype([("scales", ml_dtypes.float8_e4m3fn, (4, 1)), ("codes", "u1", (4, 8))]),
+        lambda b: (b["scales"].astype("f4") * e2m1(b["codes"])).reshape(-1, 64),
+    ),
+}
+
+
+def in_order(halves):
+    return np.concatenate([halves & 15, halves >> 4], -1)
+
+
+def e2m1(halves):
+    return in_order(halves).view(ml_dtypes.float4_e2m1fn).astype("f4")
+
+
 class Reader:
     """Just enough of GGUF version 3, after its specification."""
 
     def __init__(self, path):
-        self.data, self.at = path.read_bytes(), 0
+        self.data, self.at, self.bytes = path.read_bytes(), 0, Counter()
         assert self.take("<4sI") == (b"GGUF", 3)
         tensors, fields = self.take("<QQ")
         self.fields = {self.text(): self.value() for _ in range(fields)}
@@ -320,10 +376,12 @@ class Reader:
         self.tensors = {}
         for name, sizes, kind, offset in infos:
             assert offset % self.fields["general.alignment"] == 0
-            dtype, count = {0: np.float32, 30: np.uint16}[kind], math.prod(sizes)
-            array = np.frombuffer(self.data, dtype, count, begin + offset).reshape(sizes[::-1])
-            self.tensors[name] = array if kind == 0 else (array.astype(np.uint32) << 16).view(np.float32)
-            self.end = begin + offset + count * array.itemsize
+            block, decode = BLOCKS[kind]
+            count = math.prod(sizes) // decode(np.zeros(1, block)).size
+            stored = np.frombuffer(self.data, block, count, begin + offset)
+            self.tensors[name] = decode(stored).reshape(sizes[::-1])
+            self.bytes[kind] += stored.nbytes
+            self.end = begin + offset + stored.nbytes
 
     def take(self, form):
         found = struct.unpack_from(form, self.data, self.at)
@@ -340,27 +398,47 @@ class Reader:
         return self.text() if kind == 8 else self.take({4: "<I", 6: "<f"}[kind])[0]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_gguf_file_has_the_model(tmp_path, tied):
-    shape = dataclasses.replace(SHAPE, hidden=40, tied=tied)
-    gguf_file.write(tmp_path / "m.gguf", shape)
+@pytest.mark.parametrize("tied, kind", [(False, ""), (True, "int4"), *((False, kind) for kind in gguf_file.QUANTIZED)])
+def test_the_gguf_file_has_the_model(tmp_path, tied, kind):
+    stored = gguf_file.QUANTIZED.get(kind, gguf_file.BF16)
+    shape = dataclasses.replace(SHAPE, hidden=64 if kind else 40, ff=128, tied=tied)
+    gguf_file.write(tmp_path / "m.gguf", shape, stored)
     read = Reader(tmp_path / "m.gguf")
+    matrices = 2 * shape.hidden * (2 * 64 + 2 * 32 + 3 * 128) + (0 if tied else 50 * shape.hidden)
+    assert read.bytes[stored.number] == (matrices * BITS[kind] // 8 if kind else 2 * (matrices + 50 * shape.hidden))
+    assert gguf_file.facts(shape, stored).get("quantized_bytes", 0) == (read.bytes[stored.number] if kind else 0)
     assert {
         name: read.fields[f"llama.{name}"] for name in ("embedding_length", "block_count", "attention.head_count_kv")
-    } == {"embedding_length": 40, "block_count": 2, "attention.head_count_kv": 2}
+    } == {"embedding_length": shape.hidden, "block_count": 2, "attention.head_count_kv": 2}
     assert read.fields["general.architecture"] == "llama" and read.fields["llama.vocab_size"] == 50
     assert read.fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
     assert ("output.weight" in read.tensors) != tied and len(read.tensors) == 2 * 9 + (2 if tied else 3)
-    assert read.tensors["blk.1.ffn_down.weight"].shape == (40, 96) and read.tensors["blk.0.attn_k.weight"].shape == (
-        32,
-        40,
-    )
+    assert read.tensors["blk.1.ffn_down.weight"].shape == (shape.hidden, 128)
+    assert read.tensors["blk.0.attn_k.weight"].shape == (32, shape.hidden)
     assert (read.tensors["blk.0.attn_norm.weight"] == 1).all()
     matrices = [t for t in read.tensors.values() if t.ndim == 2]
     assert all(0.015 < m.std() < 0.025 and len(np.unique(m[:, :8], axis=0)) == len(m) for m in matrices)
     starts = {m.tobytes()[:64] for m in matrices}
     assert len(starts) == len(matrices), "no two are equal"
     assert read.end <= len(read.data) < read.end + 32
+
+
+@pytest.mark.parametrize("kind", gguf_file.QUANTIZED)
+def test_blocks_have_the_weights(kind):
+    stored, weights = gguf_file.QUANTIZED[kind], np.random.default_rng(3).normal(0, 0.02, (500, 64)).astype(np.float32)
+    block, decode = BLOCKS[stored.number]
+    found = decode(stored.pack(weights.reshape(-1, stored.weights)).view(block)[:, 0]).reshape(weights.shape)
+    error = np.linalg.norm(found - weights) / np.linalg.norm(weights)  # round_to chooses better scales for some kinds
+    assert error < 1.3 * relative_error(weights, round_to(weights, kind, 32 if kind == "int8" else None))
+
+
+def test_rows_of_a_gguf_file_are_whole_blocks(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"attn_q.weight has rows of 40 weights, Q4_0 has blocks of 32: choose another"
+    ):
+        gguf_file.write(
+            tmp_path / "m.gguf", dataclasses.replace(SHAPE, hidden=40, tied=True), gguf_file.QUANTIZED["int4"]
+        )
 
 
 def test_environments_are_reinstalled_when_versions_change(tmp_path, monkeypatch, capsys):
