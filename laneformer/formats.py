@@ -123,6 +123,27 @@ def bf12_exceptions(bits: np.ndarray) -> int:
     return int(counts.sum() - counts[bf12_table(counts)].sum())
 
 
+def bf12_rounded(bits: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16, uint16, with each exception replaced by the nearest value of its sign that the table holds,
+    of two the smaller. Exceptions must be finite.
+    """
+    rounded, held = bits.copy(), np.zeros(128, bool)
+    held[table] = True
+    places = np.nonzero(~held[bits >> 8 & 0x7F])
+    sizes = bits[places] & 0x7FFF
+    entries = np.sort(table).astype(np.uint16)
+    number = np.searchsorted(entries, sizes >> 8)  # of the first entry above
+    below = entries[np.maximum(number - 1, 0)] << 8 | 0xFF
+    above = entries[np.minimum(number, BF12_TABLE - 1)] << 8
+
+    def value(sizes: np.ndarray) -> np.ndarray:
+        return (sizes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+    nearer = (number == 0) | (number < BF12_TABLE) & (value(above) - value(sizes) < value(sizes) - value(below))
+    rounded[places] = np.where(nearer, above, below) | bits[places] & 0x8000
+    return rounded
+
+
 @dataclass(frozen=True)
 class Bf12Tiles:
     """Tiles of 16 rows of bfloat16 in 12 bits per weight, cut into units of 8 columns.

@@ -41,6 +41,10 @@ class Options:
     """How bfloat16 weights are written: as they are (the default), or in 12 bits without loss (docs/bf12.md). Quantized
     weights stay so (docs/quantized.md) unless this is bfloat16.
     """
+    round_exceptions: bool = False
+    """With --weights bf12: change values. At most 1e-3 of a matrix's weights, those that its table does not hold,
+    become the nearest value that it holds; matrices with more stay bfloat16, unchanged.
+    """
     spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
     """model_type in config.json, which decides the names of its exchange switches."""
     overwrite: bool = False
@@ -61,7 +65,13 @@ def convert(options: Options) -> str:
         num_lanes=options.lanes,
         weights="bfloat16" if options.weights == "bfloat16" else None,
     )
-    save_hf(model, options.target, spelling=options.spelling, weights=options.weights)
+    save_hf(
+        model,
+        options.target,
+        spelling=options.spelling,
+        weights=options.weights,
+        round_exceptions=options.round_exceptions,
+    )
     beside = checkpoint_files(options.source)
     copied = [name for name in TOKENIZER_FILES if (beside / name).exists()]
     for name in copied:
@@ -76,7 +86,10 @@ def convert(options: Options) -> str:
     tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
     size = f"{parameter_count(config):,} parameters in {dtype}"
     if options.weights == "bf12":
-        size += f", {HfFolder(options.target).packed_weights:,} of them in 12 bits each"
+        folder = HfFolder(options.target)
+        size += f", {folder.packed_weights:,} of them in 12 bits each"
+        if options.round_exceptions:
+            size += f" ({folder.rounded_weights:,} changed to the nearest value that their table holds)"
     return f"{options.target}: {size}, {config.num_lanes} lanes, layout {config.layout}; {tokenizer}"
 
 

@@ -8,7 +8,7 @@ file, which names the matrices.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +20,15 @@ from laneformer.config import ModelConfig
 from laneformer.decoder import decoder_ops
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json
-from laneformer.formats import BF12_COLUMNS, BF12_LINE, BF12_MOST_EXCEPTIONS, BF12_ROWS, Bf12Tiles, bf12_table
+from laneformer.formats import (
+    BF12_COLUMNS,
+    BF12_LINE,
+    BF12_MOST_EXCEPTIONS,
+    BF12_ROWS,
+    Bf12Tiles,
+    bf12_rounded,
+    bf12_table,
+)
 from laneformer.hf.safetensors import ALIGNMENT, DTYPES, Output, Source, Tensor, map_file
 from laneformer.ops import Product
 
@@ -38,6 +46,8 @@ class Group:
     """By tensor name, [lanes, rows, columns], or [rows, columns] for one lane; equal but for the rows."""
     interleaved: bool = False
     """Tiles alternate between matrices of equal shapes, as of gate and up; otherwise their rows follow each other."""
+    rounded: int = 0
+    """Weights that were changed to the nearest value of the table when they were written."""
 
     @property
     def name(self) -> str:
@@ -213,7 +223,7 @@ def _groups(file: Path, text: object) -> Iterator[Group]:
 def _group(entry: Mapping[str, Any]) -> Group:
     """Raises ValueError, or what a wrong type causes."""
     shapes = {name: tuple(shape) for name, shape in entry["matrices"].items()}
-    interleaved = entry["interleaved"]
+    interleaved, rounded = entry["interleaved"], entry.get("rounded", 0)
     sizes = [size for shape in shapes.values() for size in shape]
     if (
         not sizes
@@ -221,10 +231,12 @@ def _group(entry: Mapping[str, Any]) -> Group:
         or type(interleaved) is not bool
     ):
         raise ValueError(f"{shapes} are no shapes of matrices")
+    if type(rounded) is not int or rounded < 0:
+        raise ValueError(f"rounded is {rounded!s:.20}, not a number of weights")
     rest = {(*shape[:-2], shape[-2] if interleaved else 0, shape[-1]) for shape in shapes.values() if len(shape) > 1}
     if {len(shape) for shape in shapes.values()} - {2, 3} or len(rest) != 1:
         raise ValueError(f"{shapes} do not fit each other")
-    return Group(shapes, interleaved)
+    return Group(shapes, interleaved, rounded)
 
 
 def _read_group(group: Group, parts: Mapping[str, Tensor]) -> StoredGroup:
@@ -258,8 +270,10 @@ class GroupPlan:
     exceptions: int
 
     @classmethod
-    def of(cls, group: Group, matrices: Mapping[str, np.ndarray]) -> "GroupPlan":
-        """By its weights, whose bits are uint16."""
+    def of(cls, group: Group, matrices: Mapping[str, np.ndarray], round_exceptions: bool = False) -> "GroupPlan":
+        """By its weights, whose bits are uint16. round_exceptions: change them, if they are few, to the nearest values
+        of the table. Raises CheckpointError if they are not finite then.
+        """
         counts = np.zeros(128, np.int64)
         for name in group.shapes:
             bits = matrices[name].reshape(-1)
@@ -267,7 +281,15 @@ class GroupPlan:
                 high = (bits[first : first + _COUNTED] >> 8 & 0x7F).astype(np.uint8)
                 counts += np.bincount(high, minlength=128)
         table = bf12_table(counts)
-        return cls(group, table, int(counts.sum() - counts[table].sum()))
+        plan = cls(group, table, int(counts.sum() - counts[table].sum()))
+        if not round_exceptions or not plan.fits:
+            return plan
+        if counts[0x7F] and 0x7F not in table:
+            raise CheckpointError(
+                f"{', '.join(group.shapes)}: a weight is infinite, NaN or at least 2^127: round no exceptions of this"
+                " model, or use an earlier checkpoint"
+            )
+        return cls(replace(group, rounded=plan.exceptions), table, 0)
 
     @property
     def fits(self) -> bool:
@@ -287,7 +309,8 @@ class GroupPlan:
 
         def tiles() -> Iterator[np.ndarray]:
             for block in group.blocks(matrices(), int(self.table[0]) << 8):
-                encoded = Bf12Tiles.encode(block, self.table)
+                held = bf12_rounded(block, self.table) if group.rounded else block
+                encoded = Bf12Tiles.encode(held, self.table)
                 words.append(encoded.exceptions)
                 yield encoded.units
 
@@ -303,6 +326,7 @@ def metadata_of(groups: Iterable[Group]) -> dict[str, str]:
     """The entry in the metadata of the file that has them."""
     entries = [
         {"matrices": {name: list(shape) for name, shape in group.shapes.items()}, "interleaved": group.interleaved}
+        | ({"rounded": group.rounded} if group.rounded else {})
         for group in groups
     ]
     return {KEY: json.dumps({"format_version": VERSION, "groups": entries}, separators=(",", ":"))}

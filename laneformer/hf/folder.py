@@ -91,6 +91,11 @@ class HfFolder:
         """Weights that the files have in 12 bits each."""
         return sum(stored.group.weights for stored in self._groups)
 
+    @property
+    def rounded_weights(self) -> int:
+        """Weights whose values were changed when they were written in 12 bits."""
+        return sum(stored.group.rounded for stored in self._groups)
+
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """Path and array of each weight, or the record of a quantized one, lane-first and contiguous, in
         `packing_order`, but for the paths in `without`.
@@ -174,19 +179,24 @@ def save_hf(
     *,
     spelling: str = "laneformer_tp",
     weights: Literal["bfloat16", "bf12"] | None = None,
+    round_exceptions: bool = False,
 ) -> Path:
     """Writes config.json and model.safetensors (several files with an index above 5 GB) and returns the folder.
 
     The weights keep their dtype and load again bit for bit. weights: bf12 to write bfloat16 matrices in 12 bits each
-    (docs/bf12.md), bfloat16 to refuse other dtypes. Files are replaced only once their successors are complete. Raises
-    ConfigError for `weights` of another dtype, CheckpointError if the folder cannot be written.
+    (docs/bf12.md), bfloat16 to refuse other dtypes. round_exceptions: changes values: at most 1e-3 of the weights of a
+    matrix in bf12 become the nearest value that its table holds. Files are replaced only once their successors are
+    complete. Raises ConfigError for `weights` of another dtype and for round_exceptions without bf12, CheckpointError
+    if the folder cannot be written.
     """
     path, dtype = Path(path), model.tok_embeddings[...].dtype.name
     if weights is not None and dtype != "bfloat16":
         raise ConfigError(f"weights {weights} must be bfloat16, got {dtype}: convert them with --dtype bfloat16")
+    if round_exceptions and weights != "bf12":
+        raise ConfigError("exceptions are rounded in weights of 12 bits alone: add --weights bf12")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        files = list(_bf12_files(model) if weights == "bf12" else _plain_files(model))
+        files = list(_bf12_files(model, round_exceptions) if weights == "bf12" else _plain_files(model))
         stale = set(path.glob("*.safetensors")) | {path / INDEX}
         weight_map, total = {}, 0
         for i, file in enumerate(files):
@@ -282,12 +292,12 @@ def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
     yield names
 
 
-def _bf12_files(model: Laneformer) -> Iterator[_File]:
+def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
     """Groups that have few exceptions in 12 bits, everything else as it is."""
     tensors, plans = _Tensors(model), {}
     for group in groups_of(model.config, own.sources(model.config, parameter_table(model.config))):
         if all(tensors.dtypes.get(name) == jnp.bfloat16 for name in group.shapes):
-            plan = GroupPlan.of(group, _bits(tensors, group.shapes))
+            plan = GroupPlan.of(group, _bits(tensors, group.shapes), round_exceptions)
             plans |= {group.name: plan} if plan.fits else {}
     packed = {name for plan in plans.values() for name in plan.group.shapes}
     plain = {name: size for name, size in tensors.sizes.items() if name not in packed}

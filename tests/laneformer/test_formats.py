@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, FORMATS, KERNEL_FORMATS, Bf12, Bf12Tiles, bf12_exceptions
+from laneformer.formats import (
+    BF12_END,
+    BF12_MOST_EXCEPTIONS,
+    FORMATS,
+    KERNEL_FORMATS,
+    Bf12,
+    Bf12Tiles,
+    bf12_exceptions,
+    bf12_rounded,
+)
 
 
 def test_bytes_include_the_scales():
@@ -132,3 +141,11 @@ def test_trained_like_weights_have_few_exceptions():
     share = outside(normal((512, 3072))) / (512 * 3072)
     assert 2e-5 < share < 2e-4 < BF12_MOST_EXCEPTIONS
     assert outside(BITS["random bits"]) / BITS["random bits"].size > 0.5
+
+
+def test_bf12_rounds_to_the_nearer_neighbour():
+    """Of 0.498046875 (0x3EFF) and 2; below the least value, above the largest, and held ones."""
+    table = np.array([64, 62, 61, 60, 65, 66, 67, 68], np.uint8)
+    bits = {0x3F00: 0x3EFF, 0x3F9F: 0x3EFF, 0x3FA0: 0x4000, 0xBFFF: 0xC000, 0: 0x3C00, 0x8001: 0xBC00}
+    bits |= {0x7F7F: 0x44FF, 0x4500: 0x44FF, 0x3EFF: 0x3EFF, 0xC412: 0xC412}
+    assert bf12_rounded(np.array([*bits], np.uint16), table).tolist() == [*bits.values()]

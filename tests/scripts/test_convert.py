@@ -46,9 +46,11 @@ def test_twelve_bits_and_back(tmp_path, capsys):
         (LANED, "plain", "--dtype", "bfloat16"),
         (LANED, "packed", "--dtype", "bfloat16", "--weights", "bf12"),
         (tmp_path / "packed", "back", "--weights", "bfloat16"),
+        (LANED, "rounded", "--dtype", "bfloat16", "--weights", "bf12", "--round-exceptions"),
     ):
         assert main([str(source), str(tmp_path / target), *options]) == 0
-    assert " parameters in bfloat16, " in (out := capsys.readouterr().out) and out.count("of them in 12 bits each") == 1
+    assert " parameters in bfloat16, " in (out := capsys.readouterr().out) and out.count("of them in 12 bits each") == 2
+    assert " in 12 bits each (11 changed to the nearest value that their table holds), 8 lanes" in out
     plain, packed, back = ((tmp_path / name / "model.safetensors") for name in ("plain", "packed", "back"))
     assert back.read_bytes() == plain.read_bytes() != packed.read_bytes()
 
@@ -102,6 +104,7 @@ def test_damaged_run_is_one_line(tmp_path, command):
         (LANED, ("--lanes", "4"), "8 lanes"),
         (DENSE, ("--lanes", "3"), "num_lanes"),
         (LANED, ("--weights", "bf12"), "must be bfloat16, got float32"),
+        (LANED, ("--round-exceptions",), "add --weights bf12"),
         (LANED, (), "--overwrite"),
     ],
 )

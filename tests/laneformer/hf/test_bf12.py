@@ -12,6 +12,7 @@ import laneformer.hf.safetensors
 from laneformer import CheckpointError, ConfigError, load, save_hf
 from laneformer.checkpoint import open_checkpoint
 from laneformer.formats import BF12_END
+from laneformer.hf.folder import HfFolder
 from laneformer.hf.safetensors import map_file, read_header
 from laneformer.weights import packing_order
 from tests.support import tiny
@@ -103,6 +104,49 @@ def test_a_quarter_smaller(tmp_path):
         folder = save_hf(model, tmp_path / kind, weights=kind)
         sizes[kind] = (folder / "model.safetensors").stat().st_size
     assert 0.74 < sizes["bf12"] / sizes["bfloat16"] < 0.78
+
+
+@pytest.mark.usefixtures("many_exceptions")
+def test_rounded_exceptions_are_the_nearest_held_values(tmp_path):
+    """Everything else keeps its bits, the matrix with too many exceptions too; the folder has no exceptions."""
+    model = model_of()
+    save_hf(model, tmp_path / "packed", weights="bf12")
+    save_hf(model, tmp_path / "rounded", weights="bf12", round_exceptions=True)
+    expected, changed = bits_of(model), 0
+    packed, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "rounded"))
+    assert packed.keys() == rounded.keys()
+    assert all((words == BF12_END).all() for name, words in rounded.items() if name.endswith("_exceptions"))
+    weights = load(tmp_path / "rounded").weights()
+    every = np.arange(1 << 16).astype(np.uint16)
+    for group in json.loads(read_header(tmp_path / "packed" / "model.safetensors").metadata["bf12"])["groups"]:
+        table = packed[f"{next(iter(group['matrices']))}.bf12_table"]
+        held = value(every[np.isin(every >> 8 & 0x7F, table)])
+        for path in (name.removeprefix("model.").removesuffix(".weight") for name in group["matrices"]):
+            before = np.frombuffer(expected.pop(path), np.uint16)
+            after = np.asarray(weights[path]).view(np.uint16).reshape(-1)
+            rare = ~np.isin(before >> 8 & 0x7F, table)
+            assert (before[~rare] == after[~rare]).all() and (before >> 15 == after >> 15).all()
+            nearest = np.abs(held - value(before[rare])[:, None]).min(1)
+            assert (np.abs(value(after[rare]) - value(before[rare])) == nearest).all()
+            changed += rare.sum()
+    assert changed > 100 and {path: np.asarray(weights[path]).tobytes() for path in expected} == expected
+    counts = [HfFolder(tmp_path / name).rounded_weights for name in ("packed", "rounded")]
+    assert counts == [0, changed]
+
+
+def value(bits: np.ndarray) -> np.ndarray:
+    """Of bfloat16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.usefixtures("many_exceptions")
+def test_exceptions_that_are_not_finite_are_not_rounded(tmp_path):
+    model = model_of()
+    weights = model.weights() | {"lm_head": model.weights()["lm_head"].at[0, 0].set(np.inf)}
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight: a weight is infinite, NaN or at least 2\^127: round no"
+    ):
+        save_hf(laneformer.Laneformer(model.config, weights), tmp_path, weights="bf12", round_exceptions=True)
 
 
 def test_other_dtypes_are_refused(tmp_path):
@@ -250,7 +294,10 @@ def test_damage_is_refused_by_name(whole, tmp_path, name):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", "null", '{"format_version": 1, "groups": {"a": 1}}'])
+ROUNDED = '{"format_version": 1, "groups": [{"matrices": {"a": [2, 2]}, "interleaved": false, "rounded": "x"}]}'
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", "null", '{"format_version": 1, "groups": {"a": 1}}', ROUNDED])
 def test_metadata_that_are_none(whole, tmp_path, text):
     copy(whole, tmp_path)
     Parts(tmp_path / "model.safetensors").write(text)
