@@ -3,8 +3,8 @@
 # Name -> MODULE:FUNCTION, imported when asked for, so that infer can read configs.models without importing train.
 RECIPES = {
     "stdlib": "configs.stdlib:stdlib",
-    "stdlib_int4": "configs.stdlib:stdlib_int4",
     "tiny": "configs.tiny:tiny",
+    "stdlib_int4": "configs.stdlib:stdlib_int4",
     "laneformer_120m": "configs.small:laneformer_120m",
     "laneformer_350m": "configs.small:laneformer_350m",
     "laneformer_2b": "configs.laneformer_2b:laneformer_2b",

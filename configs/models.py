@@ -80,6 +80,7 @@ LANEFORMER_2B = ModelConfig(
 MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
     "tiny": TINY_LONG,
+    "stdlib_int4": STDLIB,
     "laneformer_120m": LANEFORMER_120M,
     "laneformer_350m": LANEFORMER_350M_LONG,
     "laneformer_2b": LANEFORMER_2B,
