@@ -341,12 +341,6 @@ int64_t Worker::mapped_tiles(const Product& product) const {
   return units * (product.gated ? 2 : 1);
 }
 
-const char* Worker::quantized(const Product& product, int64_t tile) const {
-  const Form& form = d_.forms[product.number];
-  const int64_t first = packed_[product.number].first_unit * (product.gated ? 2 : 1);
-  return form.mapped + (first + tile) * tile_bytes(form.quantized, product.columns);
-}
-
 void Worker::use_mapped(const Product& product) {
   const Form& form = d_.forms[product.number];
   const int64_t bytes =
@@ -379,7 +373,8 @@ uint64_t Worker::read() const {
     const Form& form = d_.forms[product->number];
     const Packed& packed = packed_[product->number];
     if (form.is_quantized) {
-      sum += k_.read(quantized(*product, 0), mapped_tiles(*product) * tile_bytes(form.quantized, product->columns));
+      const int64_t tile = tile_bytes(form.quantized, product->columns);
+      sum += k_.read(form.mapped + packed.first_unit * (product->gated ? 2 : 1) * tile, mapped_tiles(*product) * tile);
     } else if (form.mapped) {
       sum += k_.read(bf12(*product, 0).data, mapped_tiles(*product) * bf12_tile_bytes(product->columns));
     } else if (!d_.options.bf12) {

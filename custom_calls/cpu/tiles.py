@@ -8,7 +8,8 @@ import numpy as np
 
 from laneformer.quantized import INT4_ZERO, Quantized
 
-ROWS, BLOCK, CHUNK = 16, 32, 2048  # rows of a tile; columns of a block of codes and of a chunk
+ROWS, BLOCK, CHUNK = 16, 32, 512  # rows of a tile; columns of a block of codes and of a chunk
+LINE = 64  # bytes of codes
 CODES = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3}
 SCALES = {"bfloat16": 3, "float16": 4, "float32": 5}
 E8M0, E4M3 = 1, 2
@@ -22,7 +23,7 @@ class Tiles:
     format: tuple[int, int, int, bool, bool, bool]
     """The fields of `Quantized` in cpu/kernels/quantized.h."""
     data: np.ndarray
-    """Uint8 [lanes, tiles, bytes of a tile]."""
+    """Uint8 [lanes, bytes], of tiles in pairs."""
 
 
 def refusal(record: Quantized) -> str | None:
@@ -97,9 +98,9 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
         scale_type = 0
     elif scale_type is None:
         scale_type = SCALES[of_scale.dtype.name]
-    pieces = []
+    pieces = []  # uint8 [lanes, tiles, units, bytes of a unit]: two tiles alternate by units
     if rows:
-        pieces.append(_bytes(tiled(factors, 0)))
+        pieces.append(_bytes(tiled(factors, 0))[:, :, None])
     of_zero = tiled(zero_points, INT4_ZERO) if zeros else None
     for first in range(0, columns, CHUNK):
         here = min(CHUNK, columns - first)
@@ -109,12 +110,33 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
             found = [_bytes(part.swapaxes(2, 3))]
             if zeros:
                 found.append(_bytes(of_zero[..., groups].swapaxes(2, 3)))
-            size = sum(piece.shape[-1] for piece in found)
-            pieces += [*found, np.zeros((*of_code.shape[:2], -size % 64), np.uint8)]
+            found = np.concatenate(found, -1)
+            pieces.append(np.pad(found, [(0, 0), (0, 0), (0, -found.shape[-1] % 64)])[:, :, None])
         per = 8 * of_code.itemsize // parts[0].format.bits
         end = -(-(first + here) // BLOCK) * BLOCK // per
-        pieces.append(_bytes(of_code[..., first // per : end].swapaxes(2, 3)))
-    return Tiles((code_type, scale_type, group, shared, zeros, rows), np.concatenate(pieces, -1))
+        lines = _bytes(of_code[..., first // per : end].swapaxes(2, 3))
+        pieces.append(lines.reshape(*lines.shape[:2], -1, LINE))
+    return Tiles((code_type, scale_type, group, shared, zeros, rows), _paired(pieces))
+
+
+def _paired(pieces: list[np.ndarray]) -> np.ndarray:
+    """Pieces of all tiles, as [lanes, bytes]: of tiles 2 i and 2 i + 1 piece by piece, whose units alternate. A last
+    tile is by itself.
+    """
+    lanes, tiles = pieces[0].shape[:2]
+    sizes = [piece[0, 0].size for piece in pieces]
+    found = np.empty((lanes, tiles * sum(sizes)), np.uint8)
+    even = tiles - tiles % 2
+    for first, last, beside in ((0, even, 2), (even, tiles, 1)):
+        if first == last:
+            continue
+        streams = found[:, first * sum(sizes) : last * sum(sizes)].reshape(lanes, -1, beside * sum(sizes))
+        at = 0
+        for piece, size in zip(pieces, sizes, strict=True):
+            parts = piece[:, first:last].reshape(lanes, -1, beside, *piece.shape[2:]).swapaxes(2, 3)
+            streams[..., at : at + beside * size] = parts.reshape(*parts.shape[:2], -1)
+            at += beside * size
+    return found
 
 
 def _words(part: Quantized) -> np.ndarray:

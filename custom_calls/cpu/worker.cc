@@ -275,11 +275,12 @@ float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) 
 // One share of a product, from a tile of this worker on; returns the first tile of the next share.
 int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y,
                       int64_t ldy) {
-  const int64_t tiles = (share.last - share.first) * (product.gated ? 2 : 1);
+  const int64_t of = product.gated ? 2 : 1, tiles = (share.last - share.first) * of;
   const Form& form = d_.forms[product.number];
   if (form.is_quantized) {
-    d_.instructions.quantized->product(form.quantized, d_.activations, quantized(product, tile), prepared,
-                                       product.columns, tiles, positions_, y, ldy);
+    const int64_t all = product.units() * of, lane = share.lane * all * tile_bytes(form.quantized, product.columns);
+    d_.instructions.quantized->product(form.quantized, d_.activations, form.mapped + lane, all, share.first * of, tiles,
+                                       prepared, product.columns, positions_, y, ldy);
   } else if (form.bf12) {
     k_.product_bf12(d_.activations, bf12(product, tile), prepared, product.columns, tiles, positions_, y, ldy);
   } else {

@@ -60,7 +60,6 @@ class Worker {
   const float* vector_of(const Product& product, int lane);
   int64_t times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y, int64_t ldy);
   Bf12 bf12(const Product& product, int64_t tile) const;
-  const char* quantized(const Product& product, int64_t tile) const;
   int64_t mapped_tiles(const Product& product) const;
   const float* prepare(const Product& product, const float* x, int64_t stride);
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;

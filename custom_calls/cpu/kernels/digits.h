@@ -42,6 +42,19 @@ constexpr int kOffset = code == Code::int4   ? 8
 template <Code code>
 constexpr int kDoubled = code == Code::e2m1 ? 1 : 0;
 
+// In a register: GCC would load a line for each half of its bytes.
+LF_INLINE vb load_once(const char* from) {
+  vb line = load<vb>(from);
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(line));
+#endif
+  return line;
+}
+
+// Whether a sum of weights times q is below 2^31 in size: q is at most 0x7f7f80.
+template <Code code, int columns>
+constexpr bool kFits = kOffset<code> * (int64_t)columns * 0x7f7f80 < (int64_t)1 << 31;
+
 struct Head {                     // of a block, after its digits
   int32_t low, high;              // -offset * sums of the digits: where the sums of unsigned weights begin
   float unit, high_unit;          // s; 256 s
@@ -224,15 +237,15 @@ LF_INLINE void quads_of(vb line, vb& first, vb& second) {  // of a line of 8 col
   }
 }
 
-// Calls f(quad, weights of four columns) for each quad of a block, vector v of the rows.
-template <Code code, int columns, class F>
+// Calls f(quad, weights of four columns) for each quad of a block, vector v of the rows; S tiles are in the stream.
+template <Code code, int columns, int S, class F>
 LF_INLINE void each_quad(const char* codes, int v, F f) {
   if constexpr (code == Code::int8) {
-    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(codes + q() * 64 + v * sizeof(vb))); });
+    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(codes + q() * S * 64 + v * sizeof(vb))); });
   } else {
     each<columns / 8>([&](auto line) LF_INLINED {
       vb first, second;
-      quads_of<code>(load<vb>(codes + line() * 64 + v * sizeof(vb)), first, second);
+      quads_of<code>(load<vb>(codes + line() * S * 64 + v * sizeof(vb)), first, second);
       f(Count<2 * line()>{}, first);
       f(Count<2 * line() + 1>{}, second);
     });

@@ -49,6 +49,7 @@ struct Eights {
   static constexpr bool zeros = false;
   static constexpr int bytes = columns * kTile, step = columns * 4;
   static constexpr float factor = 256;
+  static constexpr int together = 1;
   struct Weights {
     vf of[columns];
   };
@@ -80,14 +81,13 @@ struct Eights {
 #endif
   }
 
-  template <int T, int v>
-  LF_INLINE void add(const char* (&codes)[T], const char* x, const float* const (&scales)[T], const float* const (&)[T],
-                     vf (&y)[T]) {
+  template <int T, int S, int v>
+  LF_INLINE void add(const char* codes, const char* x, const float* scales, const float*, vf* y) {
     vf chains[T][4] = {};
     each<columns / 4>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         vf w[4];
-        columns_of(codes[t()] + line() * 64, v, w);
+        columns_of(codes + (line() * S + t()) * 64, v, w);
         each<4>([&](auto c) LF_INLINED {
           chains[t()][c()] = fused(w[c()], splat(((const float*)x)[4 * line() + c()]), chains[t()][c()]);
         });
@@ -95,24 +95,26 @@ struct Eights {
     });
     each<T>([&](auto t) LF_INLINED {
       const vf total = (chains[t()][0] + chains[t()][1]) + (chains[t()][2] + chains[t()][3]);
-      y[t()] += total * loadf(scales[t()] + v * kWidth);
+      y[t()] += total * loadf(scales + t() * kTile + v * kWidth);
     });
   }
 
-  template <int v>
+  template <int S, int v>
   LF_INLINE void decode(const char* codes, Weights& to) {
     each<columns / 4>([&](auto line) LF_INLINED {
       vf w[4];
-      columns_of(codes + line() * 64, v, w);
+      columns_of(codes + line() * S * 64, v, w);
       each<4>([&](auto c) LF_INLINED { to.of[4 * line() + c()] = w[c()]; });
     });
   }
-  LF_INLINE vf times(const Weights& weights, const char* x, const float*) {
+  template <int T, class F>
+  LF_INLINE void times(const Weights (&weights)[T], const char* x, const float*, const F& f) {
+    static_assert(T == 1, "a block fills the registers");
     vf chains[4] = {};
     each<columns>([&](auto c) LF_INLINED {
-      chains[c() % 4] = fused(weights.of[c()], splat(((const float*)x)[c()]), chains[c() % 4]);
+      chains[c() % 4] = fused(weights[0].of[c()], splat(((const float*)x)[c()]), chains[c() % 4]);
     });
-    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
+    f(Count<0>{}, (chains[0] + chains[1]) + (chains[2] + chains[3]));
   }
 };
 

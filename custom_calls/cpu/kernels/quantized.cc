@@ -15,22 +15,17 @@ using laneformer::Quantized;
 using laneformer::ScaleType;
 
 #if defined(__AVX512F__)
-constexpr int kTogether = 2;  // tiles that share the digits of a position
+constexpr int kTogether = 2;  // tiles of a pair that share the loads of digits
 #else
 constexpr int kTogether = 1;
 #endif
 
-// How one position reads: tiles at a time, and how many bytes ahead they are fetched. AMD's prefetchers follow one
-// stream, and lose it where lines that they would bring are asked for.
-struct Reading {
-  int tiles;
-  int64_t ahead;
-};
-LF_INLINE Reading reading() {
+// How many bytes ahead a stream is fetched. AMD's prefetchers lose it where lines that they would bring are asked for.
+LF_INLINE int64_t reading_ahead() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("amd")) return {1, 0};
+  if (__builtin_cpu_is("amd")) return 0;
 #endif
-  return {kTogether, 1024};
+  return 2048;
 }
 
 // ------------------------------------------------------------------------------------------------------------ scales
@@ -65,43 +60,59 @@ LF_INLINE float shared_scale(ScaleType type, const char* from) {
   return scale_vector(type, padded, 0)[0];
 }
 
-// Of a chunk's blocks, 16 values each.
+// Of a chunk's blocks, 16 values of each of T tiles.
+template <int T>
 struct Scales {
-  alignas(64) float of[kChunkColumns / 16][kTile];
-  float zeros[kChunkColumns / 32][kTile];  // less the offset of codes
+  alignas(64) float of[kChunkColumns / 16][T][kTile];
+  float zeros[kChunkColumns / 32][T][kTile];  // less the offset of codes
 };
 
-// The scales of a chunk with `columns` columns, of blocks of `block`, times `factor`. Returns where the codes begin.
-template <int block, bool with_zeros>
-LF_INLINE const char* widen_scales(const Quantized& format, const char* from, int64_t columns, float factor,
-                                   Scales& to) {
-  const int64_t groups = laneformer::groups_of(format, columns);
-  const int repeat = format.group / block, each_bytes = laneformer::bytes_of(format.scale);
-  const char* const codes = from + laneformer::scale_bytes(format, columns);
-  float (*row)[kTile] = to.of;
-  for (int64_t g = 0; g < groups; g++, from += each_bytes * (format.shared ? 1 : kTile)) {
-    each<kVectors>([&](auto v) LF_INLINED {
-      vf scales;
-      if (format.shared) {
-        scales = splat(shared_scale(format.scale, from));
-      } else {
-        scales = scale_vector(format.scale, from, v());
-      }
-      for (int i = 0; i < repeat; i++) storef(row[i] + v() * kWidth, scales * splat(factor));
+// Where the scales or zero points of a tile's groups go: `repeat` rows for each, `step` floats apart.
+struct Rows {
+  int64_t groups;
+  int repeat, step;
+  float* to;
+};
+template <class F>
+LF_INLINE void each_group(const Rows& rows, const F& values) {
+  float* to = rows.to;
+  for (int64_t g = 0; g < rows.groups; g++) {
+    vf of[kVectors];
+    each<kVectors>([&](auto v) LF_INLINED { of[v()] = values(g, v()); });
+    for (int i = 0; i < rows.repeat; i++, to += rows.step)
+      each<kVectors>([&](auto v) LF_INLINED { storef(to + v() * kWidth, of[v()]); });
+  }
+}
+
+template <ScaleType type>
+LF_INLINE void widen_groups(const Rows& rows, const char* from, float factor) {
+  each_group(rows, [&](int64_t g, int v) LF_INLINED {
+    return scale_vector(type, from + g * kTile * laneformer::bytes_of(type), v) * splat(factor);
+  });
+}
+
+// The scales of a tile's chunk, times `factor`, and its zero points less the offset of codes.
+__attribute__((noinline)) void widen_scales(const Quantized& format, const char* from, const Rows& rows, float factor,
+                                            float* zeros) {
+  if (format.shared) {
+    each_group(rows, [&](int64_t g, int) LF_INLINED {
+      return splat(shared_scale(format.scale, from + g * laneformer::bytes_of(format.scale)) * factor);
     });
-    row += repeat;
+  } else {
+    switch (format.scale) {
+      case ScaleType::e8m0: widen_groups<ScaleType::e8m0>(rows, from, factor); break;
+      case ScaleType::e4m3: widen_groups<ScaleType::e4m3>(rows, from, factor); break;
+      case ScaleType::bf16: widen_groups<ScaleType::bf16>(rows, from, factor); break;
+      case ScaleType::f16: widen_groups<ScaleType::f16>(rows, from, factor); break;
+      default: widen_groups<ScaleType::f32>(rows, from, factor);
+    }
   }
-  for (; row < to.of + laneformer::padded_columns(columns) / block; row++) std::memset(*row, 0, sizeof *row);
-  if constexpr (with_zeros) {
-    float (*zero)[kTile] = to.zeros;
-    for (int64_t g = 0; g < groups; g++, from += kTile)
-      for (int i = 0; i < repeat; i++, zero++)
-        each<kVectors>([&](auto v) LF_INLINED {
-          const vf wide = __builtin_convertvector((vi)widen_bytes(from + v() * kWidth), vf);
-          storef(*zero + v() * kWidth, wide - splat((float)kOffset<Code::int4>));
-        });
-  }
-  return codes;
+  if (!format.zeros) return;
+  from += rows.groups * kTile * laneformer::bytes_of(format.scale);
+  each_group({rows.groups, rows.repeat, rows.step, zeros}, [&](int64_t g, int v) LF_INLINED {
+    const vf wide = __builtin_convertvector((vi)widen_bytes(from + g * kTile + v * kWidth), vf);
+    return wide - splat((float)kOffset<Code::int4>);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------- products
@@ -116,7 +127,8 @@ struct Digits {
   static constexpr int digits = digit_bytes<code, P, columns>();
   static constexpr int step = digits + (int)sizeof(Head);  // of a prepared block
   static constexpr float factor = 1;
-  struct Weights {  // of a vector of rows
+  static constexpr int together = kTogether;  // tiles of several positions
+  struct Weights {                            // of a vector of rows
     vb of[columns / 4];
   };
 
@@ -124,6 +136,9 @@ struct Digits {
 
   template <class SumsOf>
   LF_INLINE vf total(const SumsOf& sums, const Head& head, [[maybe_unused]] const float* zero) {
+    if constexpr (P == 3 && kFits<code, columns> && !zeros) {  // rounds as the sum of both does
+      return __builtin_convertvector(sums.low() + (vi)((vu)sums.high() << 8), vf) * splat(head.unit);
+    }
     vf low = __builtin_convertvector(sums.low(), vf);
     if constexpr (P == 3) {
       vf high = __builtin_convertvector(sums.high(), vf);
@@ -138,147 +153,170 @@ struct Digits {
     }
   }
 
-  // One position, T tiles: y[t] += their block times its scales.
-  template <int T, int v>
-  LF_INLINE void add(const char* (&codes)[T], const char* x, const float* const (&scales)[T],
-                     const float* const (&zero)[T], vf (&y)[T]) {
+  // One position, T of the S tiles in a stream: y[t] += their block times its scales.
+  template <int T, int S, int v>
+  LF_INLINE void add(const char* codes, const char* x, const float* scales, const float* zero, vf* y) {
     Head head;
     std::memcpy(&head, x + digits, sizeof head);
     Sums<code, P, columns> sums[T];
     each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
+    const auto line_of = [&](int number, int t)
+                             LF_INLINED { return load_once(codes + (number * S + t) * 64 + v * sizeof(vb)); };
     if constexpr (code == Code::int8) {
       each<columns / 4>([&](auto q) LF_INLINED {
-        each<T>([&](auto t)
-                    LF_INLINED { sums[t()].template add<q()>(load<vb>(codes[t()] + q() * 64 + v * sizeof(vb)), x); });
+        each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(line_of(q(), t()), x); });
       });
     } else {
       each<columns / 8>([&](auto line) LF_INLINED {
         vb first[T], second[T];
-        each<T>([&](auto t) LF_INLINED {
-          quads_of<code>(load<vb>(codes[t()] + line() * 64 + v * sizeof(vb)), first[t()], second[t()]);
-        });
+        each<T>([&](auto t) LF_INLINED { quads_of<code>(line_of(line(), t()), first[t()], second[t()]); });
         each<T>([&](auto t) LF_INLINED { sums[t()].template add<2 * line()>(first[t()], x); });
         each<T>([&](auto t) LF_INLINED { sums[t()].template add<2 * line() + 1>(second[t()], x); });
       });
     }
     each<T>([&](auto t) LF_INLINED {
-      y[t()] += total(sums[t()], head, zeros ? zero[t()] + v * kWidth : nullptr) * loadf(scales[t()] + v * kWidth);
+      constexpr int at = t() * kTile + v * kWidth;
+      y[t()] += total(sums[t()], head, zeros ? zero + at : nullptr) * loadf(scales + at);
     });
   }
 
-  template <int v>
+  template <int S, int v>
   LF_INLINE void decode(const char* codes, Weights& to) {
-    each_quad<code, columns>(codes, v, [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
+    each_quad<code, columns, S>(codes, v, [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
   }
-  LF_INLINE vf times(const Weights& weights, const char* x, const float* zero) {
+  // f(t, sum of tile t's block), of T tiles.
+  template <int T, class F>
+  LF_INLINE void times(const Weights (&weights)[T], const char* x, const float* zero, const F& f) {
     Head head;
     std::memcpy(&head, x + digits, sizeof head);
-    Sums<code, P, columns> sums;
-    sums.begin(head);
-    each<columns / 4>([&](auto q) LF_INLINED { sums.template add<q()>(weights.of[q()], x); });
-    return total(sums, head, zero);
+    Sums<code, P, columns> sums[T];
+    each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
+    each<columns / 4>([&](auto q) LF_INLINED {
+      each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(weights[t()].of[q()], x); });
+    });
+    each<T>([&](auto t) LF_INLINED { f(t, total(sums[t()], head, zero + t() * kTile)); });
   }
 };
 
-// One position: T tiles side by side, which lie `tile` bytes apart.
-template <class Format, int T>
-__attribute__((noinline)) void multiply_one(const Quantized& format, const char* w, const char* x, int64_t columns,
-                                            int64_t ahead, float* y) {
+// Calls f(codes, scales and zeros of a block's T tiles) for each block, where `stream` has S tiles and those of T begin
+// with number `member`.
+template <class Format, int T, int S, class F>
+LF_INLINE void each_block(const Quantized& format, const char* stream, int member, int64_t columns, const F& f) {
   constexpr int kBlock = Format::columns;
-  const int64_t tile = laneformer::tile_bytes(format, columns);
-  Scales scales[T];
-  const int scale_step = format.group ? kTile : 0;
+  const int64_t ahead = reading_ahead();
+  Scales<T> scales;
   if (!format.group)
-    for (Scales& of : scales)
-      for (float& one : of.of[0]) one = Format::factor;
-  const char* at = w + (format.rows ? 4 * kTile : 0);
-  vf sums[kVectors][T] = {};
+    for (auto& tile : scales.of[0])
+      for (float& one : tile) one = Format::factor;
+  const int step = format.group ? T * kTile : 0;
+  const char* at = stream + (format.rows ? S * 4 * kTile : 0);
   for (int64_t first = 0; first < columns; first += kChunkColumns) {
     const int64_t here = columns - first < kChunkColumns ? columns - first : kChunkColumns;
-    const char* codes[T];
-    each<T>([&](auto t) LF_INLINED {
-      codes[t()] = at + t() * tile;
-      if (format.group)
-        codes[t()] = widen_scales<kBlock, Format::zeros>(format, codes[t()], here, Format::factor, scales[t()]);
-    });
-    const char* const end = codes[0] + laneformer::code_bytes(format, here);
-    const float *scale[T], *zero[T];
-    each<T>([&](auto t) LF_INLINED { scale[t()] = scales[t()].of[0], zero[t()] = scales[t()].zeros[0]; });
-    for (; codes[0] < end; x += Format::step) {
-      each<T>([&](auto t) LF_INLINED {
-        each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes[t()] + ahead + 64 * line()); });
-      });
-      each<kVectors>([&](auto v) LF_INLINED {
-        Format::template add<T, v()>(codes, x, scale, zero, sums[v()]);
-        if (kVectors > 1) __asm__("" : "+r"(x));  // the next vector of rows loads the digits again
-      });
-      each<T>([&](auto t) LF_INLINED { codes[t()] += Format::bytes, scale[t()] += scale_step, zero[t()] += kTile; });
+    if (format.group) {
+      const int64_t bytes = laneformer::scale_bytes(format, here), groups = laneformer::groups_of(format, here);
+      for (int t = 0; t < T; t++)
+        widen_scales(format, at + (member + t) * bytes, {groups, format.group / kBlock, T * kTile, scales.of[0][t]},
+                     Format::factor, scales.zeros[0][t]);
+      for (int64_t b = groups * (format.group / kBlock); b < laneformer::padded_columns(here) / kBlock; b++)
+        std::memset(scales.of[b], 0, sizeof scales.of[b]);
+      at += S * bytes;
     }
-    at = codes[0];
+    const char* const end = at + S * laneformer::code_bytes(format, here);
+    const float *scale = scales.of[0][0], *zero = scales.zeros[0][0];
+    for (; at < end; at += S * Format::bytes, scale += step, zero += T * kTile) {
+      if (ahead)
+        each<S * Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(at + ahead + 64 * line()); });
+      f(at + member * 64, scale, zero);
+    }
   }
+}
+
+// One position.
+template <class Format, int T, int S>
+__attribute__((noinline)) void multiply_one(const Quantized& format, const char* stream, int member, const char* x,
+                                            int64_t columns, float* y) {
+  constexpr int kSide = T < kTogether ? T : kTogether;
+  vf sums[kVectors][T] = {};
+  each_block<Format, T, S>(
+      format, stream, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
+        each<T / kSide>([&](auto side) LF_INLINED {
+          constexpr int t = side() * kSide;
+          each<kVectors>([&](auto v) LF_INLINED {
+            Format::template add<kSide, S, v()>(codes + t * 64, x, scale + t * kTile, zero + t * kTile, sums[v()] + t);
+            // The next vector of rows loads the digits again.
+            if (kVectors * T > kSide) __asm__("" : "+r"(x));
+          });
+        });
+        x += Format::step;
+      });
   each<T>([&](auto t) LF_INLINED {
     each<kVectors>([&](auto v) LF_INLINED {
       vf total = sums[v()][t()];
-      if (format.rows) total *= load<vf>(w + t() * tile + v() * sizeof(vf));
+      if (format.rows) total *= load<vf>(stream + (member + t()) * 4 * kTile + v() * sizeof(vf));
       storef(y + t() * kTile + v() * kWidth, total);
     });
   });
 }
 
 // Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
-template <class Format>
-__attribute__((noinline)) void multiply_several(const Quantized& format, const char* w, const char* x, int64_t columns,
-                                                int positions, float* y, int64_t ldy) {
-  constexpr int kBlock = Format::columns;
-  const int64_t ahead = reading().ahead;
-  Scales scales;
-  const int scale_step = format.group ? kTile : 0;
-  if (!format.group)
-    for (float& one : scales.of[0]) one = Format::factor;
-  const char* codes = w + (format.rows ? 4 * kTile : 0);
-  for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, kTile * sizeof(float));
-  for (int64_t first = 0; first < columns; first += kChunkColumns) {
-    const int64_t here = columns - first < kChunkColumns ? columns - first : kChunkColumns;
-    if (format.group) codes = widen_scales<kBlock, Format::zeros>(format, codes, here, Format::factor, scales);
-    const char* const end = codes + laneformer::code_bytes(format, here);
-    const float *scale = scales.of[0], *zero = scales.zeros[0];
-    for (; codes < end; codes += Format::bytes, scale += scale_step, zero += kTile, x += positions * Format::step) {
-      each<Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(codes + ahead + 64 * line()); });
-      each<kVectors>([&](auto v) LF_INLINED {
-        typename Format::Weights weights;
-        Format::template decode<v()>(codes, weights);
-        const vf factor = loadf(scale + v() * kWidth);
-        float* to = y + v() * kWidth;
-        const char* from = x;
-        for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
-          storef(to, loadf(to) + Format::times(weights, from, zero + v() * kWidth) * factor);
+template <class Format, int T, int S>
+__attribute__((noinline)) void multiply_several(const Quantized& format, const char* stream, int member, const char* x,
+                                                int64_t columns, int positions, float* y, int64_t ldy) {
+  for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, T * kTile * sizeof(float));
+  each_block<Format, T, S>(
+      format, stream, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
+        each<kVectors>([&](auto v) LF_INLINED {
+          typename Format::Weights weights[T];
+          vf factors[T];
+          each<T>([&](auto t) LF_INLINED {
+            Format::template decode<S, v()>(codes + t() * 64, weights[t()]);
+            factors[t()] = loadf(scale + t() * kTile + v() * kWidth);
+          });
+          float* to = y + v() * kWidth;
+          const char* from = x;
+          for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
+            Format::template times<T>(weights, from, zero + v() * kWidth, [&](auto t, vf sum) LF_INLINED {
+              storef(to + t() * kTile, loadf(to + t() * kTile) + sum * factors[t()]);
+            });
+        });
+        x += positions * Format::step;
       });
-    }
-  }
   if (format.rows)
     for (int p = 0; p < positions; p++)
-      each<kVectors>([&](auto v) LF_INLINED {
-        float* const to = y + p * ldy + v() * kWidth;
-        storef(to, loadf(to) * load<vf>(w + v() * sizeof(vf)));
-      });
+      for (int i = 0; i < T * kTile; i += kWidth) {
+        float* const to = y + p * ldy + i;
+        storef(to, loadf(to) * load<vf>(stream + (member * kTile + i) * 4));
+      }
+}
+
+template <class Format, int T, int S>
+LF_INLINE void multiply(const Quantized& format, const char* stream, int member, const char* x, int64_t columns,
+                        int positions, float* y, int64_t ldy) {
+  if (positions == 1) {
+    multiply_one<Format, T, S>(format, stream, member, x, columns, y);
+  } else {
+    constexpr int kSide = T < Format::together ? T : Format::together;
+    for (int t = 0; t < T; t += kSide)
+      multiply_several<Format, kSide, S>(format, stream, member + t, x, columns, positions, y + t * kTile, ldy);
+  }
 }
 
 template <class Format>
-void product_of(const Quantized& format, const char* w, const char* x, int64_t columns, int64_t tiles, int positions,
-                float* y, int64_t ldy) {
-  const int64_t tile = laneformer::tile_bytes(format, columns);
-  if (positions > 1) {
-    for (; tiles > 0; tiles--, w += tile, y += kTile)
-      multiply_several<Format>(format, w, x, columns, positions, y, ldy);
-    return;
+void product_of(const Quantized& format, const char* tiles, int64_t all, int64_t first, int64_t count, const char* x,
+                int64_t columns, int positions, float* y, int64_t ldy) {
+  const int64_t bytes = laneformer::tile_bytes(format, columns), end = first + count;
+  for (int64_t t = first; t < end;) {
+    const int member = t % 2;
+    const char* const stream = tiles + (t - member) * bytes;
+    float* const to = y + (t - first) * kTile;
+    if (t - member + 1 == all) {
+      multiply<Format, 1, 1>(format, stream, 0, x, columns, positions, to, ldy), t++;
+    } else if (member || t + 1 == end) {
+      multiply<Format, 1, 2>(format, stream, member, x, columns, positions, to, ldy), t++;
+    } else {
+      multiply<Format, 2, 2>(format, stream, 0, x, columns, positions, to, ldy), t += 2;
+    }
   }
-  const Reading way = reading();
-  if constexpr (kTogether > 1) {
-    if (way.tiles > 1)
-      for (; tiles >= kTogether; tiles -= kTogether, w += kTogether * tile, y += kTogether * kTile)
-        multiply_one<Format, kTogether>(format, w, x, columns, way.ahead, y);
-  }
-  for (; tiles > 0; tiles--, w += tile, y += kTile) multiply_one<Format, 1>(format, w, x, columns, way.ahead, y);
 }
 
 template <class Format>
@@ -315,10 +353,10 @@ void prepare(const Quantized& format, Activations activations, const float* x, i
   with_format(format, activations, [&](auto of) { prepare_of<decltype(of)>(x, ldx, columns, positions, (char*)out); });
 }
 
-void product(const Quantized& format, Activations activations, const char* tiles, const void* x, int64_t columns,
-             int64_t count, int positions, float* y, int64_t ldy) {
+void product(const Quantized& format, Activations activations, const char* tiles, int64_t all, int64_t first,
+             int64_t count, const void* x, int64_t columns, int positions, float* y, int64_t ldy) {
   with_format(format, activations, [&](auto of) {
-    product_of<decltype(of)>(format, tiles, (const char*)x, columns, count, positions, y, ldy);
+    product_of<decltype(of)>(format, tiles, all, first, count, (const char*)x, columns, positions, y, ldy);
   });
 }
 

@@ -15,6 +15,8 @@ enum class ScaleType : int32_t { none = 0, e8m0 = 1, e4m3 = 2, bf16 = 3, f16 = 4
 // padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low halves of bytes 0-3
 // columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line with 16 words each,
 // of two columns. Columns are padded to 32 with weights of value 0.
+// Tiles 2 i and 2 i + 1 of a lane are one stream, so that one position multiplies both at once: factors of both, then
+// in each chunk the scales of both, and codes whose lines alternate. A last tile without a partner is by itself.
 struct Quantized {
   Code code = Code::int4;
   ScaleType scale = ScaleType::none;
@@ -30,7 +32,7 @@ struct Quantized {
 };
 
 constexpr int kBlockColumns = 32;  // columns are padded to these
-constexpr int64_t kChunkColumns = 2048;
+constexpr int64_t kChunkColumns = 512;
 
 inline int bits_of(Code code) { return code == Code::int4 || code == Code::e2m1 ? 4 : 8; }
 inline int bytes_of(ScaleType scale) {
@@ -53,13 +55,6 @@ inline int64_t tile_bytes(const Quantized& format, int64_t columns) {
   return (format.rows ? kTile * 4 : 0) + whole * scale_bytes(format, kChunkColumns) + scale_bytes(format, rest) +
          code_bytes(format, columns);
 }
-// Bytes from a tile's begin to the chunk of that column, which begins with the scales.
-inline int64_t chunk_offset(const Quantized& format, int64_t column) {
-  const int64_t chunks = column / kChunkColumns;
-  return (format.rows ? kTile * 4 : 0) +
-         chunks * (scale_bytes(format, kChunkColumns) + code_bytes(format, kChunkColumns));
-}
-
 struct QuantizedKernels {
   const char* name;
   // Bytes that `prepare` writes.
@@ -68,10 +63,11 @@ struct QuantizedKernels {
   // of 16 bits), or float32 for e4m3.
   void (*prepare)(const Quantized&, Activations, const float* x, int64_t ldx, int64_t columns, int positions,
                   void* out);
-  // Rows 16 t .. 16 t + 15 of `tiles` tiles times each position's vector: y[p ldy + 16 t + r]. A row's bits depend on
-  // its weights and its vector alone: not on instruction set, positions or tiles.
-  void (*product)(const Quantized&, Activations, const char* tiles, const void* x, int64_t columns, int64_t count,
-                  int positions, float* y, int64_t ldy);
+  // `count` tiles of a lane's `all`, from tile `first` on, times each position's vector: row r of tile first + t is
+  // y[p ldy + 16 t + r]. Its bits depend on its weights and its vector alone: not on instruction set, positions or
+  // tiles. tiles: the lane's first.
+  void (*product)(const Quantized&, Activations, const char* tiles, int64_t all, int64_t first, int64_t count,
+                  const void* x, int64_t columns, int positions, float* y, int64_t ldy);
 };
 
 extern "C" {

@@ -43,20 +43,21 @@ struct Matrix {
     std::uniform_int_distribution<int> any(0, 255);
     const bool nibbles = bits_of(of.code) == 4;
     for (int t = 0; t < tiles; t++) {
-      char* at = data.data() + t * tile_bytes(of, k);
+      const int pair = t - t % 2 + 1 < tiles ? 2 : 1, member = t % 2;  // whose pieces follow each other
+      char* at = data.data() + (t - member) * tile_bytes(of, k);
       std::vector<double> factors(kTile, 1);
       for (int r = 0; r < kTile && of.rows; r++) {
         const float factor = 0.001f * (float)(1 + any(random));
-        std::memcpy(at + 4 * r, &factor, 4);
+        std::memcpy(at + 4 * (member * kTile + r), &factor, 4);
         factors[r] = factor;
       }
-      at += of.rows ? 4 * kTile : 0;
+      at += of.rows ? pair * 4 * kTile : 0;
       for (int64_t first = 0; first < columns; first += kChunkColumns) {
         const int64_t here = std::min(kChunkColumns, columns - first),
                       groups = of.group ? (here + of.group - 1) / of.group : 0;
         std::vector<double> scales(std::max<int64_t>(groups, 1) * kTile, 1);
         std::vector<int> zeros(scales.size(), 8);
-        char* to = at;
+        char* to = at + member * scale_bytes(of, here);
         for (int64_t g = 0; g < groups; g++)
           for (int r = 0; r < kTile; r++) {
             if (of.shared && r) {
@@ -66,7 +67,8 @@ struct Matrix {
             scales[g * kTile + r] = put_scale(to, any(random));
           }
         for (int64_t i = 0; i < groups * kTile && of.zeros; i++) *to++ = (char)(zeros[i] = any(random) % 16);
-        at += (to - at + 63) / 64 * 64;
+        at += pair * scale_bytes(of, here);
+        CHECK(to <= at, "scales take %ld bytes", (long)scale_bytes(of, here));
         const int64_t padded = padded_columns(here);
         for (int64_t c = 0; c < padded; c++)
           for (int r = 0; r < kTile; r++) {
@@ -84,9 +86,9 @@ struct Matrix {
               values[(t * kTile + r) * columns + first + c] =
                   value_of(of.code, bits, zeros[place]) * scales[of.group ? place : 0] * factors[r];
             }
-            put_code(at, c, r, bits);
+            put_code(at + member * 64, pair, c, r, bits);
           }
-        at += code_bytes(of, here);
+        at += pair * code_bytes(of, here);
       }
     }
   }
@@ -111,13 +113,13 @@ struct Matrix {
     }
   }
 
-  void put_code(char* codes, int64_t c, int r, int bits) const {
+  void put_code(char* codes, int pair, int64_t c, int r, int bits) const {
     if (bits_of(format.code) == 4) {
-      codes[c / 8 * 64 + 4 * r + c % 4] |= (char)(bits << (c % 8 / 4 * 4));
+      codes[c / 8 * 64 * pair + 4 * r + c % 4] |= (char)(bits << (c % 8 / 4 * 4));
     } else if (format.code == Code::int8) {
-      codes[c / 4 * 64 + 4 * r + c % 4] = (char)(bits ^ 128);
+      codes[c / 4 * 64 * pair + 4 * r + c % 4] = (char)(bits ^ 128);
     } else {
-      codes[c / 2 * 32 + 2 * r + c % 2] = (char)bits;
+      codes[c / 4 * 64 * pair + c % 4 / 2 * 32 + 2 * r + c % 2] = (char)bits;
     }
   }
 };
@@ -146,8 +148,8 @@ std::vector<float> products(const QuantizedKernels& k, const Matrix& w, Activati
     std::vector<char> prepared(bytes);
     k.prepare(w.format, activations, x.data() + p * w.columns, w.columns, w.columns, count, prepared.data());
     for (int t = 0; t < w.tiles; t += tiles_at_once)
-      k.product(w.format, activations, w.data.data() + t * tile_bytes(w.format, w.columns), prepared.data(), w.columns,
-                std::min(tiles_at_once, w.tiles - t), count, y.data() + p * ldy + t * kTile, ldy);
+      k.product(w.format, activations, w.data.data(), w.tiles, t, std::min(tiles_at_once, w.tiles - t), prepared.data(),
+                w.columns, count, y.data() + p * ldy + t * kTile, ldy);
   }
   return y;
 }

@@ -137,16 +137,17 @@ def test_lanes_beside_each_other_have_the_same_weights():
 
 def test_tiles_hold_codes_and_scales_where_the_kernel_reads_them():
     """By the text of cpu/kernels/quantized.h."""
-    record = round_to(np.random.default_rng(4).standard_normal((20, 2080)).astype(np.float32), "int4")
+    record = round_to(np.random.default_rng(4).standard_normal((36, 544)).astype(np.float32), "int4")
     tiles = make_tiles([record], 1, False)
     assert tiles.format == (0, 3, 32, False, False, False)
-    chunk = 64 * 32 + 2048 * 8
-    assert tiles.data.shape == (1, 2, chunk + 64 + 32 * 8)
+    chunk, rest = 16 * 32 + 512 * 8, 64 + 32 * 8  # bytes of the first and the second chunk of a tile
+    assert tiles.data.shape == (1, 3 * (chunk + rest))
     codes, scales = record.each(), record.scales
-    for row, column in ((0, 0), (3, 5), (19, 2047), (19, 2051), (17, 2079)):
-        tile, here, rest = tiles.data[0, row // 16], row % 16, column % 2048
-        begin = chunk if column >= 2048 else 0
-        stored = tile[begin : begin + (64 if begin else 64 * 32)].view(ml_dtypes.bfloat16)
-        assert stored[rest // 32 * 16 + here] == scales[row, column // 32]
-        line = tile[begin + (64 if begin else 64 * 32) + rest // 8 * 64 :]
-        assert line[4 * here + rest % 4] >> (rest % 8 // 4 * 4) & 15 == codes[row, column]
+    for row, column in ((0, 0), (3, 5), (19, 511), (19, 515), (17, 543), (8, 540), (35, 1), (33, 530)):
+        tile, here, place = row // 16, row % 16, column % 512
+        pair, of_scales = 1 if tile == 2 else 2, 64 if column >= 512 else 16 * 32
+        begin = (tile - tile % 2) * (chunk + rest) + (pair * chunk if column >= 512 else 0)
+        stored = tiles.data[0, begin + tile % 2 * of_scales :][:of_scales].view(ml_dtypes.bfloat16)
+        assert stored[place // 32 * 16 + here] == scales[row, column // 32]
+        line = tiles.data[0, begin + pair * of_scales + (place // 8 * pair + tile % 2) * 64 :]
+        assert line[4 * here + place % 4] >> (place % 8 // 4 * 4) & 15 == codes[row, column]
