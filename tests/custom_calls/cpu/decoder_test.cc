@@ -32,7 +32,7 @@ struct Model {
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
         Dtype cache = Dtype::f16, bool rounded = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
-    add({3, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    add({4, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
@@ -85,9 +85,9 @@ struct Model {
     add({3});
     op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0});
     if (layer == 1) {
-      op(1, {kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0, 0});  // a window of 9 keys
+      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0});  // a window of 9 keys
     } else {
-      op(1, {kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
+      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0});
     }
     op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0});
     if (layer == 1) {
