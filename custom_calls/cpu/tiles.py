@@ -23,7 +23,7 @@ class Tiles:
     format: tuple[int, int, int, bool, bool, bool]
     """The fields of `Quantized` in cpu/kernels/quantized.h."""
     data: np.ndarray
-    """Uint8 [lanes, bytes], of tiles in pairs."""
+    """Uint8 [lanes, bytes]."""
 
 
 def refusal(record: Quantized) -> str | None:
@@ -116,18 +116,18 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
         end = -(-(first + here) // BLOCK) * BLOCK // per
         lines = _bytes(of_code[..., first // per : end].swapaxes(2, 3))
         pieces.append(lines.reshape(*lines.shape[:2], -1, LINE))
-    return Tiles((code_type, scale_type, group, shared, zeros, rows), _paired(pieces))
+    return Tiles((code_type, scale_type, group, shared, zeros, rows), _streams(pieces, 1 if kind == "fp8" else 2))
 
 
-def _paired(pieces: list[np.ndarray]) -> np.ndarray:
-    """Pieces of all tiles, as [lanes, bytes]: of tiles 2 i and 2 i + 1 piece by piece, whose units alternate. A last
-    tile is by itself.
+def _streams(pieces: list[np.ndarray], together: int) -> np.ndarray:
+    """Pieces of all tiles, as [lanes, bytes]: piece by piece of two tiles at a time, whose units alternate, or of one.
+    A last tile is by itself.
     """
     lanes, tiles = pieces[0].shape[:2]
     sizes = [piece[0, 0].size for piece in pieces]
     found = np.empty((lanes, tiles * sum(sizes)), np.uint8)
-    even = tiles - tiles % 2
-    for first, last, beside in ((0, even, 2), (even, tiles, 1)):
+    even = tiles - tiles % together
+    for first, last, beside in ((0, even, together), (even, tiles, 1)):
         if first == last:
             continue
         streams = found[:, first * sum(sizes) : last * sum(sizes)].reshape(lanes, -1, beside * sum(sizes))

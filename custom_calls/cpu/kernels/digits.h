@@ -237,15 +237,15 @@ LF_INLINE void quads_of(vb line, vb& first, vb& second) {  // of a line of 8 col
   }
 }
 
-// Calls f(quad, weights of four columns) for each quad of a block, vector v of the rows; S tiles are in the stream.
-template <Code code, int columns, int S, class F>
-LF_INLINE void each_quad(const char* codes, int v, F f) {
+// Calls f(quad, weights of four columns) for each quad of a block, vector v of the rows; `tiles` are in the stream.
+template <Code code, int columns, class F>
+LF_INLINE void each_quad(const char* codes, int tiles, int v, F f) {
   if constexpr (code == Code::int8) {
-    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(codes + q() * S * 64 + v * sizeof(vb))); });
+    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(codes + q() * tiles * 64 + v * sizeof(vb))); });
   } else {
     each<columns / 8>([&](auto line) LF_INLINED {
       vb first, second;
-      quads_of<code>(load<vb>(codes + line() * S * 64 + v * sizeof(vb)), first, second);
+      quads_of<code>(load<vb>(codes + line() * tiles * 64 + v * sizeof(vb)), first, second);
       f(Count<2 * line()>{}, first);
       f(Count<2 * line() + 1>{}, second);
     });

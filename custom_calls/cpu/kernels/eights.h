@@ -81,13 +81,13 @@ struct Eights {
 #endif
   }
 
-  template <int T, int S, int v>
-  LF_INLINE void add(const char* codes, const char* x, const float* scales, const float*, vf* y) {
+  template <int T, int v>
+  LF_INLINE void add(const char* codes, int tiles, const char* x, const float* scales, const float*, vf* y) {
     vf chains[T][4] = {};
     each<columns / 4>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         vf w[4];
-        columns_of(codes + (line() * S + t()) * 64, v, w);
+        columns_of(codes + (line() * tiles + t()) * 64, v, w);
         each<4>([&](auto c) LF_INLINED {
           chains[t()][c()] = fused(w[c()], splat(((const float*)x)[4 * line() + c()]), chains[t()][c()]);
         });
@@ -99,11 +99,11 @@ struct Eights {
     });
   }
 
-  template <int S, int v>
-  LF_INLINE void decode(const char* codes, Weights& to) {
+  template <int v>
+  LF_INLINE void decode(const char* codes, int tiles, Weights& to) {
     each<columns / 4>([&](auto line) LF_INLINED {
       vf w[4];
-      columns_of(codes + line() * S * 64, v, w);
+      columns_of(codes + line() * tiles * 64, v, w);
       each<4>([&](auto c) LF_INLINED { to.of[4 * line() + c()] = w[c()]; });
     });
   }

@@ -127,8 +127,8 @@ struct Digits {
   static constexpr int digits = digit_bytes<code, P, columns>();
   static constexpr int step = digits + (int)sizeof(Head);  // of a prepared block
   static constexpr float factor = 1;
-  static constexpr int together = kTogether;  // tiles of several positions
-  struct Weights {                            // of a vector of rows
+  static constexpr int together = kTogether;
+  struct Weights {  // of a vector of rows
     vb of[columns / 4];
   };
 
@@ -153,15 +153,15 @@ struct Digits {
     }
   }
 
-  // One position, T of the S tiles in a stream: y[t] += their block times its scales.
-  template <int T, int S, int v>
-  LF_INLINE void add(const char* codes, const char* x, const float* scales, const float* zero, vf* y) {
+  // One position, T of `tiles` in a stream: y[t] += their block times its scales.
+  template <int T, int v>
+  LF_INLINE void add(const char* codes, int tiles, const char* x, const float* scales, const float* zero, vf* y) {
     Head head;
     std::memcpy(&head, x + digits, sizeof head);
     Sums<code, P, columns> sums[T];
     each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
     const auto line_of = [&](int number, int t)
-                             LF_INLINED { return load_once(codes + (number * S + t) * 64 + v * sizeof(vb)); };
+                             LF_INLINED { return load_once(codes + (number * tiles + t) * 64 + v * sizeof(vb)); };
     if constexpr (code == Code::int8) {
       each<columns / 4>([&](auto q) LF_INLINED {
         each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(line_of(q(), t()), x); });
@@ -180,9 +180,9 @@ struct Digits {
     });
   }
 
-  template <int S, int v>
-  LF_INLINE void decode(const char* codes, Weights& to) {
-    each_quad<code, columns, S>(codes, v, [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
+  template <int v>
+  LF_INLINE void decode(const char* codes, int tiles, Weights& to) {
+    each_quad<code, columns>(codes, tiles, v, [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
   }
   // f(t, sum of tile t's block), of T tiles.
   template <int T, class F>
@@ -198,10 +198,11 @@ struct Digits {
   }
 };
 
-// Calls f(codes, scales and zeros of a block's T tiles) for each block, where `stream` has S tiles and those of T begin
+// Calls f(codes, scales and zeros of a block's T tiles) for each block, where `stream` has `tiles` and those of T begin
 // with number `member`.
-template <class Format, int T, int S, class F>
-LF_INLINE void each_block(const Quantized& format, const char* stream, int member, int64_t columns, const F& f) {
+template <class Format, int T, class F>
+LF_INLINE void each_block(const Quantized& format, const char* stream, int tiles, int member, int64_t columns,
+                          const F& f) {
   constexpr int kBlock = Format::columns;
   const int64_t ahead = reading_ahead();
   Scales<T> scales;
@@ -209,7 +210,7 @@ LF_INLINE void each_block(const Quantized& format, const char* stream, int membe
     for (auto& tile : scales.of[0])
       for (float& one : tile) one = Format::factor;
   const int step = format.group ? T * kTile : 0;
-  const char* at = stream + (format.rows ? S * 4 * kTile : 0);
+  const char* at = stream + (format.rows ? tiles * 4 * kTile : 0);
   for (int64_t first = 0; first < columns; first += kChunkColumns) {
     const int64_t here = columns - first < kChunkColumns ? columns - first : kChunkColumns;
     if (format.group) {
@@ -219,36 +220,40 @@ LF_INLINE void each_block(const Quantized& format, const char* stream, int membe
                      Format::factor, scales.zeros[0][t]);
       for (int64_t b = groups * (format.group / kBlock); b < laneformer::padded_columns(here) / kBlock; b++)
         std::memset(scales.of[b], 0, sizeof scales.of[b]);
-      at += S * bytes;
+      at += tiles * bytes;
     }
-    const char* const end = at + S * laneformer::code_bytes(format, here);
+    const char* const end = at + tiles * laneformer::code_bytes(format, here);
     const float *scale = scales.of[0][0], *zero = scales.zeros[0][0];
-    for (; at < end; at += S * Format::bytes, scale += step, zero += T * kTile) {
+    for (; at < end; at += tiles * Format::bytes, scale += step, zero += T * kTile) {
       if (ahead)
-        each<S * Format::bytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(at + ahead + 64 * line()); });
+        each<T * Format::bytes / 64>([&](auto line) LF_INLINED {
+          __builtin_prefetch(at + ahead + (line() / T * tiles + line() % T + member) * 64);
+        });
       f(at + member * 64, scale, zero);
     }
   }
 }
 
 // One position.
-template <class Format, int T, int S>
-__attribute__((noinline)) void multiply_one(const Quantized& format, const char* stream, int member, const char* x,
-                                            int64_t columns, float* y) {
-  constexpr int kSide = T < kTogether ? T : kTogether;
+template <class Format, int T>
+__attribute__((noinline)) void multiply_one(const Quantized& format, const char* stream, int tiles, int member,
+                                            const char* x, int64_t columns, float* y) {
+  if (T == 2) tiles = 2, member = 0;  // which the compiler knows
+  constexpr int kSide = T < Format::together ? T : Format::together;
   vf sums[kVectors][T] = {};
-  each_block<Format, T, S>(
-      format, stream, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
-        each<T / kSide>([&](auto side) LF_INLINED {
-          constexpr int t = side() * kSide;
-          each<kVectors>([&](auto v) LF_INLINED {
-            Format::template add<kSide, S, v()>(codes + t * 64, x, scale + t * kTile, zero + t * kTile, sums[v()] + t);
-            // The next vector of rows loads the digits again.
-            if (kVectors * T > kSide) __asm__("" : "+r"(x));
-          });
-        });
-        x += Format::step;
-      });
+  each_block<Format, T>(format, stream, tiles, member, columns,
+                        [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
+                          each<T / kSide>([&](auto side) LF_INLINED {
+                            constexpr int t = side() * kSide;
+                            each<kVectors>([&](auto v) LF_INLINED {
+                              Format::template add<kSide, v()>(codes + t * 64, tiles, x, scale + t * kTile,
+                                                               zero + t * kTile, sums[v()] + t);
+                              // The next vector of rows loads the digits again.
+                              if (kVectors * T > kSide) __asm__("" : "+r"(x));
+                            });
+                          });
+                          x += Format::step;
+                        });
   each<T>([&](auto t) LF_INLINED {
     each<kVectors>([&](auto v) LF_INLINED {
       vf total = sums[v()][t()];
@@ -259,25 +264,30 @@ __attribute__((noinline)) void multiply_one(const Quantized& format, const char*
 }
 
 // Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
-template <class Format, int T, int S>
-__attribute__((noinline)) void multiply_several(const Quantized& format, const char* stream, int member, const char* x,
-                                                int64_t columns, int positions, float* y, int64_t ldy) {
+template <class Format, int T>
+__attribute__((noinline)) void multiply_several(const Quantized& format, const char* stream, int tiles, int member,
+                                                const char* x, int64_t columns, int positions, float* y, int64_t ldy) {
+  if (T == 2) tiles = 2, member = 0;
+  constexpr int kSide = T < Format::together ? T : Format::together;
   for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, T * kTile * sizeof(float));
-  each_block<Format, T, S>(
-      format, stream, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
-        each<kVectors>([&](auto v) LF_INLINED {
-          typename Format::Weights weights[T];
-          vf factors[T];
-          each<T>([&](auto t) LF_INLINED {
-            Format::template decode<S, v()>(codes + t() * 64, weights[t()]);
-            factors[t()] = loadf(scale + t() * kTile + v() * kWidth);
-          });
-          float* to = y + v() * kWidth;
-          const char* from = x;
-          for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
-            Format::template times<T>(weights, from, zero + v() * kWidth, [&](auto t, vf sum) LF_INLINED {
-              storef(to + t() * kTile, loadf(to + t() * kTile) + sum * factors[t()]);
+  each_block<Format, T>(
+      format, stream, tiles, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
+        each<T / kSide>([&](auto side) LF_INLINED {
+          each<kVectors>([&](auto v) LF_INLINED {
+            constexpr int begin = side() * kSide * kTile + v() * kWidth;
+            typename Format::Weights weights[kSide];
+            vf factors[kSide];
+            each<kSide>([&](auto t) LF_INLINED {
+              Format::template decode<v()>(codes + (side() * kSide + t()) * 64, tiles, weights[t()]);
+              factors[t()] = loadf(scale + begin + t() * kTile);
             });
+            float* to = y + begin;
+            const char* from = x;
+            for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
+              Format::template times<kSide>(weights, from, zero + begin, [&](auto t, vf sum) LF_INLINED {
+                storef(to + t() * kTile, loadf(to + t() * kTile) + sum * factors[t()]);
+              });
+          });
         });
         x += positions * Format::step;
       });
@@ -289,33 +299,25 @@ __attribute__((noinline)) void multiply_several(const Quantized& format, const c
       }
 }
 
-template <class Format, int T, int S>
-LF_INLINE void multiply(const Quantized& format, const char* stream, int member, const char* x, int64_t columns,
-                        int positions, float* y, int64_t ldy) {
-  if (positions == 1) {
-    multiply_one<Format, T, S>(format, stream, member, x, columns, y);
-  } else {
-    constexpr int kSide = T < Format::together ? T : Format::together;
-    for (int t = 0; t < T; t += kSide)
-      multiply_several<Format, kSide, S>(format, stream, member + t, x, columns, positions, y + t * kTile, ldy);
-  }
-}
-
 template <class Format>
-void product_of(const Quantized& format, const char* tiles, int64_t all, int64_t first, int64_t count, const char* x,
+void product_of(const Quantized& format, const char* lane, int64_t all, int64_t first, int64_t count, const char* x,
                 int64_t columns, int positions, float* y, int64_t ldy) {
+  constexpr int kPair = laneformer::in_pairs(Format::code) && kWidth > 4 ? 2 : 1;  // SSE and NEON lack the registers
   const int64_t bytes = laneformer::tile_bytes(format, columns), end = first + count;
   for (int64_t t = first; t < end;) {
-    const int member = t % 2;
-    const char* const stream = tiles + (t - member) * bytes;
+    const int member = laneformer::in_pairs(Format::code) ? t % 2 : 0;
+    const int tiles = laneformer::in_pairs(Format::code) && t - member + 1 < all ? 2 : 1;
+    const char* const stream = lane + (t - member) * bytes;
     float* const to = y + (t - first) * kTile;
-    if (t - member + 1 == all) {
-      multiply<Format, 1, 1>(format, stream, 0, x, columns, positions, to, ldy), t++;
-    } else if (member || t + 1 == end) {
-      multiply<Format, 1, 2>(format, stream, member, x, columns, positions, to, ldy), t++;
+    const bool both = kPair == 2 && member == 0 && tiles == 2 && t + 1 < end;
+    if (positions > 1) {
+      both ? multiply_several<Format, kPair>(format, stream, tiles, member, x, columns, positions, to, ldy)
+           : multiply_several<Format, 1>(format, stream, tiles, member, x, columns, positions, to, ldy);
     } else {
-      multiply<Format, 2, 2>(format, stream, 0, x, columns, positions, to, ldy), t += 2;
+      both ? multiply_one<Format, kPair>(format, stream, tiles, member, x, columns, to)
+           : multiply_one<Format, 1>(format, stream, tiles, member, x, columns, to);
     }
+    t += both ? 2 : 1;
   }
 }
 

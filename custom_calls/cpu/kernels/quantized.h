@@ -16,7 +16,8 @@ enum class ScaleType : int32_t { none = 0, e8m0 = 1, e4m3 = 2, bf16 = 3, f16 = 4
 // columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line with 16 words each,
 // of two columns. Columns are padded to 32 with weights of value 0.
 // Tiles 2 i and 2 i + 1 of a lane are one stream, so that one position multiplies both at once: factors of both, then
-// in each chunk the scales of both, and codes whose lines alternate. A last tile without a partner is by itself.
+// in each chunk the scales of both, and codes whose lines alternate. A last tile without a partner is by itself, and so
+// are all of e4m3, which share no loads of digits.
 struct Quantized {
   Code code = Code::int4;
   ScaleType scale = ScaleType::none;
@@ -34,6 +35,7 @@ struct Quantized {
 constexpr int kBlockColumns = 32;  // columns are padded to these
 constexpr int64_t kChunkColumns = 512;
 
+constexpr bool in_pairs(Code code) { return code != Code::e4m3; }
 inline int bits_of(Code code) { return code == Code::int4 || code == Code::e2m1 ? 4 : 8; }
 inline int bytes_of(ScaleType scale) {
   return scale == ScaleType::none ? 0 : scale == ScaleType::f32 ? 4 : scale >= ScaleType::bf16 ? 2 : 1;

@@ -43,7 +43,8 @@ struct Matrix {
     std::uniform_int_distribution<int> any(0, 255);
     const bool nibbles = bits_of(of.code) == 4;
     for (int t = 0; t < tiles; t++) {
-      const int pair = t - t % 2 + 1 < tiles ? 2 : 1, member = t % 2;  // whose pieces follow each other
+      const bool alone = of.code == Code::e4m3 || (t % 2 == 0 && t + 1 == tiles);
+      const int pair = alone ? 1 : 2, member = alone ? 0 : t % 2;
       char* at = data.data() + (t - member) * tile_bytes(of, k);
       std::vector<double> factors(kTile, 1);
       for (int r = 0; r < kTile && of.rows; r++) {

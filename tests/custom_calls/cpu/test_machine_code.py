@@ -15,7 +15,7 @@ from tests.support import small
 PREFETCH = re.compile(r"prefetch|prfm")  # only the loops over weights have one
 MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|fmla|fmul")
 # A store into the stack's frame: AT&T syntax has the target last, ARM's starts with st.
-STORE = re.compile(r"\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
+STORE = re.compile(r"(?!v?cmp|test)\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
 VECTOR = re.compile(r"%[xyz]mm\d+,")
 SOFTWARE = re.compile(r"portable::.*(F16Line|_bf12)")  # converts with more values than SSE has registers
 # Weights of 8 and 4 bits have the registers for their digits with VNNI alone.
