@@ -163,7 +163,7 @@ def _label(options: Options, measured: Measured) -> str:
     """What tells engines of one layout apart."""
     several = "," in (options.engine.weights or "")
     facts, backend = measured.engine.conditions, measured.engine.backend
-    return f"{backend} {bench_record.weight_format(facts)}" if several else backend
+    return f"{backend} {bench_record.weights_of(facts)}" if several else backend
 
 
 def make_records(options: Options, measured: list[Measured]) -> list[dict]:

@@ -185,6 +185,21 @@ def test_table_prints_the_records(done, capsys, tmp_path):
     assert out == "" and "incomplete.json, record 2: conditions.other_load is missing" in err
 
 
+@pytest.mark.skipif(not NATIVE, reason=str(custom_calls.unavailable()))
+def test_weight_formats_take_turns(recipe, capsys, tmp_path):
+    """Each has a record, and the ratio names both."""
+    file = tmp_path / "formats.json"
+    options = ["--backend", "cpu", "--weights", "bfloat16,int8", "--context", "5", "--output-tokens", "4"]
+    options += ["--runs", "1", "--warmup-runs", "0", "--json", str(file)]
+    assert main(["bench", "--checkpoint", recipe, *options]) == 0
+    records = json.loads(file.read_text())
+    precisions = [record["conditions"]["precision"] for record in records]
+    assert [one["weights"] for one in precisions] == ["bfloat16", "int8 row, bfloat16"]
+    assert [record["conditions"]["quantized"] for record in records] == [False, True]
+    assert any("cpu bfloat16 / cpu int8 row, bfloat16 = " in note for note in records[1]["notes"])
+    capsys.readouterr()
+
+
 def test_one_token_per_dispatch_times_each_token(recipe, capsys, tmp_path):
     args = ["--backend", "xla", "--context", "5", "--tokens-per-dispatch", "1", "--runs", "1", "--warmup-runs", "0"]
     more = ["--compute", "bfloat16", "--bandwidth-spec", "100", "--json", str(tmp_path / "a.json")]
