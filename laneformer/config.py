@@ -21,7 +21,10 @@ LARGEST = {
     "head_dim": 2**16,
     "max_position_embeddings": 2**31 - 1,
     "num_lanes": 2**10,
+    "num_experts": 2**16,
+    "moe_intermediate_size": 2**24,
 }
+OF_EXPERTS = ("num_experts", "moe_intermediate_size")  # None where there are none
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
@@ -143,11 +146,30 @@ class MlpOptions:
     """A gate and an up projection, instead of the latter alone."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOptions:
+    """The mixture of experts of one layer, laneformer/blocks/experts.py."""
+
+    hidden_size: int
+    num_lanes: int
+    columns: int
+    """Columns of one expert in one lane."""
+    experts: int
+    used: int
+    """Experts that a token uses."""
+    normalized: bool
+    """The shares of the chosen experts sum to 1; otherwise they are the softmax over all."""
+    activation: Activation
+
+
+BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
+
+
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
     attention: AttentionOptions
-    feed_forward: MlpOptions
+    feed_forward: MlpOptions | ExpertsOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +264,17 @@ class ModelConfig(AttentionVariant):
     gate out and activates the up projection (Arcee).
     """
 
+    num_experts: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Experts of each layer (E), of which a token uses some, instead of one MLP."""
+    num_experts_per_tok: int = dataclasses.field(default=2, metadata=LATER)
+    """Experts that a token uses."""
+    moe_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Columns of one expert over all lanes; by default intermediate_size."""
+    norm_topk_prob: bool = dataclasses.field(default=True, metadata=LATER)
+    """The shares of a token's experts sum to 1; false leaves them as the softmax over all experts has them."""
+    mlp_only_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
+    """Layers that have an MLP of intermediate_size instead of experts."""
+
     bos_token_id: int | None = None
     """Token that begins a text; prepended to prompts where set."""
     eos_token_id: tuple[int, ...] = ()
@@ -249,7 +282,7 @@ class ModelConfig(AttentionVariant):
 
     def __post_init__(self):
         for name, most in LARGEST.items():
-            if name != "head_dim":
+            if name != "head_dim" and not (name in OF_EXPERTS and getattr(self, name) is None):
                 _require_int(name, getattr(self, name), at_least=1, at_most=most)
         _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
         _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
@@ -260,7 +293,7 @@ class ModelConfig(AttentionVariant):
             if field.type is float:
                 _require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
-        for name in ("unclamped_layers", "swa_layers", "nope_layers", "eos_token_id"):
+        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
@@ -269,6 +302,7 @@ class ModelConfig(AttentionVariant):
         if self.hidden_act not in HIDDEN_ACTS:
             raise ConfigError(f"unknown hidden_act {self.hidden_act!r}; choose {', '.join(HIDDEN_ACTS)}")
         self._check_heads()
+        self._check_experts()
         self._check_lanes()
         self._check_windows()
         for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_id)):
@@ -297,8 +331,22 @@ class ModelConfig(AttentionVariant):
                 " positions turn pairs of channels"
             )
 
+    def _check_experts(self):
+        if self.num_experts is None:
+            for name in ("moe_intermediate_size", "mlp_only_layers"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
+            return
+        _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
+        if not self.gated_mlp:
+            raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+
     def _check_lanes(self):
-        divided = ["num_key_value_heads", "num_attention_heads", "intermediate_size"]
+        divided = ["num_key_value_heads", "num_attention_heads"]
+        sparse = self.num_experts is not None and self.moe_intermediate_size is not None
+        divided += ["moe_intermediate_size"] if sparse else ["intermediate_size"]
+        if sparse and self.mlp_only_layers:
+            divided.append("intermediate_size")
         if self.lm_head_type not in HEAD_TYPES:
             raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
@@ -340,7 +388,7 @@ class ModelConfig(AttentionVariant):
     def _check_windows(self):
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("unclamped_layers", "swa_layers", "nope_layers"):
+        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers"):
             listed = getattr(self, name) or ()
             if len(listed) > LARGEST["num_hidden_layers"]:
                 raise ConfigError(f"{name} has {len(listed):,} entries: list each layer once")
@@ -373,12 +421,6 @@ class ModelConfig(AttentionVariant):
     def layers(self) -> tuple[LayerOptions, ...]:
         """The blocks of each layer."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
-        feed_forward = MlpOptions(
-            **size,
-            columns=self.intermediate_size // self.num_lanes,
-            activation=Activation[self.hidden_act.upper()],
-            gated=self.gated_mlp,
-        )
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": self.num_key_value_heads // self.num_lanes,
@@ -389,9 +431,25 @@ class ModelConfig(AttentionVariant):
         return tuple(
             LayerOptions(
                 AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),
-                feed_forward,
+                self._feed_forward(layer),
             )
             for layer, window in enumerate(self.layer_windows)
+        )
+
+    def _feed_forward(self, layer: int) -> MlpOptions | ExpertsOptions:
+        shared = {
+            "hidden_size": self.hidden_size,
+            "num_lanes": self.num_lanes,
+            "activation": Activation[self.hidden_act.upper()],
+        }
+        if self.num_experts is None or layer in self.mlp_only_layers:
+            return MlpOptions(**shared, columns=self.intermediate_size // self.num_lanes, gated=self.gated_mlp)
+        return ExpertsOptions(
+            **shared,
+            columns=(self.moe_intermediate_size or self.intermediate_size) // self.num_lanes,
+            experts=self.num_experts,
+            used=self.num_experts_per_tok,
+            normalized=self.norm_topk_prob,
         )
 
     @property

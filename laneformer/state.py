@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks import BLOCKS
-from laneformer.config import AttentionOptions, MlpOptions, ModelConfig
+from laneformer.config import BlockOptions, ModelConfig
 from laneformer.mesh import DATA, LANE, sharding
 
 CACHE_SPEC = P(LANE, DATA)
@@ -39,6 +39,6 @@ def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", 
     return Cache(**arrays, length=jnp.zeros((), jnp.int32))
 
 
-def values_per_token(options: AttentionOptions | MlpOptions, context: int) -> int:
+def values_per_token(options: BlockOptions, context: int) -> int:
     """Values that one token writes to a block's state and, with `context` earlier positions, reads from it."""
     return sum(kept.values_per_token(context) for kept in BLOCKS[type(options)].state(options))

@@ -309,6 +309,11 @@ class TrainConfig(PhaseConfig):
         if self.keep_every < 0 or not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"keep_every and z_loss must be at least 0, got {self.keep_every} and {self.z_loss}")
         _check_choices(self)
+        if self.model.num_experts is not None:
+            raise ConfigError(
+                f"model.num_experts = {self.model.num_experts}: experts cannot be trained yet, as nothing balances"
+                " their load; leave it out"
+            )
         if FIRST in self.then:
             raise ConfigError(f"then.{FIRST} has the name of the first phase; choose another name")
         for phase in self.phases:

@@ -9,7 +9,7 @@ import jax
 import custom_calls
 from custom_calls import Session, bf12_pays
 from infer.engine.backend import CheckpointSource, Source, device_name
-from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, report_left
+from infer.engine.native import NativeBackend, bf12_conditions, check_weights, experts, pack, plan_of, report_left
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.quantized.rounding import USUAL
@@ -35,7 +35,7 @@ class CpuBackend(NativeBackend):
             return "it runs in one process: use backend xla"
         if (precision.stream, precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
-        return custom_calls.unavailable()
+        return experts(source) or custom_calls.unavailable()
 
     def __init__(
         self,

@@ -14,7 +14,16 @@ from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from infer.engine.backend import Source, device_name, power_of_two
-from infer.engine.native import NativeBackend, bf12_conditions, check_weights, pack, plan_of, quantized, report_left
+from infer.engine.native import (
+    NativeBackend,
+    bf12_conditions,
+    check_weights,
+    experts,
+    pack,
+    plan_of,
+    quantized,
+    report_left,
+)
 from laneformer.errors import ConfigError
 from laneformer.processes import Group
 from laneformer.state import Cache
@@ -68,7 +77,7 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return quantized(source) or custom_calls.unavailable()
+        return experts(source) or quantized(source) or custom_calls.unavailable()
 
     def __init__(
         self,

@@ -177,6 +177,11 @@ def quantized(source: Source) -> str | None:
     return f"its weights are quantized ({source.quantized[0]}): use backend cpu or xla, or add --weights bfloat16"
 
 
+def experts(source: Source) -> str | None:
+    """The reason why no kernel can run a model with experts."""
+    return None if source.config.num_experts is None else "its layers have experts: use backend xla"
+
+
 def plan_of(source: Source) -> Plan:
     """The model as kernels know it.
 

@@ -2,7 +2,8 @@
 
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.block import Block
+from laneformer.blocks.experts import Experts
 from laneformer.blocks.mlp import Mlp
-from laneformer.config import AttentionOptions, MlpOptions
+from laneformer.config import AttentionOptions, ExpertsOptions, MlpOptions
 
-BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp}
+BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp, ExpertsOptions: Experts}

@@ -30,6 +30,9 @@ NO_EFFECT = frozenset(  # bookkeeping, dropout and training
         "is_causal",
         "quantization_config",  # laneformer/hf/quantization.py reads it
         "compression_config",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "output_router_logits",
     }
 )
 

@@ -2,6 +2,7 @@
 time.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -28,18 +29,21 @@ from laneformer.hf.quantization import read_schemes
 from laneformer.hf.safetensors import (
     DTYPES,
     INDEX,
+    QUANTIZED,
     Output,
     Source,
+    Stack,
     check_tensors,
     find_tensors,
     map_file,
+    with_stacks,
     write_outputs,
     write_tensors,
 )
 from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from laneformer.quantized import Quantized
+from laneformer.quantized import Quantized, stack
 from laneformer.weights import packing_order, parameter_table
 
 log = logging.getLogger("laneformer")
@@ -67,7 +71,8 @@ class HfFolder:
         tensors, metadata = find_tensors(path)
         if schemes := read_schemes(path, values):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
-        self.tensors, self._groups = unpacked(tensors, metadata)
+        tensors, self._groups = unpacked(tensors, metadata)
+        self.tensors = with_stacks(path, self.sources, tensors)
         self._widened = weights == "bfloat16"
         check_tensors(path, self.sources, self.tensors, tied=self.config.tie_word_embeddings)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
@@ -142,15 +147,22 @@ class HfFolder:
         for path in paths:
             source = self.sources[path]
             tensor = self.tensors[source.name]
-            if isinstance(tensor, QuantizedTensor):
+            if tensor.dtype == QUANTIZED:
                 yield path, self._record(source, tensor)
             else:
                 yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
 
     def _is_record(self, path: str) -> bool:
-        return isinstance(self.tensors[self.sources[path].name], QuantizedTensor) and not self._widened
+        return self.tensors[self.sources[path].name].dtype == QUANTIZED and not self._widened
 
-    def _record(self, source: Source, tensor: QuantizedTensor) -> np.ndarray | Quantized:
+    def _record(self, source: Source, tensor: QuantizedTensor | Stack) -> np.ndarray | Quantized:
+        if isinstance(tensor, Stack):
+            each = dataclasses.replace(source, shape=source.shape[1:], experts=None)
+            found = [self._record(each, part) for part in tensor.parts]
+            try:
+                return np.stack(found, 1) if self._widened else stack(found)
+            except ValueError as error:
+                raise CheckpointError(f"{tensor.file}: tensors {source.name}: {error}; {REMEDY}") from None
         found = tensor.record()
         if self._widened:
             return np.ascontiguousarray(source.convert(found.dequantize(self.dtype)))

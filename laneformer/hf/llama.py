@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
+from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
 from laneformer.hf.rope import THETA, read_rope
@@ -35,6 +36,12 @@ NAMES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
+}
+EXPERT_NAMES = NAMES | {  # of families with experts; * is the expert's number
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.w1": "mlp.experts.*.gate_proj",
+    "feed_forward.experts.w3": "mlp.experts.*.up_proj",
+    "feed_forward.experts.w2": "mlp.experts.*.down_proj",
 }
 AFTER_NAMES = NAMES | {  # of families with norms after their modules alone
     "attention_post_norm": "post_attention_layernorm",
@@ -65,6 +72,8 @@ class Dialect:
     """The window in positions and the type of each layer; also refuses what else the family may ask for."""
     nope_layers: Callable[[Fields], tuple[int, ...]] = lambda fields: ()
     """Layers without rotation."""
+    experts: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    """ModelConfig's fields of a mixture of experts."""
 
 
 def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
@@ -82,6 +91,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
         found |= {"sliding_window": window, "swa_layers": sliding}
     return ModelConfig(
         **found,
+        **dialect.experts(fields),
         max_position_embeddings=longest,
         norm_eps=fields.get("rms_norm_eps", dialect.norm_eps),
         nope_layers=dialect.nope_layers(fields),
@@ -163,11 +173,18 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
         prefix = f"model.layers.{n}."
     kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
     names = names if config.gated_mlp else {**names, "feed_forward.w1": "mlp.up_proj"}
-    file_name = f"{prefix}{names[name]}.{kind}"
-    match name.rsplit(".", 1)[-1]:
+    of_experts = len(shape) == 4
+    block, _, matrix = name.rpartition(".")
+    file_name = f"{prefix}{names[f'{block}.experts.{matrix}' if of_experts else name]}.{kind}"
+    if of_experts:
+        lanes, experts, rows, columns = shape
+        size = (rows, lanes * columns) if matrix == "w2" else (lanes * rows, columns)
+        cut = "columns" if matrix == "w2" else "rows"
+        return Source(file_name, (experts, *size), cut=cut, lanes=lanes, experts=experts)
+    match matrix:
         case "wo" | "w2":
             return Source(file_name, (shape[1], shape[0] * shape[2]), cut="columns", lanes=config.num_lanes)
-        case "wq" | "wk" | "wv" | "w1" | "w3" as matrix:
+        case "wq" | "wk" | "wv" | "w1" | "w3":
             rotated = config.head_size if matrix in ("wq", "wk") else None
             return Source(file_name, (shape[0] * shape[1], *shape[2:]), rotated, "rows", config.num_lanes)
         case "q_norm" | "k_norm":
@@ -175,10 +192,13 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
     return Source(file_name, shape)
 
 
-def make_family(name: str, names: Mapping[str, str] = NAMES, **own) -> Family:
+def make_family(
+    name: str, names: Mapping[str, str] = NAMES, dimensions: Callable[[Fields], Dimensions] | None = None, **own
+) -> Family:
     """A family with these tensors' names; own: of its Dialect."""
     return Family(
         name=name,
+        dimensions=dimensions,
         config_from=functools.partial(config_from, Dialect(**own)),
         sources=functools.partial(sources, names=names),
     )

@@ -1,8 +1,10 @@
 """Mixtral: grouped-query attention, experts in every layer (arXiv 2401.04088)."""
 
+from typing import Any
+
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, routed_experts, router
-from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.llama import EXPERT_NAMES, FULL, SLIDING, make_family
 from laneformer.hf.quantization import read_formats
 
 
@@ -24,4 +26,35 @@ def dimensions(fields: Fields) -> Dimensions:
     )
 
 
-FAMILY = Family(name="Mixtral", dimensions=dimensions)
+def experts(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's fields; defaults are those of transformers."""
+    return {
+        "num_experts": fields.size("num_local_experts", 8),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", 2),
+        "moe_intermediate_size": fields.size("intermediate_size"),
+    }
+
+
+def windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """One window on all layers, by default none."""
+    window = fields.optional_size("sliding_window")
+    return window, [FULL if window is None else SLIDING] * fields.layers
+
+
+NAMES = EXPERT_NAMES | {
+    "feed_forward.router": "block_sparse_moe.gate",
+    "feed_forward.experts.w1": "block_sparse_moe.experts.*.w1",
+    "feed_forward.experts.w3": "block_sparse_moe.experts.*.w3",
+    "feed_forward.experts.w2": "block_sparse_moe.experts.*.w2",
+}
+FAMILY = make_family(
+    "Mixtral",
+    NAMES,
+    dimensions=dimensions,
+    longest=131072,
+    defaults={"num_key_value_heads": 8},
+    theta=1e6,
+    norm_eps=1e-5,
+    windows=windows,
+    experts=experts,
+)

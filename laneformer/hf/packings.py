@@ -302,7 +302,7 @@ def with_records(
     """The tensors of a folder with a QuantizedTensor in place of those of each packed weight. Raises CheckpointError,
     naming tensor and format, for one that does not fit its packing.
     """
-    found, names = dict(tensors), {source.name for source in sources.values()}
+    found, names = dict(tensors), {name for source in sources.values() for name in source.names}
     files = {name.rpartition(".")[0]: tensor.file for name, tensor in tensors.items()}
     for name in sorted(names):
         module, _, kind = name.rpartition(".")

@@ -1,5 +1,7 @@
 """Qwen3-MoE: Qwen3's attention, experts in every layer but those that the config names as dense."""
 
+from typing import Any
+
 from laneformer.errors import ConfigError
 from laneformer.hf.dimensions import (
     Dimensions,
@@ -11,18 +13,13 @@ from laneformer.hf.dimensions import (
     router,
     sparse_layers,
 )
-from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.llama import EXPERT_NAMES, make_family
 from laneformer.hf.quantization import read_formats
 
 
 def dimensions(fields: Fields) -> Dimensions:
-    formats, layers, sparse, experts = (
-        read_formats(fields),
-        fields.layers,
-        sparse_layers(fields),
-        fields.size("num_experts"),
-    )
+    formats, layers, sparse, experts = (read_formats(fields), fields.layers, sparse_layers(fields), num_experts(fields))
     attention, cached = grouped_attention(fields)
     if fields.flag("use_sliding_window"):
         raise ConfigError("use_sliding_window = true: Qwen3-MoE is supported without windows only")
@@ -40,4 +37,31 @@ def dimensions(fields: Fields) -> Dimensions:
     )
 
 
-FAMILY = Family(name="Qwen3-MoE", dimensions=dimensions)
+def num_experts(fields: Fields) -> int:
+    """transformers 5 writes them under Mixtral's name."""
+    return fields.size("num_experts", fields.size("num_local_experts", 128))
+
+
+def experts(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's fields; defaults are those of transformers."""
+    if fields.flag("use_sliding_window"):
+        raise ConfigError("use_sliding_window = true: Qwen3-MoE is supported without windows only")
+    step, dense = fields.size("decoder_sparse_step", 1), fields.sequence("mlp_only_layers") or []
+    return {
+        "num_experts": num_experts(fields),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", 8),
+        "moe_intermediate_size": fields.size("moe_intermediate_size", 768),
+        "norm_topk_prob": fields.flag("norm_topk_prob"),
+        "mlp_only_layers": tuple(n for n in range(fields.layers) if (n + 1) % step or n in dense),
+    }
+
+
+FAMILY = make_family(
+    "Qwen3-MoE",
+    EXPERT_NAMES,
+    dimensions=dimensions,
+    longest=32768,
+    defaults={"qk_norm": True},
+    refused=("attention_bias",),
+    experts=experts,
+)

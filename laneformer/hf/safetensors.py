@@ -4,12 +4,13 @@ The format: 8 bytes with the header's length, a JSON header of dtype, shape and 
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -55,9 +56,21 @@ class Source:
     cut: Literal["rows", "columns"] | None = None
     """What each lane has its share of; None: the tensor is lane-first already, or shared."""
     lanes: int = 1
+    experts: int | None = None
+    """The tensor is one of each expert, whose number stands for the * of its name; None: it is one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors in the files."""
+        if self.experts is None:
+            return (self.name,)
+        return tuple(self.name.replace("*", str(number)) for number in range(self.experts))
 
     def convert(self, w: np.ndarray) -> np.ndarray:
         """Makes it lane-first, with rotary pairs next to each other."""
+        if self.experts is not None:
+            each = dataclasses.replace(self, shape=self.shape[1:], experts=None)
+            return np.stack([each.convert(one) for one in w], 1)
         w = interleave(w, self.head_dim) if self.head_dim else w
         if self.cut == "rows":
             return w.reshape(self.lanes, -1, *w.shape[1:])
@@ -119,6 +132,40 @@ class Tensor:
             second.seek(other.start)
             pieces = [min(_PIECE, self.size - n) for n in range(0, self.size, _PIECE)]
             return all(first.read(piece) == second.read(piece) for piece in pieces)
+
+
+@dataclass(frozen=True)
+class Stack(Tensor):
+    """Tensors of equal dtype and shape, one of each expert, as if their files had one tensor for them."""
+
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> "Stack":
+        first = parts[0]
+        return cls(first.file, first.dtype, (len(parts), *first.shape), 0, sum(part.size for part in parts), (*parts,))
+
+    def read_bytes(self, memory: np.ndarray) -> np.ndarray:
+        for n, part in enumerate(self.parts):
+            part.read_bytes(memory[n * part.size : (n + 1) * part.size])
+        return memory
+
+
+def with_stacks(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder with a Stack in place of those of the experts. Raises CheckpointError."""
+    found = dict(tensors)
+    for source in sources.values():
+        if source.experts is None or not all(name in found for name in source.names):
+            continue  # what is missing is found by the check of all tensors
+        parts = [found.pop(name) for name in source.names]
+        for name, part in zip(source.names, parts, strict=True):
+            if (part.dtype, part.shape) != (parts[0].dtype, parts[0].shape):
+                raise CheckpointError(
+                    f"{folder}: tensor {name} is {part.dtype} {list(part.shape)}, but {source.names[0]} is"
+                    f" {parts[0].dtype} {list(parts[0].shape)}: use the files of one model"
+                )
+        found[source.name] = Stack.of(parts)
+    return found
 
 
 def map_file(file: Path) -> np.ndarray:
@@ -246,7 +293,8 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
     """Raises CheckpointError unless the files have exactly the weights that the config asks for. tied: a copy of the
     embedding table may be there as lm_head.weight.
     """
-    found, wanted = set(tensors), {source.name for source in sources.values()}
+    found = set(tensors)
+    wanted = {name for source in sources.values() for name in ([source.name] if source.name in found else source.names)}
     missing, extra = sorted(wanted - found), sorted(n for n in found - wanted if not n.endswith(_IGNORED))
     if tied and extra == ["lm_head.weight"] and not missing:
         table = tensors[sources["tok_embeddings"].name]

@@ -8,6 +8,7 @@ E2M1 and E8M0 are those of the OCP Microscaling Formats 1.0, E4M3 (float8_e4m3fn
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -286,6 +287,27 @@ class Quantized:
             return grid if grid is None or found.group[0] > 1 else grid[rows]
 
         return replace(found, codes=found.codes[rows], scales=take(found.scales), zero_points=take(found.zero_points))
+
+
+def stack(records: Sequence[Quantized]) -> Quantized:
+    """Records [lanes, rows, columns] as one [lanes, n, rows, columns], which only decodes and computes. Raises
+    ValueError if they differ in format or have a global scale or an order.
+    """
+    first = records[0]
+    for record in records:
+        if (record.kind, record.group, record.scales.dtype) != (first.kind, first.group, first.scales.dtype):
+            raise ValueError(f"they are {first.name} and {record.name}")
+        if any(name in record.arrays for name in WHOLE):
+            raise ValueError(f"each has its own {' or '.join(name for name in WHOLE if name in record.arrays)}")
+    names = ("codes", "scales", "zero_points")
+    usual = np.uint8(INT4_ZERO) if first.kind == "int4" else np.int8(0)
+    if any(record.zero_points is not None for record in records):
+        records = [
+            replace(record, zero_points=np.full(record.scales.shape, usual)) if record.zero_points is None else record
+            for record in records
+        ]
+    arrays = {name: [getattr(record, name) for record in records] for name in names}
+    return replace(first, **{name: np.stack(each, 1) for name, each in arrays.items() if each[0] is not None})
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:

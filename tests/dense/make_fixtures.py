@@ -1,4 +1,5 @@
-"""Writes the folders next to this file: tiny random dense models and what Hugging Face transformers computes for them.
+"""Writes the folders next to this file, and two of tests/moe: tiny random models and what Hugging Face transformers
+computes for them.
 
 Not part of the test run. It needs torch and transformers (the versions used are in README.md):
 
@@ -22,9 +23,11 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -147,6 +150,7 @@ MODELS = {
     ),
     "mistral": (
         MistralConfig,
+        MixtralConfig,
         {**WIDE_HEADS, "sliding_window": 7, "tie_word_embeddings": False, "rope_parameters": plain_rope(1e4)},
         {},
         {"rope_theta": 1e4},
@@ -230,6 +234,37 @@ MODELS = {
         None,
     ),
 }
+MOE = {  # in tests/moe
+    "mixtral": (
+        MixtralConfig,
+        {
+            **WIDE_HEADS,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(1e6),
+        },
+        {},
+        None,
+    ),
+    "qwen3_moe_mixed": (
+        Qwen3MoeConfig,
+        {
+            **SMALL,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,  # an MLP in the first layer
+            "tie_word_embeddings": False,
+            "rope_parameters": plain_rope(1e6),
+        },
+        {},
+        None,
+    ),
+}
+MODELS |= MOE
 
 
 def randomise(model, config):
@@ -282,7 +317,7 @@ def write(name):
     else:
         sys.exit(f"{name}: no seed gives clear greedy tokens")
 
-    folder = HERE / name
+    folder = (HERE.parent / "moe" if name in MOE else HERE) / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, **save_arguments)
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -6,3 +6,4 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 ORACLE = TESTS / "oracle"
 DENSE = TESTS / "dense"
+MOE = TESTS / "moe"

@@ -27,7 +27,7 @@ from infer.sampling import sample
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.precision import Precision
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
-from tests.support.paths import DENSE, ORACLE
+from tests.support.paths import DENSE, MOE, ORACLE
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 
@@ -326,3 +326,13 @@ def test_unsupported_options_are_refused():
     assert Engine(model()).backend == "cpu"
     with pytest.raises(ConfigError, match="cannot run the instructions sse9"):
         CpuBackend(ModelSource(model()), instructions="sse9")
+
+
+def test_experts_run_on_backend_xla():
+    """No kernel knows them yet: auto takes backend xla, and asking for another is one line."""
+    source, io = laneformer.load(MOE / "qwen3_moe_1", dtype="float32"), np.load(MOE / "qwen3_moe_1" / "io.npz")
+    engine = Engine(source)
+    result = engine.generate(io["greedy_prompt"].tolist(), max_new_tokens=12, stop_tokens=()).result
+    assert engine.backend == "xla" and [*result.tokens] == io["greedy_ids"].tolist()
+    with pytest.raises(ConfigError, match="its layers have experts"):
+        Engine(source, "cpu")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer import CheckpointError, ConfigError, LaneformerError, ModelConfig, load
-from laneformer.hf import FAMILIES, config_from_hf, config_to_hf, dimensions_from_hf, read_hf_config
+from laneformer.hf import FAMILIES, config_from_hf, config_to_hf, dimensions_from_hf, find_family, read_hf_config
 from laneformer.hf.fields import REQUIRED
 from tests.support import tiny
 from tests.support.hf.configs import MIXTURES, with_missing
@@ -155,8 +155,11 @@ def test_wrong_values_name_file_and_field(tmp_path, changes, shown):
 
 
 @pytest.mark.parametrize("values", MIXTURES.values(), ids=MIXTURES)
-def test_mixtures_are_refused_by_load_and_known_to_the_roofline(tmp_path, values):
+def test_mixtures_are_known_to_the_roofline_and_run_or_are_refused_by_load(tmp_path, values):
     assert dimensions_from_hf(values).parts
+    if find_family(values).config_from is not None:
+        assert config_from_hf(values).num_experts == values.get("num_experts", values.get("num_local_experts"))
+        return
     (tmp_path / "config.json").write_text(json.dumps(values))
     kind = values.get("text_config", values)["model_type"]
     with pytest.raises(ConfigError) as caught:
@@ -173,7 +176,8 @@ def test_models_that_are_no_mixtures_have_no_dimensions(kind):
 
 def test_every_family_runs_or_has_dimensions():
     for family in FAMILIES.values():
-        assert (family.config_from is None) == (family.dimensions is not None), family.name
+        assert (family.config_from is None) == (family.sources is None), family.name
+        assert family.config_from is not None or family.dimensions is not None, family.name
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"vocab_size": 1', "[1, 2]", "3", "null", '"llama"', "\ufffe{}"])

@@ -1,0 +1,156 @@
+"""A mixture of experts: a router chooses a few small MLPs for each token (Shazeer et al., arXiv 1701.06538). Shape
+letters as in laneformer/model.py, and: e experts, j those that a token uses, p pairs of a token and an expert, c tokens
+of a block, all of which use one expert, n blocks.
+
+Every lane has its columns of every expert, so that all lanes read as much. The router is float32, for a choice that
+rounding changes is another model.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer.blocks.block import Block, Weight, hold
+from laneformer.blocks.mlp import FUNCTIONS
+from laneformer.config import ExpertsOptions
+from laneformer.errors import ConfigError
+from laneformer.ops import Norm, Op, Rotary
+from laneformer.precision import Precision
+from laneformer.quantized import Quantized
+
+
+class Experts(Block):
+    """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h)."""
+
+    def __init__(self, weights: dict[str, jax.Array], options: ExpertsOptions, precision: Precision):
+        for name, weight in weights.items():
+            setattr(self, name, hold(weight))
+        self.options, self.precision = options, precision
+
+    def __call__(self, h_lbsd: jax.Array) -> jax.Array:
+        shares_lbsj, chosen_lbsj = self.route(h_lbsd)
+        lanes, used = len(h_lbsd), self.options.used
+        o_ltd = jax.vmap(self._lane)(
+            h_lbsd.reshape(lanes, -1, h_lbsd.shape[-1]),
+            shares_lbsj.reshape(lanes, -1, used),
+            chosen_lbsj.reshape(lanes, -1, used),
+            *(_leaves(getattr(self, name)[...]) for name in ("w1", "w3", "w2")),
+        )
+        return o_ltd.reshape(h_lbsd.shape)
+
+    def route(self, h_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], and their numbers,
+        int32; of equal logits the lower number is chosen.
+        """
+        router_ed = self.router[...].astype(jnp.float32)
+        h_lbsd = h_lbsd.astype(jnp.float32)
+        logits_lbse = jnp.einsum("lbsd,ed->lbse", h_lbsd, router_ed, precision=jax.lax.Precision.HIGHEST)
+        best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
+        if self.options.normalized:
+            return jax.nn.softmax(best_lbsj), chosen_lbsj
+        return jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True)), chosen_lbsj
+
+    def _lane(self, h_td, shares_tj, chosen_tj, w1_efd, w3_efd, w2_edf) -> jax.Array:
+        """The output of one lane [t, d]. Tokens are sorted by expert, into blocks that zeros fill up; a matrix is read
+        once for a block.
+        """
+        tokens, used = chosen_tj.shape
+        pairs, experts = tokens * used, self.options.experts
+        size = max(1, pairs // experts)
+        blocks = pairs if size == 1 else pairs // size + experts  # at most
+        expert_p = chosen_tj.reshape(-1)
+        order_p = jnp.argsort(expert_p)
+        counts_e = jnp.bincount(expert_p, length=experts)
+        blocks_e = -(-counts_e // size)
+        last_e = jnp.cumsum(blocks_e)
+        sorted_p = expert_p[order_p]
+        rank_p = jnp.arange(pairs) - (jnp.cumsum(counts_e) - counts_e)[sorted_p]
+        place_p = (last_e - blocks_e)[sorted_p] * size + rank_p
+        expert_n = jnp.minimum((last_e <= jnp.arange(blocks)[:, None]).sum(1), experts - 1)
+
+        x_ncd = jnp.zeros((blocks * size, h_td.shape[1]), h_td.dtype).at[place_p].set(h_td[order_p // used])
+        x_ncd = x_ncd.reshape(blocks, size, -1)
+
+        def times(name: str, x: jax.Array, w) -> jax.Array:
+            record = getattr(self, name)[...]
+            facts = (record.kind, record.group, record.columns) if isinstance(record, Quantized) else None
+            return chosen_product(self.precision, facts, x, w, expert_n)
+
+        gate_ncf = checkpoint_name(times("w1", x_ncd, w1_efd), "product")
+        up_ncf = checkpoint_name(times("w3", x_ncd, w3_efd), "product")
+        o_ncd = times("w2", FUNCTIONS[self.options.activation](gate_ncf) * up_ncf, w2_edf)
+        o_pd = jnp.zeros((pairs, h_td.shape[1]), o_ncd.dtype)
+        o_pd = o_pd.at[order_p].set(o_ncd.reshape(blocks * size, -1)[place_p])
+        return jnp.einsum("tj,tjd->td", shares_tj, o_pd.reshape(tokens, used, -1), precision=jax.lax.Precision.HIGHEST)
+
+    @staticmethod
+    def table(options: ExpertsOptions, path: str) -> dict[str, Weight]:
+        l, e, d, f = options.num_lanes, options.experts, options.hidden_size, options.columns
+
+        def matrix(name: str, shape: tuple[int, ...], spec: P, initial: str, share: float) -> Weight:
+            file_name = f"model.{path}.{name}.weight"
+            return Weight(
+                file_name=file_name, shape=shape, spec=spec, initial=initial, group="matrix", part="MLP", share=share
+            )
+
+        read, written = P("lane", None, None, "data"), P("lane", None, "data", None)
+        share = options.used / e
+        found = {
+            "router": matrix("router", (e, d), P(None, "data"), "normal", 1.0),
+            "w1": matrix("w1", (l, e, f, d), read, "normal", share),
+            "w3": matrix("w3", (l, e, f, d), read, "normal", share),
+            "w2": matrix("w2", (l, e, d, f), written, "output", share),
+        }
+        return {f"{path}.{name}": weight for name, weight in found.items()}
+
+    @staticmethod
+    def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+        raise ConfigError(f"{path} has experts, which no kernel computes yet: use backend xla")
+
+
+def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:
+    return weight.arrays if isinstance(weight, Quantized) else weight
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def chosen_product(
+    precision: Precision, facts: tuple | None, x_ncd: jax.Array, w_efd, expert_n: jax.Array
+) -> jax.Array:
+    """Each block times the matrix of its expert, [n, c, f] in the accumulate dtype, one after the other: no other
+    matrices are widened. facts: kind, group and columns of a record, whose arrays w then are.
+    """
+
+    def one(_, block):
+        x_cd, e = block
+        own = jax.tree.map(lambda w: w[e], w_efd)
+        if facts is not None:
+            kind, group, columns = facts
+            own = Quantized(kind, group=group, columns=columns, **own)
+        return None, precision.einsum("cd,fd->cf", x_cd, own)
+
+    return jax.lax.scan(one, None, (x_ncd, expert_n))[1]
+
+
+def _forward(precision, facts, x_ncd, w_efd, expert_n):
+    return chosen_product(precision, facts, x_ncd, w_efd, expert_n), (x_ncd, w_efd, expert_n)
+
+
+def _backward(precision, facts, kept, g_ncf):
+    """Gradients are added to those of the experts in place: the transpose of the loop would make one of all experts for
+    each block.
+    """
+    x_ncd, w_efd, expert_n = kept
+
+    def one(gradient_efd, block):
+        x_cd, g_cf, e = block
+        own_fd = precision.einsum("cf,cd->fd", g_cf, x_cd).astype(gradient_efd.dtype)
+        return gradient_efd.at[e].add(own_fd), precision.einsum("cf,fd->cd", g_cf, w_efd[e])
+
+    gradient_efd, g_ncd = jax.lax.scan(one, jnp.zeros_like(w_efd), (x_ncd, g_ncf, expert_n))
+    return g_ncd.astype(x_ncd.dtype), gradient_efd, None
+
+
+chosen_product.defvjp(_forward, _backward)

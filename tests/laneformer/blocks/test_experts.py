@@ -1,0 +1,185 @@
+"""The mixture of experts: reference models, a float64 reference of the block, gradients, and what is refused."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import laneformer
+from laneformer import CheckpointError, ConfigError, ModelConfig, Precision
+from laneformer.blocks.experts import Experts
+from laneformer.blocks.rotary import rotary_tables
+from laneformer.config import ExpertsOptions
+from laneformer.ops import Activation
+from tests.support import tiny
+from tests.support.paths import MOE
+
+
+def options(**changes) -> ExpertsOptions:
+    usual = {"hidden_size": 8, "num_lanes": 2, "columns": 6, "experts": 5, "used": 2, "normalized": True}
+    return ExpertsOptions(**usual | {"activation": Activation.SILU} | changes)
+
+
+def block(own: ExpertsOptions, seed: int = 0) -> Experts:
+    rng = np.random.default_rng(seed)
+    table = Experts.table(own, "at")
+    weights = {path.removeprefix("at."): rng.normal(size=weight.shape) for path, weight in table.items()}
+    return Experts({name: jnp.float32(w) for name, w in weights.items()}, own, Precision())
+
+
+def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
+    """Float64, token by token."""
+    router, w1, w3, w2 = (np.float64(getattr(own, name)[...]) for name in ("router", "w1", "w3", "w2"))
+    out = np.zeros_like(h_lbsd, np.float64)
+    for place in np.ndindex(h_lbsd.shape[:3]):
+        lane, h = place[0], np.float64(h_lbsd[place])
+        shares = np.exp(router @ h)
+        shares /= shares.sum()
+        chosen = np.argsort(-shares, kind="stable")[: own.options.used]
+        total = shares[chosen].sum() if own.options.normalized else 1.0
+        for e in chosen:
+            gate = w1[lane, e] @ h
+            out[place] += shares[e] / total * (w2[lane, e] @ (gate / (1 + np.exp(-gate)) * (w3[lane, e] @ h)))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [({}, 1), ({"normalized": False}, 3), ({"used": 5}, 4), ({"experts": 3, "used": 1}, 40), ({"columns": 1}, 29)],
+    ids=str,
+)
+def test_float64_reference(changes, tokens):
+    """Blocks of one token, of several, and experts that nobody or everybody uses."""
+    own = block(options(**changes))
+    h_lbsd = np.float32(np.random.default_rng(1).normal(size=(2, 1, tokens, 8)))
+    found = jax.jit(lambda block, h: block(h))(own, h_lbsd)
+    np.testing.assert_allclose(found, reference(own, h_lbsd), atol=2e-5)
+
+
+def test_equal_logits_choose_the_lower_number():
+    own = block(options())
+    own.router[...] = jnp.zeros_like(own.router[...])
+    shares, chosen = own.route(jnp.ones((2, 1, 3, 8)))
+    assert (chosen == jnp.array([0, 1])).all() and (shares == 0.5).all()
+
+
+def test_gradients_equal_those_of_all_experts():
+    """Of every weight and of the input: against a program that computes all experts and masks."""
+    own = block(options(num_lanes=1, normalized=False))
+    h_lbsd = jnp.float32(np.random.default_rng(2).normal(size=(1, 2, 9, 8)))
+    names = ("router", "w1", "w3", "w2")
+    weights = {name: getattr(own, name)[...] for name in names}
+
+    def chosen(weights, h):
+        return jnp.sum(jnp.sin(Experts(weights, own.options, Precision())(h)))
+
+    def all_experts(weights, h):
+        shares = jax.nn.softmax(jnp.einsum("lbsd,ed->lbse", h, weights["router"], precision="highest"))
+        kept = shares * (shares >= jax.lax.top_k(shares, 2)[0][..., -1:])
+        gate, up = (jnp.einsum("lbsd,lefd->lbsef", h, weights[name], precision="highest") for name in ("w1", "w3"))
+        each = jnp.einsum("lbsef,ledf->lbsed", jax.nn.silu(gate) * up, weights["w2"], precision="highest")
+        return jnp.sum(jnp.sin(jnp.einsum("lbse,lbsed->lbsd", kept, each, precision="highest")))
+
+    found, wanted = (jax.jit(jax.grad(f, (0, 1)))(weights, h_lbsd) for f in (chosen, all_experts))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "lanes", "devices"),
+    [
+        ("qwen3_moe_1", 4, 2),
+        ("qwen3_moe_2", 1, 0),
+        ("mixtral", 2, 0),
+        ("qwen3_moe_mixed", 1, 0),
+        pytest.param("qwen3_moe_1", 1, 0, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_2", 2, 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_reference_models(case, lanes, devices):
+    """Logits, and greedy tokens from a cache. FP8 stays packed."""
+    mesh = laneformer.make_mesh(lanes, lane=devices) if devices else None
+    model = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
+    io = np.load(MOE / case / "io.npz")
+    assert tiny.difference(model(io["input_ids"]), io["logits"]) < 1e-4
+    greedy = tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"]))
+    assert greedy == io["greedy_ids"].tolist()
+
+
+def test_routes_of_a_reference_model():
+    """Experts and shares in the first layer."""
+    io, model = np.load(MOE / "qwen3_moe_1" / "io.npz"), laneformer.load(MOE / "qwen3_moe_1", dtype="float32")
+
+    @jax.jit
+    def routes(model, ids_bs):
+        layer, x_lbsd = model.layers[0], model.tok_embeddings[...][ids_bs][None]
+        x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary_tables(model.config, jnp.arange(ids_bs.shape[1])), None, None)[0]
+        return layer.feed_forward.route(layer.ffn_norm(x_lbsd))
+
+    shares, chosen = (np.asarray(x)[0, 0] for x in routes(model, io["input_ids"][:1]))
+    wanted = np.argsort(io["router_indices_row0"][0], -1)
+    order = np.argsort(chosen, -1)
+    np.testing.assert_array_equal(
+        np.take_along_axis(chosen, order, -1), np.take_along_axis(io["router_indices_row0"][0], wanted, -1)
+    )
+    np.testing.assert_allclose(
+        np.take_along_axis(shares, order, -1), np.take_along_axis(io["router_weights_row0"][0], wanted, -1), atol=1e-5
+    )
+
+
+def test_records_stay_packed():
+    model = laneformer.load(MOE / "qwen3_moe_2", dtype="float32")
+    record = model.weights()["layers.0.feed_forward.w1"]
+    assert (record.kind, record.codes.shape) == ("fp8", (1, 8, 128, 256))
+
+
+def test_written_and_read_again(tmp_path):
+    model = laneformer.load(MOE / "mixtral", num_lanes=2)
+    laneformer.save_hf(model, tmp_path / "own")
+    again = laneformer.load(tmp_path / "own")
+    assert again.config == model.config
+    for path, weight in model.weights().items():
+        np.testing.assert_array_equal(weight, again.weights()[path])
+
+
+def damaged(folder, change):
+    shutil.copytree(MOE / "qwen3_moe_1", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, name: tensors.pop(name), "lacks tensor(s) model.layers.1.mlp.experts.3.up_proj.weight:"),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name][:40]}),
+            r"experts.3.up_proj.weight is BF16 [40, 64], but",
+        ),
+    ],
+)
+def test_damaged_experts_are_named(tmp_path, change, words):
+    with pytest.raises(CheckpointError) as caught:
+        laneformer.load(damaged(tmp_path / "model", change))
+    assert words in str(caught.value)
+
+
+def test_bad_values():
+    usual = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    usual |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for changes, words in (
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
+        ({"num_experts": 0}, "num_experts = 0"),
+        ({"moe_intermediate_size": 4}, "requires num_experts"),
+        ({"num_experts": 4, "mlp_only_layers": (2,)}, "mlp_only_layers"),
+        ({"num_experts": 4, "moe_intermediate_size": 3, "num_lanes": 2}, "moe_intermediate_size = 3"),
+        ({"num_experts": 4, "gated_mlp": False}, "gated_mlp"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ModelConfig(**usual | changes)
