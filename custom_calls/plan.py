@@ -178,6 +178,12 @@ class Plan:
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Product))
 
     @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Paths of the weights that may be quantized: those of products, but not the embedding's table as the head."""
+        paths = {matrix.weight.path for op in self.products for matrix in op.matrices}
+        return frozenset(paths | {self.ops.head.weight.path}) - {self.ops.embedding.path}
+
+    @cached_property
     def attends(self) -> tuple[Attend, ...]:
         """Of all layers, in order: one in each, whose keys and values are that layer's cache."""
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))

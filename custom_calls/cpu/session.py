@@ -99,7 +99,7 @@ class Session(DecodeSession):
         """Maps the tiles of the matrix's product once all matrices of it are in."""
         self._check_weight(path, weight.shape)
         key = self._product_of.get(path)
-        if key is None or path not in self.matrices:
+        if key is None or path not in self.plan.matrices:
             raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
         paths, alternating = key
         number, is_head = self._products[key], path == self.plan.ops.head.weight.path
@@ -170,11 +170,6 @@ class Session(DecodeSession):
     def _product_of(self) -> dict[str, tuple[tuple[str, ...], bool]]:
         """The key in `_products` of the product that a matrix is in."""
         return {path: key for key, number in self._products.items() if number != EMBEDDING for path in key[0]}
-
-    @cached_property
-    def matrices(self) -> frozenset[str]:
-        """Paths of the weights that may be quantized: those of products, but not the embedding's table as the head."""
-        return frozenset(self._product_of) - {self.plan.ops.embedding.path}
 
     @property
     def quantized_weights(self) -> dict[str, Any]:

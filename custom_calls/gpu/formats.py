@@ -45,13 +45,21 @@ class Plain:
         """Units that a step's vectors fill."""
         return 0
 
+    def cluster(self, group: int) -> int:
+        """Neighbours, of the threads of a row, that have the columns of a block side by side."""
+        return group
+
+    def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:
+        """Lines of a product beside those of its steps."""
+        return 0
+
     def encode(self, matrix: jax.Array, table: jax.Array | None) -> jax.Array:
         """The matrix as unsigned integers, ready to be dealt to threads; zeros are padding."""
         return jax.lax.bitcast_convert_type(matrix, f"uint{8 * matrix.dtype.itemsize}")
 
     def pack(self, steps: jax.Array) -> jax.Array:
         """Uint32 [..., steps, lines, threads, 4] of what `encode` made, dealt [..., steps, vectors, threads, per]."""
-        return steps if steps.dtype == jnp.uint32 else _joined(steps, 2)
+        return steps if steps.dtype == jnp.uint32 else joined(steps, 2)
 
     def listed(self, steps: jax.Array) -> None:
         """Nothing."""
@@ -85,6 +93,12 @@ class Bf12:
     def lines(self, vectors: int) -> int:
         return self.units(vectors) * self.unit_lines + vectors % self.vectors
 
+    def cluster(self, group: int) -> int:
+        return group
+
+    def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:
+        return 0
+
     def encode(self, matrix: jax.Array, table: jax.Array) -> jax.Array:
         """Uint32: low byte, code << 8, high byte << 16, and a mark on exceptions."""
         bits = jax.lax.bitcast_convert_type(matrix, jnp.uint16).astype(jnp.uint32)
@@ -99,13 +113,13 @@ class Bf12:
         for weight, (index, sign) in enumerate(zip(*self.places, strict=True)):
             code = inside[..., weight] >> 8
             codes |= (code & 7) << 4 * index | (code >> 3 & 1) << 4 * sign + 3
-        low = _joined(inside & 0xFF, 4)  # [..., units, 4 vectors, threads, 2]
+        low = joined(inside & 0xFF, 4)  # [..., units, 4 vectors, threads, 2]
         low = low.reshape(*low.shape[:-3], 2, 2, *low.shape[-2:]).swapaxes(-3, -2)
         low = low.reshape(*low.shape[:-2], 4)
         lines = jnp.concatenate([codes.swapaxes(-1, -2)[..., None, :, :], low], -3)
         lines = lines.reshape(*lines.shape[:-4], -1, *lines.shape[-2:])
         rest = steps[..., self.units(steps.shape[-3]) * self.vectors :, :, :]
-        return jnp.concatenate([lines, _joined((rest >> 16 & 0xFF) << 8 | rest & 0xFF, 2)], -3)
+        return jnp.concatenate([lines, joined((rest >> 16 & 0xFF) << 8 | rest & 0xFF, 2)], -3)
 
     def listed(self, steps: jax.Array) -> jax.Array:
         """Words of the exceptions of each warp in the order of its units, BF12_END for all other weights, uint32 [...,
@@ -129,8 +143,8 @@ class Bf12:
         return steps[..., : units * self.vectors, :, :].reshape(*lead, units, self.vectors, threads, per)
 
 
-def _joined(parts: jax.Array, count: int) -> jax.Array:
-    """Uint32 of so many neighbours on the last axis, the first in the lowest bits."""
+def joined(parts: jax.Array, count: int) -> jax.Array:
+    """Uint32 of `count` neighbours on the last axis, the first in the lowest bits."""
     parts = parts.astype(jnp.uint32).reshape(*parts.shape[:-1], parts.shape[-1] // count, count)
     words = parts[..., 0]
     for i in range(1, count):

@@ -9,13 +9,14 @@ the two cannot disagree.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 
+from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
@@ -72,11 +73,17 @@ class Tiling:
     together: int
     warps: int
     warp_size: int
-    format: Plain | Bf12
+    format: Plain | Bf12 | Codes
 
     @property
     def lines(self) -> int:
-        return self._takes * self.format.lines(self.together * self.vectors)
+        vectors = self.together * self.vectors
+        return self._takes * self.format.lines(vectors) + self.format.lines_beside(vectors, self._takes, self.cluster)
+
+    @property
+    def cluster(self) -> int:
+        """Neighbouring threads whose columns of a vector are side by side."""
+        return self.format.cluster(self.group)
 
     @property
     def units(self) -> int:
@@ -100,7 +107,7 @@ class Tiling:
     @property
     def fields(self) -> dict[str, int]:
         """The constants of the product's struct."""
-        names = ("all_rows", "rows", "columns", "group", "vectors", "segments", "steps", "together", "lines")
+        names = ("all_rows", "rows", "columns", "group", "cluster", "vectors", "segments", "steps", "together", "lines")
         return {name.title().replace("_", ""): getattr(self, name) for name in names}
 
     def deal(self, matrix: jax.Array) -> jax.Array:
@@ -114,11 +121,48 @@ class Tiling:
         matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
         matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
         of_rows = (self.ctas, self.steps, self.warp_size // self.group)
-        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, per // 2, self.group, 2)
+        of_columns = (self.vectors, self.group // self.cluster, per // 2, self.cluster, 2)
+        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, *of_columns)
         n = len(lead)
-        cta, step, row, warp, segment, vector, pair, member, element = range(n, n + 9)
-        order = (*range(n), cta, warp, segment, step, vector, row, member, pair, element)
+        cta, step, row, warp, segment, vector, cluster, pair, member, element = range(n, n + 10)
+        order = (*range(n), cta, warp, segment, step, vector, row, cluster, member, pair, element)
         return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
+
+    @property
+    def granule(self) -> int:
+        """Columns of a vector that a cluster has."""
+        return self.cluster * self.format.per
+
+    def deal_granules(self, grid: jax.Array) -> jax.Array:
+        """[..., all rows, granules] -> [..., CTAs, warps, takes, vectors of each, clusters of a warp]: as `deal`, of
+        what the columns of a granule share.
+        """
+        *lead, rows, columns = grid.shape
+        granules = self.warps * self.segments * self.vectors * self.group // self.cluster
+        grid = jnp.pad(grid, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, granules - columns)])
+        grid = grid.reshape(*lead, self.ctas, self.rows, granules)
+        grid = jnp.pad(grid, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
+        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
+        parts = grid.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, self.group // self.cluster)
+        n = len(lead)
+        cta, step, row, warp, segment, vector, cluster = range(n, n + 7)
+        parts = parts.transpose(*range(n), cta, warp, segment, step, vector, row, cluster)
+        return parts.reshape(*lead, self.ctas, self.warps, *self.dealt[:2], self.warp_size // self.cluster)
+
+    def deal_rows(self, values: jax.Array) -> jax.Array:
+        """[..., all rows, 1] -> [..., CTAs, warps, n]: the rows of a CTA one after the other."""
+        *lead, rows, _ = values.shape
+        each = -(-self.rows // self.warps)
+        values = jnp.pad(values[..., 0], [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows)])
+        values = values.reshape(*lead, self.ctas, self.rows)
+        values = jnp.pad(values, [(0, 0)] * (len(lead) + 1) + [(0, each * self.warps - self.rows)])
+        return values.reshape(*lead, self.ctas, self.warps, each)
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of the warps' sums, and of the rows' factors."""
+        factors = isinstance(self.format, Codes) and self.format.factors
+        return self.warps * self.padded_rows + factors * self.rows
 
     @property
     def dealt(self) -> tuple[int, ...]:
@@ -126,9 +170,11 @@ class Tiling:
         return self._takes, self.together * self.vectors, self.warp_size, self.format.per
 
 
-def tile(all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12, unit: int = 1) -> Tiling:
+def tile(
+    all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12 | Codes, unit: int = 1
+) -> Tiling:
     """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out,
-    and so the order of sums, does not depend on the format.
+    and so the order of sums, is the same in bfloat16 and Bf12.
     """
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
@@ -143,12 +189,18 @@ def tile(all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain
             format,
         )
 
-    def taking(together: int) -> Tiling:
-        return replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
+    def taking(tiling: Tiling) -> list[Tiling]:
+        return [
+            replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
+            for together in range(1, MAX_TOGETHER + 1)
+        ]
 
     groups = [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
+    if isinstance(format, Codes):  # a segment more counts as a sixteenth of the lines: it adds all sums once more
+        options = itertools.chain(*map(taking, groups))
+        return min(options, key=lambda one: (one.lines * (15 + one.segments), -one.together))
     tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
-    return min(map(taking, range(1, MAX_TOGETHER + 1)), key=lambda one: (one.lines, -one.together))
+    return min(taking(tiling), key=lambda one: (one.lines, -one.together))
 
 
 @dataclass(frozen=True)
@@ -202,6 +254,8 @@ class Layout:
     """
     bf12: Collection[int] = ()
     """Products packed in 12 bits, by their numbers; the head's is the last."""
+    codes: Mapping[int, Codes] = field(default_factory=dict)
+    """Quantized products, by their numbers."""
 
     def __post_init__(self):
         for number, layer in enumerate(self.plan.ops.layers):
@@ -244,6 +298,9 @@ class Layout:
 
     def _tile(self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1) -> Tiling:
         """The tiling of a product, by its number, in its format."""
+        if number in self.codes:
+            format = replace(self.codes[number], selector_bits=self.machine.selector_bits)
+            return tile(all_rows, columns, ctas, self.machine, format, unit)
         if number in self.bf12:
             tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
             if 0 < tiling.units <= MOST_UNITS:
@@ -397,7 +454,7 @@ class Layout:
         def even(n):
             return n + n % 2
 
-        partial = warps * max(tiling.padded_rows for tiling in self.tilings)
+        partial = max(tiling.partial_floats for tiling in self.tilings)
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
             2 * even(partial)

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from custom_calls.gpu.codes import Header, arrays_of
 from custom_calls.gpu.layout import Tiling
 from laneformer.formats import BF12_END
+from laneformer.quantized import Quantized
 
 
 class Placement(NamedTuple):
@@ -36,17 +38,51 @@ def placed(
     arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
     other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end.
     """
-    lanes = packed.shape[0]
-    if arrangement == "as it is":
-        matrix = parts[0]
-    elif arrangement == "columns":
-        matrix = parts[0].transpose(1, 0, 2).reshape(parts[0].shape[1], -1)
-    else:
-        parts = [part if part.ndim == 3 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
-        paired = arrangement == "pairs"
-        matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
-        matrix = matrix.reshape(lanes, -1, parts[0].shape[-1])
+    matrix = _arranged(parts, packed.shape[0], arrangement)
     return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
+
+
+@partial(jax.jit, static_argnames=("headers", "tiling", "arrangement", "sharding"), donate_argnums=0)
+def placed_codes(
+    packed: jax.Array,
+    parts: list[dict[str, jax.Array]],
+    offset: jax.Array,
+    headers: tuple[Header, ...],
+    tiling: Tiling,
+    arrangement: str,
+    sharding,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `placed`, of the arrays of records: the packed weights with those of a product, and the rows' factors as
+    words for each warp, uint32 [lanes, CTAs, warps, n], or None.
+    """
+    records = [
+        Quantized(header.kind, group=header.group, columns=header.columns, **part)
+        for header, part in zip(headers, parts, strict=True)
+    ]
+    found = [
+        arrays_of(record, header, tiling.format, tiling.granule)
+        for record, header in zip(records, headers, strict=True)
+    ]
+    arrays = {name: _arranged([each[name] for each in found], packed.shape[0], arrangement) for name in found[0]}
+    lines = tiling.format.pack(tiling.deal(arrays["codes"]))
+    if "scales" in arrays:
+        lines = tiling.format.with_scales(lines, tiling.deal_granules(arrays["scales"]), tiling.cluster)
+    packed = jax.lax.dynamic_update_slice(packed, _of_lanes(lines, packed, sharding), (0, 0, 0, offset))
+    if "factors" not in arrays:
+        return packed, None
+    factors = jax.lax.bitcast_convert_type(tiling.deal_rows(arrays["factors"]), jnp.uint32)
+    return packed, _of_lanes(factors, packed, sharding)
+
+
+def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array:
+    if arrangement == "as it is":
+        return parts[0]
+    if arrangement == "columns":
+        return parts[0].transpose(1, 0, 2).reshape(parts[0].shape[1], -1)
+    parts = [part if part.ndim == 3 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
+    paired = arrangement == "pairs"
+    matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
+    return matrix.reshape(lanes, -1, parts[0].shape[-1])
 
 
 @partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
@@ -63,18 +99,19 @@ def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tili
     """The packed weights with those of a product, what its format lists for each warp or None, and of that the most in
     a warp and the sum.
     """
-
-    def of_lanes(array: jax.Array) -> jax.Array:
-        rows = array.reshape(*packed.shape[:3], -1)
-        return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
-
-    lines, listed = of_lanes(tiling.format.pack(steps)), tiling.format.listed(steps)
+    lines, listed = _of_lanes(tiling.format.pack(steps), packed, sharding), tiling.format.listed(steps)
     packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
     if listed is None:
         return packed, None, None, None
-    listed = of_lanes(listed)
+    listed = _of_lanes(listed, packed, sharding)
     counts = (listed != np.uint32(BF12_END)).sum(-1)
     return packed, listed, counts.max(), counts.sum()
+
+
+def _of_lanes(array: jax.Array, packed: jax.Array, sharding) -> jax.Array:
+    """[lanes, CTAs, warps, n], as the packed weights are."""
+    rows = array.reshape(*packed.shape[:3], -1)
+    return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
 
 
 @partial(jax.jit, static_argnames="room")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
-from custom_calls.gpu.packing import Placement, filled, gathered, normal, placed
+from custom_calls.gpu.packing import Placement, filled, gathered, normal, placed, placed_codes
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession
 from laneformer.formats import BF12_TABLE
 from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary
+from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
 HANDLE_BYTES = 64  # gpu/host/driver.h
@@ -99,6 +101,7 @@ class GpuSession(DecodeSession):
         peer_delay_us: int = 0,
         launch: str = "persistent",
         bf12: Bf12Choice | None = None,
+        codes: CodesChoice | None = None,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -111,8 +114,9 @@ class GpuSession(DecodeSession):
         its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
         itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
         what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
-        results bit for bit; made from the weights that will be packed. Raises NativeError, BuildError if the kernel
-        cannot be compiled, and what the group raises when a process is missing.
+        results bit for bit. codes: products whose weights are quantized. Both are made from the weights that will be
+        packed. Raises NativeError, BuildError if the kernel cannot be compiled, and what the group raises when a
+        process is missing.
         """
         if launch not in LAUNCHES:
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
@@ -130,9 +134,11 @@ class GpuSession(DecodeSession):
             raise NativeError(f"the GPU kernel has at most {MOST_LAYERS} layers, the model {layers}: use backend xla")
         try:
             lanes_here = 1 if peer_ctas else lanes // len(devices)
-            self._bf12 = bf12 or Bf12Choice()
+            self._bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()
             machine = machine or machine_of(platform, devices[0])
-            self.layout = Layout(plan, machine, lanes_here, peer_ctas, frozenset(self._bf12.tables))
+            self.layout = Layout(
+                plan, machine, lanes_here, peer_ctas, frozenset(self._bf12.tables), self._codes.formats
+            )
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
@@ -244,6 +250,7 @@ class GpuSession(DecodeSession):
         self._packed = jnp.zeros(self.layout.packed_shape, jnp.uint32, device=self._sharding(True))
         self._lists: dict[int, jax.Array] = {}  # by product, for each warp
         self._exceptions: dict[int, int] = {}
+        self._factors: dict[int, jax.Array] = {}  # of the rows of quantized products, for each warp
         self._embedding = None
         self._ready: tuple | None = None
         self._products = {
@@ -254,12 +261,14 @@ class GpuSession(DecodeSession):
             for matrix in op.matrices
         }
 
-    def pack(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        """Puts a weight into its place; path and shape as in laneformer's parameter table. Raises NativeError if it
-        does not fit.
+    def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
+        """Puts a weight into its place; path and shape as in laneformer's parameter table. A matrix is quantized if the
+        session was opened for that. Raises NativeError if it does not fit.
         """
         plan = self.plan
         self._check_weight(path, tuple(weight.shape))
+        if (now := weight.name if isinstance(weight, Quantized) else None) != (name := self._codes.names.get(path)):
+            raise NativeError(f"weight {path} is {now or 'not quantized'}, and was {name or 'not quantized'} before")
         self._missing.pop(path, None)
         self._ready = None
         if path in plan.places:
@@ -289,14 +298,23 @@ class GpuSession(DecodeSession):
         matrix = self._put_matrix(weight, self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL)
         self._place([matrix], len(self.layout.numbers))
 
-    def _put_matrix(self, weight: np.ndarray | jax.Array, of_lanes: bool) -> jax.Array:
+    def _put_matrix(self, weight: np.ndarray | jax.Array | Quantized, of_lanes: bool) -> jax.Array | Quantized:
+        if isinstance(weight, Quantized):
+            return replace(weight, **{name: self._put(a, of_lanes and a.ndim > 0) for name, a in weight.arrays.items()})
         return self._put(weight.astype(self.plan.weight_dtype.name), of_lanes)
 
-    def _place(self, matrices: list[jax.Array], product: int) -> None:
+    def _place(self, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
         """Packs the matrices of a product, by its number."""
         place = self._placements[product]
         kept = place.tiling, place.arrangement, self._sharding(True)
-        self._keep(product, placed(self._packed, matrices, *self._placing(product), *kept))
+        if product not in self._codes.formats:
+            self._keep(product, placed(self._packed, matrices, *self._placing(product), *kept))
+            return
+        headers = tuple(Header(part.kind, part.group, part.columns) for part in matrices)
+        offset, arrays = np.int32(place.offset), [part.arrays for part in matrices]
+        self._packed, factors = placed_codes(self._packed, arrays, offset, headers, *kept)
+        if factors is not None:
+            self._factors[product] = factors
 
     def _placing(self, product: int) -> tuple[np.ndarray, np.ndarray]:
         """Where its lines begin in each warp's stream, and its table."""
@@ -355,21 +373,29 @@ class GpuSession(DecodeSession):
         return (True, True, False, False, False, False)
 
     def _listed(self) -> jax.Array:
-        """The lists of each warp, one product's after the other's, uint32 [lanes, CTAs, warps, n], and what the kernel
-        loads beyond them.
+        """What each warp has beside its stream, one product's after the other's, uint32 [lanes, CTAs, warps, n]: the
+        factors of rows, then lists, and what the kernel loads beyond them.
         """
         lead, beyond = self.layout.packed_shape[:3], 2 * self.layout.machine.warp_size
-        lists = [self._lists[product] for product in sorted(self._lists)]
-        end = jnp.zeros((*lead, beyond if lists else 1), jnp.uint32, device=self._sharding(True))
+        lists = [words for _, words in self._beside]
+        end = jnp.zeros((*lead, beyond if self._lists else 1), jnp.uint32, device=self._sharding(True))
         return jnp.concatenate([*lists, end], -1) if lists else end
 
     @property
+    def _beside(self) -> list[tuple[int, jax.Array]]:
+        """Product and words; lists are last, as a warp reads them without a gap."""
+        return [*sorted(self._factors.items()), *sorted(self._lists.items())]
+
+    @property
     def _coding(self) -> np.ndarray:
-        """For each product the table of bf12, and where its words begin and end in the lists, uint32 [products, 4]."""
+        """For each product the table of bf12, and where its words begin and end beside the stream, uint32 [products,
+        4].
+        """
         coding, end = np.zeros((len(self._placements), 4), np.uint32), 0
-        for product, words in sorted(self._lists.items()):
+        for product, words in self._beside:
             begin, end = end, end + words.shape[-1]
-            coding[product] = *self._bf12.tables[product].astype(np.uint8).view(np.uint32), begin, end
+            table = self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
+            coding[product] = *table.astype(np.uint8).view(np.uint32), begin, end
         return coding
 
     @property
@@ -380,6 +406,22 @@ class GpuSession(DecodeSession):
             held += round(size * place.tiling.coded)
             matrices += len(paths) * (place.tiling.units > 0)
         return Bf12Weights(held, sum(self._exceptions.values()), matrices, self._bf12.left)
+
+    @property
+    def quantized_weights(self) -> dict[str, Any]:
+        """What is quantized: its formats, its weights and the bytes that they take, padding included; empty if nothing
+        is.
+        """
+        if not self._codes.formats:
+            return {}
+        lines = sum(self._placements[product].tiling.lines for product in self._codes.formats)
+        warps = math.prod(self.layout.packed_shape[:3])
+        factors = 4 * sum(words.size for words in self._factors.values())
+        return {
+            "quantized_formats": sorted(set(self._codes.names.values())),
+            "quantized_weights": sum(math.prod(self.plan.shape_of(path)) for path in self._codes.names),
+            "quantized_bytes": warps * lines * self.layout.line_words * 4 + factors,
+        }
 
     @property
     def packed_bytes(self) -> int:
@@ -436,7 +478,7 @@ def _whole(weight) -> np.ndarray:
 
 def _kept(weight):
     """A copy where needed: an array of numpy may be valid only until the next one is read."""
-    return weight if isinstance(weight, jax.Array) else np.array(weight)
+    return weight if isinstance(weight, (jax.Array, Quantized)) else np.array(weight)
 
 
 def _rotations(rotary: Rotary, head_dim: int, context: int) -> np.ndarray:

@@ -9,7 +9,16 @@ import jax
 import custom_calls
 from custom_calls import Session, bf12_pays
 from infer.engine.backend import CheckpointSource, Source, device_name
-from infer.engine.native import NativeBackend, bf12_conditions, check_weights, experts, pack, plan_of, report_left
+from infer.engine.native import (
+    NativeBackend,
+    bf12_conditions,
+    check_rounding,
+    check_weights,
+    experts,
+    pack,
+    plan_of,
+    report_left,
+)
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.quantized.rounding import USUAL
@@ -56,11 +65,7 @@ class CpuBackend(NativeBackend):
         """
         self.source, plan = source, plan_of(source)
         check_weights(weights, plan, tuple(USUAL))
-        if source.quantized and weights not in (None, "bfloat16"):
-            raise ConfigError(
-                f"--weights {weights}: weight {source.quantized[0]} is quantized already; leave --weights out to keep"
-                " its format, or choose bfloat16"
-            )
+        check_rounding(weights, source)
         packed: list[Bf12Product] = []
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())

@@ -9,6 +9,7 @@ import numpy as np
 
 import custom_calls
 from custom_calls.build import BuildError
+from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.layout import Machine
@@ -16,16 +17,19 @@ from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuS
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import (
     NativeBackend,
+    RoundedSource,
     bf12_conditions,
+    check_rounding,
     check_weights,
     experts,
     pack,
     plan_of,
-    quantized,
     report_left,
 )
 from laneformer.errors import ConfigError
 from laneformer.processes import Group
+from laneformer.quantized import Quantized
+from laneformer.quantized.rounding import USUAL
 from laneformer.state import Cache
 
 # Prompt tokens per XLA block. A rest shorter than the smallest block goes through the kernel, token by token.
@@ -77,7 +81,7 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return experts(source) or quantized(source) or custom_calls.unavailable()
+        return experts(source) or custom_calls.unavailable()
 
     def __init__(
         self,
@@ -91,21 +95,26 @@ class GpuBackend(NativeBackend):
         driver: Path | None = None,
     ):
         """absorb: whether XLA reads long prompts; otherwise the kernel does, and only one copy of the weights is kept.
-        weights: bf12 for the kernel to hold bfloat16 weights in 12 bits without loss. The other options are for tests
-        and measurements; see custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used,
-        or for bf12 with weights of another dtype.
+        weights: bf12 for the kernel to hold bfloat16 weights in 12 bits without loss; int8 and the others of
+        laneformer/quantized/rounding.py to round all products' matrices, the head's unless it is the embedding's table.
+        Quantized matrices are held as they are. The other options are for tests and measurements; see
+        custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used, or for bf12 with
+        weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
-        check_weights(weights, plan)
+        check_weights(weights, plan, tuple(USUAL))
+        check_rounding(weights, source)
+        source = RoundedSource(source, plan, weights) if weights in USUAL else source
         self._model = source.model() if absorb else None
 
-        def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray]]:
+        def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray | Quantized]]:
             return source.weights() if self._model is None else self._model.weights().items()
 
         try:
             session = GpuSession(
                 plan,
                 bf12=Bf12Choice.of(plan, all_weights()) if weights == "bf12" else None,
+                codes=CodesChoice.of(plan, all_weights()) if source.quantized else None,
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -133,6 +142,7 @@ class GpuBackend(NativeBackend):
         return {
             "weights_dtype": plan.weight_dtype.name,
             **bf12_conditions(self.session.bf12_weights),
+            **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),

@@ -22,8 +22,10 @@ from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
-from laneformer.mesh import LANE
-from laneformer.quantized.rounding import round_to
+from laneformer.mesh import LANE, put_weight
+from laneformer.model import Laneformer
+from laneformer.quantized import Quantized
+from laneformer.quantized.rounding import Kind, round_to
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 
@@ -170,13 +172,6 @@ def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellati
             thread.join()
 
 
-def quantized(source: Source) -> str | None:
-    """The reason why the GPU kernel cannot run a model with quantized weights."""
-    if not source.quantized:
-        return None
-    return f"its weights are quantized ({source.quantized[0]}): use backend cpu or xla, or add --weights bfloat16"
-
-
 def experts(source: Source) -> str | None:
     """The reason why no kernel can run a model with experts."""
     return None if source.config.num_experts is None else "its layers have experts: use backend xla"
@@ -209,6 +204,38 @@ def check_weights(weights: str | None, plan: Plan, rounded: tuple[str, ...] = ()
         raise ConfigError(f"--weights bf12 needs bfloat16 weights, got {plan.weight_dtype.name}: add --dtype bfloat16")
 
 
+def check_rounding(weights: str | None, source: Source) -> None:
+    """Raises ConfigError for a format to which quantized weights would be rounded again."""
+    if source.quantized and weights not in (None, "bfloat16"):
+        raise ConfigError(
+            f"--weights {weights}: weight {source.quantized[0]} is quantized already; leave --weights out to keep its"
+            " format, or choose bfloat16"
+        )
+
+
+class RoundedSource:
+    """A model with the matrices of its products rounded, once, to a kind of laneformer/quantized/rounding.py. A
+    `Source`.
+    """
+
+    def __init__(self, source: Source, plan: Plan, kind: Kind):
+        self.config, self.precision, self.mesh = source.config, source.precision, source.mesh
+        self.stored_dtype, self.quantized = source.stored_dtype, tuple(plan.matrices)
+        self._source, self._kind = source, kind
+        self._rounded: dict[str, Quantized] = {}
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
+        for path, weight in self._source.weights():
+            if path in self.quantized and path not in self._rounded:
+                self._rounded[path] = round_to(weight, self._kind, search=False)
+            yield path, self._rounded.get(path, weight)
+
+    def model(self) -> Laneformer:
+        table = parameter_table(self.config)
+        weights = {path: put_weight(weight, table[path].spec, self.mesh) for path, weight in self.weights()}
+        return Laneformer(self.config, weights, self.precision, self.mesh)
+
+
 def report_left(packed: Bf12Weights) -> None:
     """Logs how many matrices have too many exceptions for 12 bits, if any."""
     if packed.left:
@@ -229,7 +256,7 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = (), 
     """
     # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
     tqdm.set_lock(threading.RLock())
-    table = parameter_table(source.config)
+    table, matrices = parameter_table(source.config), session.plan.matrices
     rest = sum(weight.size for path, weight in table.items() if path not in without)
     names = tqdm(
         source.weights(without) if without else source.weights(),
@@ -240,4 +267,4 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = (), 
         disable=None if rest >= LARGE else True,
     )
     for path, weight in names:
-        session.pack(path, round_to(weight, rounded, search=False) if rounded and path in session.matrices else weight)
+        session.pack(path, round_to(weight, rounded, search=False) if rounded and path in matrices else weight)

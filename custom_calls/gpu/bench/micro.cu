@@ -195,21 +195,29 @@ struct Bench {
     }
   }
 
-  // The same numbers of weights in both formats; in bf12 they take three quarters of the lines.
+  // The same numbers of weights in all formats, which take fewer lines the fewer bits they have.
   void products() {
-    const auto measured = [&](Kernel kernel, const char* format, int lines) {
-      job.lines = lines;
+    const auto measured = [&](auto format, auto of_cluster, const char* name) {
+      using Weights = decltype(format);
+      constexpr int cluster = decltype(of_cluster)::value;  // threads that share a scale
+      job.steps = 4 * kLayerLines / 12;
       const int ctas = std::min(sms, 128);
       const Numbers us = repeat([&] {
-        launch(kernel, ctas, true, "product");
+        launch(product<Weights, cluster>, ctas, true, "product");
         return span(0, 0, ctas, ctas);
       });
-      print(conditions("product", "us", ctas, std::string("\"format\": \"") + format + "\", " + ring_fields()), us,
-            rate((i64)lines * kWarps * kLineBytes * ctas, us));
+      print(conditions("product", "us", ctas, std::string("\"format\": \"") + name + "\", " + ring_fields()), us,
+            rate((i64)product_lines<Weights, cluster>(job.steps) * kWarps * kLineBytes * ctas, us));
     };
-    const int steps = 4 * kLayerLines / 12;
-    measured(product_bfloat16, "bfloat16", 12 * steps);
-    measured(product_bf12, "bf12", 9 * steps);
+    const std::integral_constant<int, 2> two;
+    const std::integral_constant<int, 4> four;
+    measured(Plain<kBfloat16>{}, four, "bfloat16");
+    measured(Bf12{}, four, "bf12");
+    measured(Codes<Code::kInt8, Scale::kNone, false, true>{}, four, "int8");
+    measured(Codes<Code::kE4M3, Scale::kNone, false, true>{}, four, "fp8");
+    measured(Codes<Code::kInt4, Scale::kBfloat16, false, false>{}, four, "int4");
+    measured(Codes<Code::kE2M1, Scale::kE8M0, false, false>{}, four, "mxfp4");
+    measured(Codes<Code::kE2M1, Scale::kE4M3, false, true>{}, two, "nvfp4");
   }
 
   void read_plain() {

@@ -27,7 +27,7 @@ struct Job {
   Stamp* stamps;  // [rounds of stamps][CTAs]
   u64* done;      // words of the device
   u32 first_tag;
-  int rounds, lines, group, words;
+  int rounds, lines, steps, group, words;
   bool edges, flags, at_once, ping;
   i64 bytes, buffer;
 };
@@ -95,9 +95,19 @@ LF_KERNEL void ring(LF_PARAMS, const Job job) {
 
 // The stream as steps of a product: four rows of three vectors for each thread, multiplied by a vector in registers.
 // One exception of bf12 in eight units, as in trained weights.
-template <class Weights>
+constexpr int kProductRows = 4, kProductVectors = 3;
+template <class Weights, int cluster>
+using ProductBeside = Beside<Weights, kProductRows * kProductVectors, cluster>;
+
+template <class Weights, int cluster>
+constexpr int product_lines(int steps) {
+  return Weights::template kLines<kProductRows * kProductVectors> * steps +
+         ProductBeside<Weights, cluster>::lines_of(steps);
+}
+
+template <class Weights, int cluster>
 LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
-  constexpr int rows = 4, vectors = 3, lines = Weights::template kLines<rows * vectors>;
+  constexpr int rows = kProductRows, vectors = kProductVectors, lines = Weights::template kLines<rows * vectors>;
   begin(job, 0);
   Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
   Lists lists(p);
@@ -106,13 +116,21 @@ LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
   weights.begin();
   float x[vectors][8], sums[rows] = {};
   LF_UNROLL for (int v = 0; v < vectors; v++) LF_UNROLL for (int i = 0; i < 8; i++) x[v][i] = (float)(thread() + v * i);
-  for (int line = 0; line + lines <= job.lines; line += lines) {
+  ProductBeside<Weights, cluster> beside;
+  for (int step = 0; step < job.steps; step++) {
     Vec taken[lines];
+    beside.take(stream);
     stream.take(taken);
+    const auto scales = beside.scales();
     LF_UNROLL for (int at = 0; at < rows * vectors; at++) {
-      float w[8];
-      weights.template read<rows * vectors>(taken, at, w);
-      LF_UNROLL for (int i = 0; i < 8; i++) sums[at / vectors] += w[i] * x[at % vectors][i];
+      float& sum = sums[at / vectors];
+      if constexpr (kQuantized<Weights>) {
+        sum = Weights::template add<rows * vectors>(sum, taken, scales, at, x[at % vectors]);
+      } else {
+        float w[8];
+        weights.template read<rows * vectors>(taken, at, w);
+        LF_UNROLL for (int i = 0; i < 8; i++) sum += w[i] * x[at % vectors][i];
+      }
     }
   }
   end(job, 0);
@@ -121,13 +139,10 @@ LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
   LF_UNROLL for (int r = 0; r < rows; r++) total += sums[r];
   keep(job, float_to_bits(total));
 }
-LF_KERNEL void product_bfloat16(LF_PARAMS p, const Job job) {
+template <class Weights, int cluster>
+__global__ void __launch_bounds__(kThreads, 1) product(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
-  multiply<Plain<kBfloat16>>(p, job, memory);
-}
-LF_KERNEL void product_bf12(LF_PARAMS p, const Job job) {
-  LF_SHARED(memory);
-  multiply<Bf12>(p, job, memory);
+  multiply<Weights, cluster>(p, job, memory);
 }
 
 // What bf12 has beside the stream: a table, and for each warp the exceptions.

@@ -16,10 +16,10 @@ constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 // Names in a trace, as custom_calls/gpu/session.py has them; then those of ops (laneformer.ops.TRACE_NAMES).
 enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp };
 
-struct PaddedRows {
+struct Partials {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsProduct) return kPaddedRows<Op>;
+    if constexpr (Op::kIsProduct) return kPartials<Op>;
     return 0;
   }
 };
@@ -38,7 +38,7 @@ struct MergedFloats {
   }
 };
 
-constexpr int kPartialFloats = kWarps * larger_of(most_of<PaddedRows>(Layers{}), kPaddedRows<Head>);
+constexpr int kPartialFloats = larger_of(most_of<Partials>(Layers{}), kPartials<Head>);
 constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }

@@ -2,11 +2,11 @@
 //   kPer       weights of a vector
 //   kLines<n>  lines that hold n vectors of each thread: what a step takes from the stream
 //   Reader     made for each product, before its vector is there. begin() precedes the first lines, end() follows the
-//   last. read<n>(lines, at, weights) brings the weights of vector `at` of such lines; it is called for each, in order
+//   last. read<n>(lines, at, weights) brings the weights of vector `at` of such lines; it is called for each, in order.
+// codes.h has those of quantized weights, which add up vectors by themselves.
 #pragma once
 
-#include "model.h"
-#include "params.h"
+#include "codes.h"
 
 namespace laneformer {
 namespace gpu {
@@ -107,26 +107,13 @@ struct Bf12 {
 
    private:
     LF_DEVICE void begin_unit(const Vec& codes) {
-      LF_UNROLL for (int v = 0; v < kVectors; v++) look_up(codes.word[v], high_[2 * v], high_[2 * v + 1]);
+      LF_UNROLL for (int v = 0; v < kVectors; v++)
+          look_up(coding_.word[0], coding_.word[1], codes.word[v], high_[2 * v], high_[2 * v + 1]);
       unit_end_ += 1u << kUnitShift;
       while (word_ < unit_end_) {
         put(word_);
         lists_.pass();
         word_ = lists_.word();
-      }
-    }
-
-    // The high bytes of a vector's weights, 0 to 3 and 4 to 7. Where a selector has four bits, the lowest nibbles are
-    // one: it has no room for signs, which are where two shifts bring them to the bytes' highest bits.
-    LF_DEVICE void look_up(u32 codes, u32& first, u32& second) const {
-      const auto table = [&](u32 selector) { return permute(coding_.word[0], coding_.word[1], selector); };
-      if (kSelectorBits == 4) {
-        const u32 indices = codes & 0x77777777;
-        first = table(indices) | (codes & 0x80808080);
-        second = table(indices >> 16) | (codes << 4 & 0x80808080);
-      } else {
-        first = table(codes & 0x07070707) | (codes << 4 & 0x80808080);
-        second = table(codes >> 4 & 0x07070707) | (codes & 0x80808080);
       }
     }
 

@@ -64,6 +64,7 @@ LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
 LF_DEVICE u32 broadcast(u32 v, int lane) {  // that of a thread of the warp; `lane` is the same in all of them
   return __builtin_amdgcn_readlane((int)v, __builtin_amdgcn_readfirstlane(lane));
 }
+LF_DEVICE u32 shuffle_from(u32 v, int lane) { return __builtin_amdgcn_ds_bpermute(lane << 2, (int)v); }
 // Bytes of b and a (those of a first) by number, 12 for a zero, one for each byte of the selector.
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __builtin_amdgcn_perm(b, a, selector); }
 
@@ -120,6 +121,22 @@ LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
 LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
 LF_DEVICE float half_to_float(u16 v) { return (float)__builtin_bit_cast(_Float16, v); }
 LF_DEVICE u16 float_to_half(float v) { return __builtin_bit_cast(u16, (_Float16)v); }
+typedef _Float16 HalfPair __attribute__((ext_vector_type(2)));
+LF_DEVICE u32 subtract_halves(u32 a, u32 b) {
+  return __builtin_bit_cast(u32, __builtin_bit_cast(HalfPair, a) - __builtin_bit_cast(HalfPair, b));
+}
+LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  return __builtin_bit_cast(u32,
+                            __builtin_elementwise_fma(__builtin_bit_cast(HalfPair, a), __builtin_bit_cast(HalfPair, b),
+                                                      __builtin_bit_cast(HalfPair, c)));
+}
+// E4M3 with a bias of 8 (FNUZ): half of OCP's values, and NaN in place of -0.
+constexpr float kE4M3Unit = 2;
+LF_DEVICE void unpack_e4m3(u32 word, float* out) {
+  const auto low = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, false);
+  const auto high = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, true);
+  out[0] = low[0], out[1] = low[1], out[2] = high[0], out[3] = high[1];
+}
 LF_DEVICE float exp2_of(float v) { return __builtin_amdgcn_exp2f(v); }
 LF_DEVICE float exp_of(float v) { return __builtin_amdgcn_exp2f(v * 1.44269504088896341f); }
 LF_DEVICE float log_of(float v) { return __builtin_amdgcn_logf(v) * 0.693147180559945309f; }
@@ -158,6 +175,7 @@ LF_DEVICE int opaque(int v) {
 LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LF_DEVICE u32 broadcast(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+LF_DEVICE u32 shuffle_from(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 // Bytes of a and b (those of a first) by number, one for each of the selector's four low nibbles.
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
@@ -217,6 +235,25 @@ LF_DEVICE u16 float_to_half(float v) {
   u16 h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
   return h;
+}
+LF_DEVICE u32 subtract_halves(u32 a, u32 b) {  // of both halves of a word
+  u32 v;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+constexpr float kE4M3Unit = 1;  // in which unpack_e4m3 counts
+LF_DEVICE void unpack_e4m3(u32 word, float* out) {
+  u32 low, high;
+  asm("{\n\t.reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, a;\n\tcvt.rn.f16x2.e4m3x2 %1, b;\n\t}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
+  out[0] = half_to_float((u16)low), out[1] = half_to_float((u16)(low >> 16));
+  out[2] = half_to_float((u16)high), out[3] = half_to_float((u16)(high >> 16));
 }
 LF_DEVICE float exp2_of(float v) { return exp2f(v); }
 LF_DEVICE float exp_of(float v) { return expf(v); }

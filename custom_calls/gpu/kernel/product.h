@@ -5,8 +5,8 @@
 //   kRows      of a CTA                    kColumns   of the matrix
 //   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
 //   stretches of columns.
-//              A vector's columns are dealt in pairs, those of the group's threads side by side: what they read of a
-//              board together is contiguous
+//              A vector's columns are dealt in pairs, those of kCluster of the group's threads side by side: what they
+//              read of a board together is contiguous, 64 bytes or more, and a cluster's columns may share a scale
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kTogether  steps whose lines are in registers at the same time
 //   Weights    the format of the lines (formats.h)
@@ -36,6 +36,14 @@ constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 template <class Shape>
 constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
+// Floats of a CTA in shared memory: its warps' sums, and the factors of its rows.
+template <class Shape>
+constexpr int kPartials = kWarps * kPaddedRows<Shape> + (kHasFactors<typename Shape::Weights> ? Shape::kRows : 0);
+
+// Rows whose factors a thread brings, at least 1.
+template <class Shape>
+constexpr int kFactors = kHasFactors<typename Shape::Weights> ? (Shape::kRows + kThreads - 1) / kThreads : 1;
+
 // Whether no thread's part of the vector is beyond its end.
 template <class Shape>
 constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer<Shape> == Shape::kColumns;
@@ -43,12 +51,13 @@ constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGr
 // The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
 template <class Shape>
 LF_DEVICE int column(int segment) {
+  const int own = warp_lane() % Shape::kGroup;
   return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer<Shape> +
-                warp_lane() % Shape::kGroup * 2);
+                (own / Shape::kCluster * Shape::kCluster * kPer<Shape> + own % Shape::kCluster * 2));
 }
 template <class Shape>
 LF_DEVICE int distance(int v, int i) {
-  return (v * kPer<Shape> + i) * Shape::kGroup;
+  return v * kPer<Shape> * Shape::kGroup + i * Shape::kCluster;
 }
 
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
@@ -58,22 +67,39 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
   constexpr int together = Shape::kTogether, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
                 owners = kOwners<Shape>, per = kPer<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
   float* out = partial + opaque(warp() * kPaddedRows<Shape>);
+  [[maybe_unused]] float factors[kFactors<Shape>];  // read while the vector is awaited
+  if constexpr (kHasFactors<typename Shape::Weights>) weights.template load_factors<Shape::kRows>(factors);
+  Beside<typename Shape::Weights, together * vectors, Shape::kCluster> beside;
   for (int segment = 0; segment < Shape::kSegments; segment++) {
     Vec lines[taken];
 #if !LF_BULK
+    beside.take(stream);
     stream.take(lines);
 #endif
     float x[vectors][per];
     load(segment, x);
-    if (segment == 0) weights.begin();
+    if (segment == 0) {
+      weights.begin();
+      if constexpr (kHasFactors<typename Shape::Weights>) {
+        LF_UNROLL for (int i = 0; i < kFactors<Shape>; i++) {
+          const int row = opaque(thread()) + i * kThreads;
+          if (row < Shape::kRows) partial[kWarps * kPaddedRows<Shape> + row] = factors[i];
+        }
+      }
+    }
     const auto multiply = [&](int step) {
       float sums[together];
+      [[maybe_unused]] const auto scales = beside.scales();
       LF_UNROLL for (int t = 0; t < together; t++) {
         float sum = 0;
         LF_UNROLL for (int v = 0; v < vectors; v++) {
-          float w[per];
-          weights.template read<together * vectors>(lines, t * vectors + v, w);
-          LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
+          if constexpr (kQuantized<typename Shape::Weights>) {
+            sum = Shape::Weights::template add<together * vectors>(sum, lines, scales, t * vectors + v, x[v]);
+          } else {
+            float w[per];
+            weights.template read<together * vectors>(lines, t * vectors + v, w);
+            LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
+          }
         }
         sums[t] = sum;
       }
@@ -100,15 +126,19 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
     };
 #if LF_BULK
     for (int step = 0; step < Shape::kSteps; step += together) {
+      beside.take(stream);
       stream.take(lines);
       multiply(step);
     }
 #else
     for (int step = together; step < Shape::kSteps; step += together) {
       Vec next[taken];
+      auto next_beside = beside;
+      next_beside.take(stream);
       stream.take(next);
       multiply(step - together);
       LF_UNROLL for (int i = 0; i < taken; i++) lines[i] = next[i];
+      beside = next_beside;
     }
     multiply(Shape::kSteps - together);
 #endif
@@ -120,6 +150,7 @@ template <class Shape>
 LF_DEVICE float row_sum(const float* partial, int row) {
   float sum = 0;
   LF_UNROLL for (int w = 0; w < kWarps; w++) sum += partial[w * kPaddedRows<Shape> + row];
+  if constexpr (kHasFactors<typename Shape::Weights>) sum *= partial[kWarps * kPaddedRows<Shape> + row];
   return sum;
 }
 

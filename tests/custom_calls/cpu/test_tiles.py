@@ -60,7 +60,7 @@ def logits_of(session) -> np.ndarray:
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_are_those_of_the_dequantized_weights(way):
     kind, change = WAYS[way]
-    paths = small.open_session(CONFIG, "float32", threads=1).matrices
+    paths = small.open_session(CONFIG, "float32", threads=1).plan.matrices
     assert {"lm_head", "tok_embeddings"} - paths == {"tok_embeddings"}
     records = {path: change(round_to(WEIGHTS[path], kind)) for path in paths}
     assert not any(record.problem() for record in records.values())
@@ -103,7 +103,7 @@ def test_some_products_may_be_quantized():
 )
 def test_what_cannot_be_held_is_refused_in_one_line(change, words):
     session = small.open_session(CONFIG, "float32", threads=1)
-    path = next(path for path in sorted(session.matrices) if session.plan.shape_of(path)[-1] == 64)
+    path = next(path for path in sorted(session.plan.matrices) if session.plan.shape_of(path)[-1] == 64)
     record = dataclasses.replace(round_to(WEIGHTS[path], "int4"), **change)
     with pytest.raises(NativeError, match=f"weight {path} .*{words}.*: use backend xla"):
         session.pack(path, record)

@@ -13,6 +13,7 @@ import pytest
 
 from configs.models import LANEFORMER_2B
 from custom_calls.gpu import compile as gpu_build
+from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout
 from infer.engine.native import plan_of
@@ -37,16 +38,26 @@ CASES = [
     for lanes in (8, 1)
     for dtype in ("float16", "bfloat16", "bf12")
 ]
+CODES = {
+    "int8": Codes("int8", factors=True),
+    "fp8": Codes("e4m3", "float32", 128),
+    "int4": Codes("int4", "bfloat16", 32),
+    "int4 zeros": Codes("int4", "float16", 128, zeros=True),
+    "mxfp4": Codes("e2m1", "e8m0", 32),
+    "nvfp4": Codes("e2m1", "e4m3", 16, factors=True),
+}
 pytestmark = pytest.mark.slow
 
 
 def header(machine, lanes_here: int, dtype: str, **changes) -> str:
-    """dtype: of the weights; bf12 for bfloat16 with all products in 12 bits."""
-    config, in_12_bits = LANEFORMER_2B.replace(**changes), dtype == "bf12"
-    dtype = "bfloat16" if in_12_bits else dtype
+    """dtype: of the weights; for bfloat16 with all products in 12 bits or quantized bf12 or a name in CODES."""
+    config, in_12_bits, codes = LANEFORMER_2B.replace(**changes), dtype == "bf12", CODES.get(dtype)
+    dtype = "bfloat16" if in_12_bits or codes else dtype
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
     plan = plan_of(source)
-    return model_header(Layout(plan, machine, lanes_here, bf12=range(in_12_bits * (len(plan.products) + 1))))
+    numbers = range(len(plan.products) + 1)
+    quantized = dict.fromkeys(numbers, codes) if codes else {}
+    return model_header(Layout(plan, machine, lanes_here, bf12=numbers if in_12_bits else (), codes=quantized))
 
 
 @cache

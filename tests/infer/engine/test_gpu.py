@@ -1,5 +1,6 @@
 """Backend "cuda" on emulated GPUs (tests/support/emulated.py): the same answers as the other backends."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import infer
 import laneformer
@@ -17,7 +19,10 @@ from infer import Sampling
 from infer.bench.latency import weight_bytes
 from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
+from infer.engine.native import plan_of
 from laneformer import ConfigError, Laneformer
+from laneformer.mesh import put_weight
+from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -135,6 +140,35 @@ def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
 def test_other_dtypes_are_not_held_in_12_bits(model):
     with pytest.raises(ConfigError, match="--weights bf12 needs bfloat16 weights, got float32"):
         make_engine(model, weights="bf12")
+
+
+def test_quantized_weights_give_the_answers_of_backend_xla(model):
+    """Also a prompt that XLA reads; rounded before and when they are packed."""
+    config, paths = model.config, plan_of(ModelSource(model)).matrices
+    records = {
+        path: round_to(np.asarray(weight), "int4", search=False) if path in paths else weight
+        for path, weight in model.weights().items()
+    }
+    quantized = Laneformer(config, {path: put_weight(weight, P(), None) for path, weight in records.items()})
+    engines = [infer.Engine(quantized, "xla"), make_engine(quantized), make_engine(model, weights="int4")]
+    for length in (3, 100):
+        xla, packed, rounded = (
+            engine.generate(small.prompt_of(config, length), max_new_tokens=8).result for engine in engines
+        )
+        assert packed.tokens == rounded.tokens == xla.tokens and packed.logprobs == rounded.logprobs
+        assert packed.logprobs == pytest.approx(xla.logprobs, abs=1e-4)
+    facts = [engine.conditions for engine in engines]
+    assert len({one["quantized_weights"] for one in facts}) == 1
+    assert facts[0]["quantized_formats"] == facts[1]["quantized_formats"] == ["int4 row"]
+    with pytest.raises(ConfigError, match=r"--weights int8: weight \S+ is quantized already"):
+        make_engine(quantized, weights="int8")
+    path = next(path for path in sorted(paths) if path.endswith("wo"))
+    order = jnp.arange(records[path].columns, dtype=jnp.int32)[::-1]
+    records[path] = dataclasses.replace(records[path], order=np.asarray(order))
+    sorted_columns = Laneformer(config, {path: put_weight(weight, P(), None) for path, weight in records.items()})
+    message = rf"weight {path} .* has columns in an order of their own, .*: use backend xla, or add --weights bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        make_engine(sorted_columns)
 
 
 def test_auto_skips_graph_backends(model, monkeypatch):

@@ -79,6 +79,7 @@ LF_DEVICE u32 broadcast(u32 v, int lane) {
   emulator::meet(warp);
   return warp->values[side][lane];
 }
+LF_DEVICE u32 shuffle_from(u32 v, int lane) { return broadcast(v, lane); }
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // of NVIDIA or AMD
   const u64 bytes = (u64)b << 32 | a;
   u32 found = 0;
@@ -144,6 +145,24 @@ LF_DEVICE u16 float_to_half(float v) {
   u16 bits;
   std::memcpy(&bits, &half, 2);
   return bits;
+}
+LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 found = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto half = [&](u32 pair) { return (double)half_to_float((u16)(pair >> shift)); };
+    found |= (u32)float_to_half((float)(half(a) * half(b) + half(c))) << shift;
+  }
+  return found;
+}
+LF_DEVICE u32 subtract_halves(u32 a, u32 b) { return fma_halves(b, 0xbc00bc00, a); }
+constexpr float kE4M3Unit = kWarpSize == 64 ? 2 : 1;
+LF_DEVICE void unpack_e4m3(u32 word, float* out) {  // of OCP, or AMD's FNUZ
+  for (int i = 0; i < 4; i++) {
+    const u32 code = word >> 8 * i & 255, exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = exponent ? std::ldexp(8 + mantissa, (int)exponent - 10) : std::ldexp(mantissa, -9);
+    const bool is_nan = kWarpSize == 64 ? code == 0x80 : (code & 127) == 127;
+    out[i] = is_nan ? NAN : (float)((code >> 7 ? -size : size) / kE4M3Unit);
+  }
 }
 LF_DEVICE float exp2_of(float v) { return std::exp2(v); }
 LF_DEVICE float exp_of(float v) { return std::exp(v); }

@@ -1,0 +1,251 @@
+"""Quantized matrices (laneformer/quantized) in the GPU kernel: codes of 8 or 4 bits in the lines of a product's steps,
+lines of scales between them, and a factor for each row. custom_calls/gpu/kernel/codes.h reads what is made here.
+
+A vector has 8 codes of a thread: half a line in 8 bits, a quarter in 4. Where blocks of columns have scales, a cluster
+of neighbouring threads shares the block of a vector, and each of them has the scales of some of a step's vectors. A
+line of scales, 16 bytes of each thread, serves several steps and precedes the first.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from custom_calls.gpu.formats import Bf12, joined, product_weights
+from custom_calls.library import NativeError
+from custom_calls.plan import Plan
+from laneformer.ops import HeadKind
+from laneformer.quantized import INT4_ZERO, Quantized
+
+BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
+CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1"}
+SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
+LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
+HALF_1024 = 0x6400  # bits of float16, whose last ones are a zero point beside a scale
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A format of quantized weights; the fields are those of its struct in kernel/codes.h."""
+
+    code: str
+    """What codes stand for: a key of BITS."""
+    scale: str | None = None
+    """Dtype of the scales of blocks, a key of SCALE_BYTES; None: rows alone have them."""
+    block: int = 0
+    """Columns of a row that share a scale, a power of two."""
+    zeros: bool = False
+    """Whether a zero point is in the upper half of each scale's 32 bits."""
+    factors: bool = False
+    """Whether each row has a float32 that multiplies its sum."""
+    selector_bits: int = 4
+    """Of a byte in the device's byte permutation, whose order of nibbles E2M1 has; see Bf12."""
+
+    per = 8
+
+    @property
+    def struct(self) -> str:
+        flags = f"{str(self.zeros).lower()}, {str(self.factors).lower()}"
+        return f"Codes<Code::k{self.code.title()}, Scale::k{str(self.scale).title()}, {flags}>"
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """In 4 bits: the nibble of a word with the low three bits of each weight, and the one with its fourth."""
+        return Bf12.of(self.selector_bits).places if self.code == "e2m1" else (tuple(range(8)), tuple(range(8)))
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.code]
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 if self.zeros else SCALE_BYTES[self.scale]
+
+    def lines(self, vectors: int) -> int:
+        return -(-vectors * self.bits // 16)
+
+    def units(self, vectors: int) -> int:
+        return 0
+
+    def cluster(self, group: int) -> int:
+        return min(group, self.block // self.per) if self.scale else group
+
+    def scale_lines(self, vectors: int, cluster: int) -> tuple[int, int]:
+        """Lines of scales, and the steps that they serve; vectors: of a step."""
+        own = -(-vectors // cluster) * self.scale_bytes
+        lines = -(-own // 16)
+        return lines, 16 * lines // own
+
+    def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:
+        if not self.scale:
+            return 0
+        lines, served = self.scale_lines(vectors, cluster)
+        return -(-steps // served) * lines
+
+    def pack(self, steps: jax.Array) -> jax.Array:
+        """Uint32 [..., steps, lines, threads, 4] of codes, uint8, dealt [..., steps, vectors, threads, 8]."""
+        if self.bits == 8:
+            words = joined(steps, 4)
+        else:
+            words = jnp.zeros((*steps.shape[:-1], 1), jnp.uint32)
+            codes = steps.astype(jnp.uint32)
+            for weight, (index, sign) in enumerate(zip(*self.places, strict=True)):
+                code = codes[..., weight, None]
+                words |= (code & 7) << 4 * index | (code >> 3) << 4 * sign + 3
+        per_line = 4 // words.shape[-1]
+        short = -words.shape[-3] % per_line
+        words = jnp.pad(words, [(0, 0)] * (words.ndim - 3) + [(0, short), (0, 0), (0, 0)])
+        words = words.reshape(*words.shape[:-3], -1, per_line, *words.shape[-2:]).swapaxes(-3, -2)
+        return words.reshape(*words.shape[:-2], 4)
+
+    def with_scales(self, lines: jax.Array, scales: jax.Array, cluster: int) -> jax.Array:
+        """Uint32 [..., all lines, threads, 4] of what `pack` made and the bits of the clusters' scales, uint32 [...,
+        steps, vectors, clusters].
+        """
+        *lead, steps, vectors, clusters = scales.shape
+        count, served = self.scale_lines(vectors, cluster)
+        own = -(-vectors // cluster)
+        last = -steps % served
+
+        def padded(array: jax.Array, axis: int, width: int) -> jax.Array:
+            widths = [(0, 0)] * array.ndim
+            widths[axis] = (0, width)
+            return jnp.pad(array, widths)
+
+        scales = padded(scales, len(lead) + 1, cluster * own - vectors)
+        scales = scales.reshape(*lead, steps, cluster, own, clusters)
+        scales = jnp.moveaxis(scales, -1, -3).reshape(*lead, steps, clusters * cluster, own)
+        parts = scales[..., None] >> 8 * jnp.arange(self.scale_bytes, dtype=jnp.uint32) & 0xFF
+        parts = padded(parts.reshape(*scales.shape[:-1], -1), len(lead), last)
+        parts = parts.reshape(*lead, -1, served, *parts.shape[-2:]).swapaxes(-3, -2)
+        parts = parts.reshape(*parts.shape[:-2], -1)
+        words = joined(padded(parts, parts.ndim - 1, 16 * count - parts.shape[-1]), 4)
+        beside = words.reshape(*words.shape[:-1], count, 4).swapaxes(-3, -2)  # [..., chunks, lines, threads, 4]
+        per_step, threads = lines.shape[-3:-1]
+        lines = padded(lines, len(lead), last).reshape(*lead, -1, served * per_step, threads, 4)
+        found = jnp.concatenate([beside, lines], -3).reshape(*lead, -1, threads, 4)
+        return found[..., : steps * per_step + self.lines_beside(vectors, steps, cluster), :, :]
+
+
+class Header(NamedTuple):
+    """What the packing of a record depends on beside its arrays."""
+
+    kind: str
+    group: tuple[int, int]
+    columns: int
+
+
+def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) -> dict[str, jax.Array]:
+    """What is dealt to threads: codes, uint8 [*lanes, rows, columns]; scales, as bits for each granule of columns,
+    uint32 [*lanes, rows, granules]; factors of the rows, float32 [*lanes, rows, 1].
+    """
+    kind, group, columns = header
+    codes = record.codes
+    if format.bits == 4:
+        codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)[..., :columns]
+    elif kind == "int8":
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ 0x80
+    else:
+        codes = jnp.where(codes == 0x80, 0, codes)  # -0, which AMD's E4M3 has not
+    found, of_row = {"codes": codes}, np.arange(codes.shape[-2]) // group[0]
+    if format.scale:
+        of_granule = np.arange(0, columns, granule) // group[1]
+
+        def each(grid: jax.Array) -> jax.Array:
+            return grid[..., of_row, :][..., of_granule]
+
+        bits = _scale_bits(each(record.scales), format.scale)
+        if format.zeros:
+            zeros = INT4_ZERO if record.zero_points is None else each(record.zero_points).astype(jnp.uint32)
+            bits |= (zeros | HALF_1024) << 16
+        found["scales"] = bits
+    if format.factors:
+        if record.global_scale is not None:
+            factors = jnp.full((*codes.shape[:-1], 1), jnp.float32(1) / record.global_scale)
+        elif format.scale:
+            factors = jnp.ones((*codes.shape[:-1], 1), jnp.float32)
+        else:
+            factors = record.scales.astype(jnp.float32)[..., of_row, :1]
+        found["factors"] = factors
+    return found
+
+
+def _scale_bits(scales: jax.Array, dtype: str) -> jax.Array:
+    if scales.dtype == jnp.uint8:
+        return scales.astype(jnp.uint32)
+    scales = scales.astype(dtype)
+    return jax.lax.bitcast_convert_type(scales, f"uint{8 * scales.dtype.itemsize}").astype(jnp.uint32)
+
+
+@dataclass
+class CodesChoice:
+    """The quantized products of a model, and their formats."""
+
+    formats: dict[int, Codes] = field(default_factory=dict)
+    """By the product's number; the head's is the last."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The format of each matrix, for reports."""
+
+    @classmethod
+    def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array | Quantized]]) -> "CodesChoice":
+        """By all weights of a model, which it reads one by one. Raises NativeError for what the kernel cannot hold."""
+        records = {path: _without_values(weight) for path, weight in weights if isinstance(weight, Quantized)}
+        found = cls(names={path: record.name for path, record in records.items()})
+        if loose := set(records) - plan.matrices:
+            path = min(loose)
+            raise NativeError(f"weight {path} is {records[path].name}, but no matrix of a product: dequantize it")
+        for number, (paths, _) in enumerate(product_weights(plan)):
+            if any(path in records for path in paths):
+                beside = number == len(plan.products) and plan.ops.head.kind == HeadKind.LANE
+                found.formats[number] = format_of(paths, records, beside)
+        return found
+
+
+def _without_values(record: Quantized) -> Quantized:
+    """With arrays of shape and dtype alone, so that no matrix is kept."""
+    return replace(record, **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in record.arrays.items()})
+
+
+def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool) -> Codes:
+    """The format of a product's matrices. beside: columns of all lanes follow each other, as in the lanes' head. Raises
+    NativeError.
+    """
+    kinds = {path: records[path].kind if path in records else "not quantized" for path in paths}
+    if len(set(kinds.values())) > 1:
+        a, b, *_ = (next(path for path in paths if kinds[path] == kind) for kind in dict.fromkeys(kinds.values()))
+        raise NativeError(
+            f"weights {a} ({kinds[a]}) and {b} ({kinds[b]}) are one product, whose matrices must have one format:"
+            " use backend xla, or add --weights bfloat16"
+        )
+    parts = [records[path] for path in paths]
+    kind, columns = parts[0].kind, parts[0].columns
+    dtypes = {part.scales.dtype.name for part in parts}
+    scale = OWN_SCALES.get(kind) or (dtypes.pop() if len(dtypes) == 1 else "float32")
+    zeros = any(part.zero_points is not None for part in parts)
+    crossing = [columns] if beside else []  # a block may not be of two lanes
+    block = math.gcd(MOST_BLOCK, *crossing, *(part.group[1] for part in parts if part.group[1] < columns))
+    for path, part in zip(paths, parts, strict=True):
+        why = None
+        if part.order is not None:
+            why = "has columns in an order of their own"
+        elif kind == "int8" and zeros:
+            why = "has zero points"
+        elif zeros and scale == "float32":
+            why = "has zero points beside scales of float32"
+        elif block < LEAST_BLOCK:
+            why = f"has groups of {min(part.group[1], columns)} columns"
+        if why:
+            raise NativeError(
+                f"weight {path} ({part.name}) {why}, which the GPU kernel cannot hold: use backend xla, or add"
+                " --weights bfloat16"
+            )
+    whole = not zeros and not beside and kind not in OWN_SCALES and all(part.group[1] >= columns for part in parts)
+    if whole:
+        return Codes(CODES[kind], factors=True)
+    factors = any(part.global_scale is not None for part in parts)
+    return Codes(CODES[kind], scale, block, zeros, factors)

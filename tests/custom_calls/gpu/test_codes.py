@@ -1,0 +1,301 @@
+"""Quantized weights on GPUs: every code and scale comes back from the packed lines, and the kernel's logits are those
+of the dequantized weights.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from custom_calls import NativeError
+from custom_calls.gpu.codes import CodesChoice, Header, arrays_of, format_of
+from custom_calls.gpu.formats import product_weights
+from custom_calls.gpu.layout import H200, MI300X, tile
+from custom_calls.plan import make_plan
+from laneformer.decoder import decoder_ops
+from laneformer.quantized import E2M1, E4M3, Quantized
+from laneformer.quantized.rounding import round_to
+from tests.support import emulated, small
+from tests.support.gpu_cases import AMD, jitted
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+
+
+def with_zero_points(record: Quantized) -> Quantized:
+    zeros = np.random.default_rng(1).integers(0, 16, record.scales.shape).astype(np.uint8)
+    return dataclasses.replace(record, zero_points=zeros, scales=record.scales.astype("bfloat16"))
+
+
+def with_scale(record: Quantized) -> Quantized:
+    return dataclasses.replace(record, global_scale=np.array(1.7 * record.global_scale, np.float32))
+
+
+def with_scales_of(dtype: str):
+    return lambda record: dataclasses.replace(record, scales=record.scales.astype(dtype))
+
+
+def with_rows_of_16(record: Quantized) -> Quantized:
+    """Groups of 16 rows, whose scales are float16."""
+    rows = -(-record.shape[-2] // 16)
+    scales = np.random.default_rng(2).uniform(0.001, 0.01, (*record.shape[:-2], rows, 1)).astype(np.float16)
+    return dataclasses.replace(record, scales=scales, group=(16, record.columns))
+
+
+WAYS = {
+    "int8": ("int8", "row", None),
+    "int8 group 32": ("int8", 32, None),
+    "int4": ("int4", 32, None),
+    "int4 group 128 float16": ("int4", 128, with_scales_of("float16")),
+    "int4 zeros": ("int4", 64, with_zero_points),
+    "mxfp4": ("mxfp4", 32, None),
+    "nvfp4": ("nvfp4", 16, with_scale),
+    "fp8": ("fp8", "block", None),
+    "fp8 tensor": ("fp8", "tensor", None),
+    "fp8 rows of 16": ("fp8", "row", with_rows_of_16),
+}
+
+
+def made(weights: np.ndarray, way: str) -> Quantized:
+    kind, shared, change = WAYS[way]
+    record = round_to(weights, kind, shared, search=False)
+    record = change(record) if change else record
+    assert record.problem() is None
+    return record
+
+
+def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
+    """The weights of a warp as codes.h reads them but for the rows' factors, float64 [takes, vectors, threads, 8] of
+    uint32 [lines, threads, 4].
+    """
+    format, (takes, vectors, threads, per) = tiling.format, tiling.dealt
+    own = -(-vectors // tiling.cluster)
+    taken = iter(stream)
+    found = np.zeros((takes, vectors, threads, per))
+    beside = np.zeros((threads, 0), np.uint8)
+    for take in range(takes):
+        size = own * format.scale_bytes if format.scale else 0
+        if size > beside.shape[1]:  # lines of scales for as many steps as they have room for
+            beside = np.concatenate([next(taken).view(np.uint8) for _ in range(-(-size // 16))], -1)
+        scales, beside = beside[:, :size], beside[:, size:]
+        lines = np.stack([next(taken) for _ in range(format.lines(vectors))])
+        for vector in range(vectors):
+            line, place = divmod(vector, 128 // (8 * format.bits))
+            words = lines[line].view(np.uint8)[:, place * format.bits : (place + 1) * format.bits]
+            value = 1.0
+            zero = np.full(threads, 8)
+            if format.scale:
+                holder = np.arange(threads) // tiling.cluster * tiling.cluster + vector // own
+                bits = scales[holder].reshape(threads, own, -1)[:, vector % own]
+                if format.zeros:
+                    zero = (np.ascontiguousarray(bits[:, 2:]).view(np.uint16)[:, 0] & 0x3FF).astype(int)
+                    bits = np.ascontiguousarray(bits[:, :2])
+                if format.scale == "e8m0":
+                    value = np.exp2(bits.astype(float) - 127)
+                elif format.scale == "e4m3":
+                    value = E4M3[bits].astype(float)
+                else:
+                    value = np.ascontiguousarray(bits).view(format.scale).astype(float)
+            if format.code == "int8":
+                numbers = words.astype(float) - 128
+            elif format.code == "e4m3":
+                assert (words != 0x80).all()
+                numbers = E4M3[words].astype(float)
+            else:
+                nibbles = np.stack([words & 15, words >> 4], -1).reshape(threads, 8)
+                if format.code == "int4":
+                    numbers = nibbles.astype(float) - zero[:, None]
+                else:
+                    index, sign = format.places
+                    numbers = E2M1[nibbles[:, list(index)] & 7 | nibbles[:, list(sign)] & 8].astype(float)
+            found[take, vector] = numbers * value
+    assert next(taken, None) is None, "no line is left"
+    return found
+
+
+def packed(record: Quantized, tiling) -> tuple:
+    """Lines, the number of each weight in them from 1 on, the rows' factors and these as they are dealt."""
+    format, header = tiling.format, Header(record.kind, record.group, record.columns)
+
+    @jax.jit
+    def pack(arrays):
+        found = arrays_of(
+            Quantized(record.kind, group=record.group, columns=record.columns, **arrays), header, format, tiling.granule
+        )
+        lines = format.pack(tiling.deal(found["codes"]))
+        if format.scale:
+            lines = format.with_scales(lines, tiling.deal_granules(found["scales"]), tiling.cluster)
+        factors = found.get("factors", jnp.ones((record.shape[0], 1)))
+        numbers = jnp.arange(1, record.shape[0] * record.columns + 1).reshape(record.shape)
+        return lines, tiling.deal(numbers), factors, tiling.deal_rows(factors)
+
+    return pack(record.arrays)
+
+
+@pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
+@pytest.mark.parametrize("way", WAYS)
+def test_packing_gives_every_weight_back(machine, way):
+    for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
+        weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
+        record = made(weights, way)
+        format = dataclasses.replace(format_of(["w"], {"w": record}, False), selector_bits=machine.selector_bits)
+        tiling = tile(rows, columns, 2, dataclasses.replace(machine, warps=warps), format)
+        lines, numbers, factors, dealt = (np.asarray(array) for array in packed(record, tiling))
+        streams = lines.reshape(2, warps, tiling.lines, machine.warp_size, 4)
+        exact = record.dequantize()
+        if format.factors:
+            assert (dealt.reshape(2, -1)[:, : tiling.rows].reshape(-1)[:rows] == factors[:, 0]).all()
+            exact = record.dequantize() / factors.astype(np.float64)
+        padded = np.concatenate([[0], exact.reshape(-1)])
+        for cta in range(2):
+            for warp in range(warps):
+                found, own = unpacked(streams[cta, warp], tiling), numbers[cta, warp]
+                assert np.isfinite(found).all()
+                np.testing.assert_allclose(found[own > 0], padded[own][own > 0], rtol=1e-6 * format.factors)
+
+
+SIZES = {"hidden_size": 64, "head_dim": 8, "ff": 48, "num_hidden_layers": 2, "vocab_size": 72, "lm_head_type": "lane"}
+
+
+def model_of(**changes):
+    """A model each of whose products has a format of its own, as records and dequantized."""
+    config = small.make_config(**SIZES | {"lanes": 2} | changes)
+    weights = small.make_weights(config)
+    groups = [paths for paths, _ in product_weights(plan_of(config))]
+    ways = [name for name in WAYS if name != "fp8 tensor"]
+    records = {
+        path: made(weights[path], ways[number % len(ways)]) for number, paths in enumerate(groups) for path in paths
+    }
+    return config, weights, records
+
+
+def plan_of(config):
+    return make_plan(decoder_ops(config), config.schedule)
+
+
+CONFIG, WEIGHTS, RECORDS = model_of()
+IDS = small.prompt_of(CONFIG, 9)
+
+
+def choice_of(records, config=None) -> CodesChoice:
+    return CodesChoice.of(plan_of(config or CONFIG), records.items())
+
+
+def opened(records, config=CONFIG, weights=WEIGHTS, **options):
+    choice = choice_of(records, config)
+    return emulated.open_session(plan_of(config), weights | records, codes=choice, **options)
+
+
+def answer(session, config=CONFIG, mesh=None):
+    """Of the prompt's last token and three drawn ones."""
+    call = jitted(session, mesh, room=4, top=2, logits=True)
+    outputs, _ = call(small.make_inputs(IDS, 4, temperature=0.7), small.make_state(config, 64, mesh=mesh))
+    assert session.failure is None
+    return outputs
+
+
+def check(outputs, config, weights, records) -> None:
+    exact = {path: record.dequantize(np.float64) for path, record in records.items()}
+    expected = small.interpreted_logits(config, weights | exact, [*IDS, *outputs.tokens[:3].tolist()])[-4:]
+    assert np.abs(outputs.logits[:4] - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"machine": AMD}, marks=emulated.only_emulated),
+        pytest.param({"launch": "graph"}, marks=pytest.mark.exhaustive),
+        pytest.param({"launch": "graph", "machine": AMD}, marks=[emulated.only_emulated, pytest.mark.exhaustive]),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_the_dequantized_weights(options):
+    session = opened(RECORDS, **options)
+    check(answer(session), CONFIG, WEIGHTS, RECORDS)
+    facts = session.quantized_weights
+    assert facts["quantized_formats"] == sorted({record.name for record in RECORDS.values()})
+    assert facts["quantized_weights"] == sum(WEIGHTS[path].size for path in RECORDS)
+    padding = 4 * session.layout.line_words * session.layout.machine.warps * session.layout.ctas * CONFIG.num_lanes * 16
+    assert 0 <= session.packed_bytes - facts["quantized_bytes"] + 4 * 1000 < padding + 4000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lanes": 3, "layout": "dtp(1)", "lm_head_type": "replicate"},
+        {"layout": "ladder", "lm_head_type": "vocab_parallel"},
+        {"lanes": 1, "layout": "tp", "qkv_bias": True},
+    ],
+    ids=str,
+)
+@pytest.mark.exhaustive
+def test_other_models(changes):
+    config, weights, records = model_of(**changes)
+    check(answer(opened(records, config, weights), config), config, weights, records)
+
+
+@emulated.only_emulated
+def test_the_bits_of_one_device_on_two():
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
+    machine = dataclasses.replace(emulated.SMALL, ctas=4)
+    assert small.same(
+        *(answer(opened(RECORDS, **each), mesh=each.get("mesh")) for each in ({}, {"mesh": mesh, "machine": machine}))
+    )
+
+
+def test_all_codes_of_a_row():
+    """Every code and the largest sums: the kernels of `test_logits_are_those_of_the_dequantized_weights`."""
+    records = dict(RECORDS)
+    for path, record in RECORDS.items():
+        codes = record.codes.copy()
+        row = codes.reshape(-1, codes.shape[-1])
+        every = np.arange(256).astype(np.uint8)
+        if record.kind == "fp8":
+            every = every[every & 0x7F != 0x7F]
+        row[:8] = np.resize(every, row[:8].shape).view(codes.dtype)
+        row[8] = 0x7F if record.kind == "int8" else 0x7E if record.kind == "fp8" else 0x77
+        records[path] = dataclasses.replace(record, codes=codes)
+        assert records[path].problem() is None
+    check(answer(opened(records)), CONFIG, WEIGHTS, records)
+
+
+def test_some_products_may_be_quantized():
+    path = next(op.matrices[0].weight.path for op in plan_of(CONFIG).products if len(op.matrices) == 1)
+    choice = choice_of({path: RECORDS[path]})
+    assert list(choice.formats) == [1] and choice.names == {path: RECORDS[path].name}
+
+
+def refusals():
+    path = "layers.0.feed_forward.w2"  # of 48 columns
+    int4, int8 = (round_to(WEIGHTS[path], kind) for kind in ("int4", "int8"))
+    order = np.arange(int4.columns, dtype=np.int32)[::-1].copy()
+    groups = {"group": (1, 24), "scales": np.ones((*int4.shape[:-1], -(-int4.columns // 24)), np.float32)}
+    zeros = np.zeros(int8.scales.shape, np.int8)
+    wide = with_zero_points(int4)
+    wide = dataclasses.replace(wide, scales=wide.scales.astype(np.float32))
+    return {
+        "has columns in an order of their own": {path: dataclasses.replace(int4, order=order)},
+        "has groups of 24 columns": {path: dataclasses.replace(int4, **groups)},
+        "has zero points": {path: dataclasses.replace(int8, zero_points=zeros)},
+        "has zero points beside scales of float32": {path: wide},
+    }
+
+
+@pytest.mark.parametrize("words", refusals())
+def test_what_cannot_be_held_is_refused_in_one_line(words):
+    with pytest.raises(
+        NativeError, match=rf"weight layers.0.feed_forward.w2 .* {words}, which the GPU kernel cannot hold:"
+    ):
+        choice_of(refusals()[words])
+
+
+def test_matrices_of_one_product_have_one_format():
+    first, second = product_weights(plan_of(CONFIG))[0][0][:2]
+    for rest in ({}, {second: round_to(WEIGHTS[second], "int8")}):
+        with pytest.raises(NativeError, match="are one product, whose matrices must have one format: use backend xla"):
+            choice_of({first: round_to(WEIGHTS[first], "int4")} | rest)
+    with pytest.raises(NativeError, match="no matrix of a product: dequantize it"):
+        choice_of({"tok_embeddings": round_to(WEIGHTS["tok_embeddings"], "int8")})
