@@ -47,6 +47,7 @@ TEST_FILES = (
     "tests/custom_calls/gpu/test_session.py",
     "tests/custom_calls/gpu/test_steps.py",
     "tests/custom_calls/gpu/test_bf12.py",
+    "tests/custom_calls/gpu/test_codes.py",
     "tests/infer/engine/test_gpu.py",
 )
 # -vv names each finished test, since a stage may run out of time. pytest-benchmark warns about xdist, an error here.
@@ -192,12 +193,12 @@ def stages() -> list[Stage]:
         ),
         Stage(
             "formats",
-            120,
+            420,
             tuple(
                 bench(
                     f"decode-{name}", "--backend", "cuda", "--dtype", "bfloat16", "--weights", name, *long, *sustained
                 )
-                for name in ("bfloat16", "bf12")
+                for name in ("bfloat16", "bf12", "int8", "int4", "fp8", "mxfp4", "nvfp4")
             ),
         ),
         Stage("overlap", 70, (bench("overlap-float16", "--compare", "cuda,cuda-graph-overlap", *short),)),

@@ -2,8 +2,9 @@
 lines of scales between them, and a factor for each row. custom_calls/gpu/kernel/codes.h reads what is made here.
 
 A vector has 8 codes of a thread: half a line in 8 bits, a quarter in 4. Where blocks of columns have scales, a cluster
-of neighbouring threads shares the block of a vector, and each of them has the scales of some of a step's vectors. A
-line of scales, 16 bytes of each thread, serves several steps and precedes the first.
+of neighbouring threads shares the block of a vector, and each of them has the scales of some of a step's vectors: in
+the last words of the step's last line if its codes leave room there, otherwise in lines of scales, 16 bytes of each
+thread, each of which serves several steps and precedes the first.
 """
 
 import math
@@ -75,6 +76,10 @@ class Codes:
     def cluster(self, group: int) -> int:
         return min(group, self.block // self.per) if self.scale else group
 
+    def inside(self, vectors: int, cluster: int) -> bool:
+        """Whether the scales of a step are in its lines."""
+        return -(-vectors // cluster) * self.scale_bytes <= 16 * self.lines(vectors) - self.bits * vectors
+
     def scale_lines(self, vectors: int, cluster: int) -> tuple[int, int]:
         """Lines of scales, and the steps that they serve; vectors: of a step."""
         own = -(-vectors // cluster) * self.scale_bytes
@@ -82,7 +87,7 @@ class Codes:
         return lines, 16 * lines // own
 
     def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:
-        if not self.scale:
+        if not self.scale or self.inside(vectors, cluster):
             return 0
         lines, served = self.scale_lines(vectors, cluster)
         return -(-steps // served) * lines
@@ -108,9 +113,7 @@ class Codes:
         steps, vectors, clusters].
         """
         *lead, steps, vectors, clusters = scales.shape
-        count, served = self.scale_lines(vectors, cluster)
         own = -(-vectors // cluster)
-        last = -steps % served
 
         def padded(array: jax.Array, axis: int, width: int) -> jax.Array:
             widths = [(0, 0)] * array.ndim
@@ -121,7 +124,13 @@ class Codes:
         scales = scales.reshape(*lead, steps, cluster, own, clusters)
         scales = jnp.moveaxis(scales, -1, -3).reshape(*lead, steps, clusters * cluster, own)
         parts = scales[..., None] >> 8 * jnp.arange(self.scale_bytes, dtype=jnp.uint32) & 0xFF
-        parts = padded(parts.reshape(*scales.shape[:-1], -1), len(lead), last)
+        parts = parts.reshape(*scales.shape[:-1], -1)  # bytes of each step and thread
+        if self.inside(vectors, cluster):
+            words = joined(padded(parts, parts.ndim - 1, -parts.shape[-1] % 4), 4)
+            return lines.at[..., -1, :, 4 - words.shape[-1] :].set(words)
+        count, served = self.scale_lines(vectors, cluster)
+        last = -steps % served
+        parts = padded(parts, len(lead), last)
         parts = parts.reshape(*lead, -1, served, *parts.shape[-2:]).swapaxes(-3, -2)
         parts = parts.reshape(*parts.shape[:-2], -1)
         words = joined(padded(parts, parts.ndim - 1, 16 * count - parts.shape[-1]), 4)

@@ -39,8 +39,8 @@ class EngineOptions:
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
     """How native backends hold the matrices: as they are (bfloat16), bfloat16 in 12 bits without loss (bf12), or by
-    default the faster on backend cpu; there int8 and the others round them when they are packed. Quantized weights stay
-    so unless this is bfloat16.
+    default the faster on backend cpu; int8 and the others round them when they are packed. Quantized weights stay so
+    unless this is bfloat16.
     """
     compute: Dtype = None
     """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""

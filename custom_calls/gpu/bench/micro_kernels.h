@@ -121,7 +121,7 @@ LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
     Vec taken[lines];
     beside.take(stream);
     stream.take(taken);
-    const auto scales = beside.scales();
+    const auto scales = beside.scales(taken);
     LF_UNROLL for (int at = 0; at < rows * vectors; at++) {
       float& sum = sums[at / vectors];
       if constexpr (kQuantized<Weights>) {

@@ -88,15 +88,17 @@ struct Codes {
   template <int n, int cluster>
   class Scaled {
     static constexpr int own = (n + cluster - 1) / cluster, bytes = own * kScaleBytes, lines = (bytes + 15) / 16,
-                         served = 16 * lines / bytes, words = 4 * lines;
+                         served = 16 * lines / bytes, words = 4 * lines, used = (bytes + 3) / 4;
+    // Whether they are in the last words of the step's last line.
+    static constexpr bool inside = bytes <= 16 * kLines<n> - 4 * kWords * n;
 
    public:
     // Lines that so many steps take beside their own.
-    static constexpr int lines_of(int steps) { return kScaled ? (steps + served - 1) / served * lines : 0; }
+    static constexpr int lines_of(int steps) { return kScaled && !inside ? (steps + served - 1) / served * lines : 0; }
 
     // Before a step's lines are taken.
     LF_DEVICE void take(Stream& stream) {
-      if constexpr (!kScaled) return;
+      if constexpr (!kScaled || inside) return;
       if (turn_ == 0) {
         Vec taken[lines];
         stream.take(taken);
@@ -112,14 +114,15 @@ struct Codes {
     }
 
     // Of the step whose lines were taken last.
-    LF_DEVICE Scales<n> scales() const {
+    LF_DEVICE Scales<n> scales(const Vec (&taken)[kLines<n>]) const {
       Scales<n> out;
       if constexpr (!kScaled) return out;
       constexpr int per = 4 / kScaleBytes;  // scales of a word
       const int first = warp_lane() & ~(cluster - 1);
       LF_UNROLL for (int member = 0; member < cluster && member * own < n; member++) {
         LF_UNROLL for (int word = 0; word * per < own; word++) {
-          const u32 bits = shuffle_from(words_[word], first + member);
+          const u32 own_bits = inside ? taken[kLines<n> - 1].word[(4 - used + word) % 4] : words_[word];
+          const u32 bits = shuffle_from(own_bits, first + member);
           float found[4];
           unpack_scales(bits, found);
           LF_UNROLL for (int i = 0; i < per; i++) {
@@ -203,7 +206,10 @@ template <class Format, int n, int cluster>
 struct Beside {
   static constexpr int lines_of(int) { return 0; }
   LF_DEVICE void take(Stream&) {}
-  LF_DEVICE int scales() const { return 0; }
+  template <class Lines>
+  LF_DEVICE int scales(const Lines&) const {
+    return 0;
+  }
 };
 template <Code code, Scale scale, bool zeros, bool factors, int n, int cluster>
 struct Beside<Codes<code, scale, zeros, factors>, n, cluster>

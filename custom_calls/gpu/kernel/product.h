@@ -89,7 +89,7 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
     }
     const auto multiply = [&](int step) {
       float sums[together];
-      [[maybe_unused]] const auto scales = beside.scales();
+      [[maybe_unused]] const auto scales = beside.scales(lines);
       LF_UNROLL for (int t = 0; t < together; t++) {
         float sum = 0;
         LF_UNROLL for (int v = 0; v < vectors; v++) {

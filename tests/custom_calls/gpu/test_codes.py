@@ -74,12 +74,15 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     taken = iter(stream)
     found = np.zeros((takes, vectors, threads, per))
     beside = np.zeros((threads, 0), np.uint8)
+    size = own * format.scale_bytes if format.scale else 0
+    room = 16 * format.lines(vectors) - vectors * format.bits  # in a step's last line
     for take in range(takes):
-        size = own * format.scale_bytes if format.scale else 0
-        if size > beside.shape[1]:  # lines of scales for as many steps as they have room for
+        if size > max(room, beside.shape[1]):  # lines of scales for as many steps as they have room for
             beside = np.concatenate([next(taken).view(np.uint8) for _ in range(-(-size // 16))], -1)
         scales, beside = beside[:, :size], beside[:, size:]
         lines = np.stack([next(taken) for _ in range(format.lines(vectors))])
+        if 0 < size <= room:
+            scales = lines[-1].view(np.uint8)[:, 16 - -(-size // 4) * 4 :][:, :size]
         for vector in range(vectors):
             line, place = divmod(vector, 128 // (8 * format.bits))
             words = lines[line].view(np.uint8)[:, place * format.bits : (place + 1) * format.bits]
@@ -198,7 +201,8 @@ def answer(session, config=CONFIG, mesh=None):
 def check(outputs, config, weights, records) -> None:
     exact = {path: record.dequantize(np.float64) for path, record in records.items()}
     expected = small.interpreted_logits(config, weights | exact, [*IDS, *outputs.tokens[:3].tolist()])[-4:]
-    assert np.abs(outputs.logits[:4] - expected).max() < 1e-5 * np.abs(expected).max()
+    tolerance = 1e-4 if emulated.REAL else 1e-5  # as for other weights
+    assert np.abs(outputs.logits[:4] - expected).max() < tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
     return figures(header(H200, lanes_here, dtype), source)
 
 
-def figures(header: str, source: str) -> dict[str, dict[str, int]]:
-    """Figures that ptxas reports of each kernel."""
+def figures(header: str, source: str, image: Path | None = None) -> dict[str, dict[str, int]]:
+    """Figures that ptxas reports of each kernel. image: a file to write it to."""
     reports = []
 
     def compile_with(folder, out, architecture):
@@ -84,7 +84,10 @@ def figures(header: str, source: str) -> dict[str, dict[str, int]]:
         ]
         reports.append(gpu_build._run(command))
 
-    assert gpu_build.image(header, "sm_90a", compile_with, source).startswith(b"\x7fELF")
+    made = gpu_build.image(header, "sm_90a", compile_with, source)
+    assert made.startswith(b"\x7fELF")
+    if image:
+        image.write_bytes(made)
     assert "warning" not in reports[0]
     found = {}
     for part in reports[0].split("Compiling entry function '")[1:]:
@@ -142,18 +145,18 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
     for dtype in ("bfloat16", "bf12"):
         image = folder / f"{dtype}.cubin"
         image.write_bytes(gpu_build.image(header(H200, 8, dtype), "sm_90a"))
-        code = subprocess.run([nvdisasm(), "-c", image], capture_output=True, text=True, check=True).stdout
-        loops[dtype] = weight_loops(code)
+        loops[dtype] = weight_loops(image)
     for counts in loops["bf12"]:
         assert counts["PRMT"] * 8 == counts["FFMA"] * 6 and counts["LDS.128"] * 16 == counts["FFMA"] * 3
         assert counts.total() < 8.5 * counts["FFMA"], "with the code for exceptions and for the ring's end"
     assert len(loops["bf12"]) == 5 and not any(counts["PRMT"] for counts in loops["bfloat16"])
 
 
-def weight_loops(code: str) -> list[Counter]:
-    """Instructions of each innermost loop over four steps of a product: 96 multiply-adds, and the 16 bytes of each
-    line twice, since its place may be at the ring's end.
+def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[Counter]:
+    """Instructions of each innermost loop over four steps of a product: multiply-adds, and at least so many loads of 16
+    bytes: each line's twice, since its place may be at the ring's end.
     """
+    code = subprocess.run([nvdisasm(), "-c", image], capture_output=True, text=True, check=True).stdout
     labels, lines = {}, []
     for line in code[code.index(".text.laneformer_decode:") :].splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -166,7 +169,32 @@ def weight_loops(code: str) -> list[Counter]:
         if (target := re.match(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(target[1], number) < number
     ]
     counts = [Counter(re.match(r"LDS\.128|\w+", line)[0] for line in lines[a : b + 1]) for a, b in back]
-    return [one for one in counts if one["FFMA"] == 96 and one["LDS.128"] >= 18]
+    return [one for one in counts if one["FFMA"] == multiply_adds and one["LDS.128"] >= loads]
+
+
+@needs_nvcc
+@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize(
+    ("name", "loads", "wanted"),
+    [
+        ("int8", 12, {"PRMT": 96, "FADD": 96, "F2FP": 0}),
+        pytest.param("fp8", 14, {"PRMT": 0, "HADD2": 96, "F2FP": 48}, marks=pytest.mark.exhaustive),
+        pytest.param("int4", 8, {"PRMT": 0, "HADD2": 144, "F2FP": 0}, marks=pytest.mark.exhaustive),
+        ("mxfp4", 8, {"PRMT": 72, "HADD2": 96, "F2FP": 0}),
+        pytest.param("nvfp4", 8, {"PRMT": 72, "HADD2": 96, "F2FP": 0}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
+    """Of 96 weights: the instructions that make floats, a multiply-add more for each scale, and no spilled register."""
+    image = folder / f"{name}.cubin"
+    decode = figures(header(H200, 8, name), gpu_build.PERSISTENT, image)["laneformer_decode"]
+    assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
+    loops = weight_loops(image, 96 if CODES[name].scale is None else 108, loads)
+    assert len(loops) >= 4
+    for counts in loops:
+        found = {key: counts[key] for key in wanted}
+        assert all(0 <= found[key] - count <= 16 for key, count in wanted.items()), found
+        assert counts.total() < 13 * counts["FFMA"], "with the code for the ring's end, twice"
 
 
 @needs_nvcc
@@ -181,6 +209,18 @@ def test_nvidia_registers_with_a_gate_and_another_activation():
 def test_nvidia_compiles_layers_of_several_kinds(source):
     kernels = figures(model_header(Layout(mixed_plan(weight_dtype="float16", cache_dtype="float16"), H200, 3)), source)
     assert all(kernel["registers"] <= 255 and kernel["stores"] == 0 for kernel in kernels.values())
+
+
+@needs_clang
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("fp8", "mxfp4") else ()) for name in CODES]
+)
+def test_amd_code_of_quantized_weights(name, folder):
+    kernels, code = amd(8, name, folder)
+    decode = kernels["laneformer_decode"]
+    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64
+    assert not any("scratch_" in line for loop in hot_loops(code) for line in loop)
+    assert (code.count("v_cvt_pk_f32_fp8") >= 480) == (CODES[name].code == "e4m3")
 
 
 @needs_clang
