@@ -179,21 +179,24 @@ def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[
     [
         ("int8", 12, {"PRMT": 96, "FADD": 96, "F2FP": 0}),
         pytest.param("fp8", 14, {"PRMT": 0, "HADD2": 96, "F2FP": 48}, marks=pytest.mark.exhaustive),
-        pytest.param("int4", 8, {"PRMT": 0, "HADD2": 144, "F2FP": 0}, marks=pytest.mark.exhaustive),
+        pytest.param("int4", 8, {"PRMT": 0, "HADD2": 120, "HFMA2": 24}, marks=pytest.mark.exhaustive),
         ("mxfp4", 8, {"PRMT": 72, "HADD2": 96, "F2FP": 0}),
         pytest.param("nvfp4", 8, {"PRMT": 72, "HADD2": 96, "F2FP": 0}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
-    """Of 96 weights: the instructions that make floats, a multiply-add more for each scale, and no spilled register."""
+    """Of 96 weights: the instructions that make floats, a multiply-add more for each scale, and no spilled registers but
+    a few that are kept over all passes.
+    """
     image = folder / f"{name}.cubin"
     decode = figures(header(H200, 8, name), gpu_build.PERSISTENT, image)["laneformer_decode"]
-    assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
+    assert decode["registers"] <= 255 and decode["stack"] <= 16 and decode["loads"] <= 16
     loops = weight_loops(image, 96 if CODES[name].scale is None else 108, loads)
     assert len(loops) >= 4
     for counts in loops:
         found = {key: counts[key] for key in wanted}
         assert all(0 <= found[key] - count <= 16 for key, count in wanted.items()), found
+        assert counts["LDL"] == counts["STL"] == 0
         assert counts.total() < 13 * counts["FFMA"], "with the code for the ring's end, twice"
 
 
