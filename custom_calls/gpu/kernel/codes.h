@@ -94,11 +94,11 @@ struct Codes {
 
    public:
     // Lines that so many steps take beside their own.
-    static constexpr int lines_of(int steps) { return kScaled && !inside ? (steps + served - 1) / served * lines : 0; }
+    static constexpr int lines_of(int steps) { return inside ? 0 : (steps + served - 1) / served * lines; }
 
     // Before a step's lines are taken.
     LF_DEVICE void take(Stream& stream) {
-      if constexpr (!kScaled || inside) return;
+      if constexpr (inside) return;
       if (turn_ == 0) {
         Vec taken[lines];
         stream.take(taken);
@@ -116,7 +116,6 @@ struct Codes {
     // Of the step whose lines were taken last.
     LF_DEVICE Scales<n> scales(const Vec (&taken)[kLines<n>]) const {
       Scales<n> out;
-      if constexpr (!kScaled) return out;
       constexpr int per = 4 / kScaleBytes;  // scales of a word
       const int first = warp_lane() & ~(cluster - 1);
       LF_UNROLL for (int member = 0; member < cluster && member * own < n; member++) {
@@ -166,23 +165,29 @@ struct Codes {
   };
 
   // The sum with the products of vector `at`.
-  template <int n>
-  LF_DEVICE static float add(float sum, const Vec (&lines)[kLines<n>], const Scales<n>& scales, int at,
+  template <int n, class Held>
+  LF_DEVICE static float add(float sum, const Vec (&lines)[kLines<n>], const Held& scales, int at,
                              const float (&x)[kPer]) {
     float w[kPer];
     LF_UNROLL for (int i = 0; i < kWords; i++) {
       const u32 word = lines[at / kVectors].word[at % kVectors * kWords + i];
       if constexpr (code == Code::kInt8) unpack_int8(word, w + 4 * i);
       if constexpr (code == Code::kE4M3) unpack_e4m3(word, w + 4 * i);
-      if constexpr (code == Code::kInt4) unpack_int4(word, zeros ? scales.zero[at] : 0x64086408, w);
+      if constexpr (code == Code::kInt4) unpack_int4(word, zero_of(scales, at), w);
       if constexpr (code == Code::kE2M1) unpack_e2m1(word, w);
     }
     float part = kScaled ? 0.0f : sum;
     LF_UNROLL for (int i = 0; i < kPer; i++) part += w[i] * x[i];
-    return kScaled ? sum + part * scales.value[at] : part;
+    if constexpr (kScaled) part = sum + part * scales.value[at];
+    return part;
   }
 
  private:
+  template <class Held>
+  LF_DEVICE static u32 zero_of(const Held& scales, int at) {
+    if constexpr (zeros) return scales.zero[at];
+    return 0x64086408;  // 8
+  }
   LF_DEVICE static void unpack_scales(u32 bits, float (&out)[4]) {
     if constexpr (zeros) {
       out[0] = scale == Scale::kBfloat16 ? bits_to_float(bits << 16) : half_to_float((u16)bits);
@@ -202,8 +207,7 @@ struct Codes {
 };
 
 // What a format has beside the lines of steps: nothing, or scales.
-template <class Format, int n, int cluster>
-struct Beside {
+struct NothingBeside {
   static constexpr int lines_of(int) { return 0; }
   LF_DEVICE void take(Stream&) {}
   template <class Lines>
@@ -211,9 +215,13 @@ struct Beside {
     return 0;
   }
 };
+template <class Format, int n, int cluster>
+struct Beside : NothingBeside {};
 template <Code code, Scale scale, bool zeros, bool factors, int n, int cluster>
 struct Beside<Codes<code, scale, zeros, factors>, n, cluster>
     : Codes<code, scale, zeros, factors>::template Scaled<n, cluster> {};
+template <Code code, bool zeros, bool factors, int n, int cluster>
+struct Beside<Codes<code, Scale::kNone, zeros, factors>, n, cluster> : NothingBeside {};
 
 template <class Format>
 constexpr bool kQuantized = false;
