@@ -141,8 +141,8 @@ LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
 }
 template <class Weights, int cluster>
 __global__ void __launch_bounds__(kThreads, 1) product(LF_PARAMS p, const Job job) {
-  LF_SHARED(memory);
-  multiply<Weights, cluster>(p, job, memory);
+  LF_SHARED(product_memory);  // the kernels that are extern "C" have the name `memory`
+  multiply<Weights, cluster>(p, job, product_memory);
 }
 
 // What bf12 has beside the stream: a table, and for each warp the exceptions.
