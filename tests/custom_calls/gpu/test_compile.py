@@ -185,8 +185,8 @@ def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[
     ],
 )
 def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
-    """Of 96 weights: the instructions that make floats, a multiply-add more for each scale, and no spilled registers but
-    a few that are kept over all passes.
+    """Of 96 weights: the instructions that make floats, and a multiply-add more for each scale. A few registers that
+    are kept over all passes may be spilled.
     """
     image = folder / f"{name}.cubin"
     decode = figures(header(H200, 8, name), gpu_build.PERSISTENT, image)["laneformer_decode"]

@@ -142,8 +142,8 @@ def test_other_dtypes_are_not_held_in_12_bits(model):
         make_engine(model, weights="bf12")
 
 
-def test_quantized_weights_give_the_answers_of_backend_xla(model):
-    """Also a prompt that XLA reads; rounded before and when they are packed."""
+def test_quantized_weights_give_the_answers_of_backend_xla(model, tmp_path):
+    """Also a prompt that XLA reads; rounded before, when they are packed, and in a folder."""
     config, paths = model.config, plan_of(ModelSource(model)).matrices
     records = {
         path: round_to(np.asarray(weight), "int4", search=False) if path in paths else weight
@@ -157,7 +157,12 @@ def test_quantized_weights_give_the_answers_of_backend_xla(model):
         )
         assert packed.tokens == rounded.tokens == xla.tokens and packed.logprobs == rounded.logprobs
         assert packed.logprobs == pytest.approx(xla.logprobs, abs=1e-4)
-    facts = [engine.conditions for engine in engines]
+    laneformer.save_hf(quantized, tmp_path)
+    options = DEVICES if emulated.REAL else DEVICES | {"driver": emulated.driver()}
+    folder = infer.Engine.load(tmp_path, "cuda", absorb=False, **options)
+    results = [one.generate([1, 2, 3], max_new_tokens=8).result for one in (engines[1], folder)]
+    assert results[0].tokens == results[1].tokens and results[0].logprobs == results[1].logprobs
+    facts = [engine.conditions for engine in (*engines, folder)]
     assert len({one["quantized_weights"] for one in facts}) == 1
     assert facts[0]["quantized_formats"] == facts[1]["quantized_formats"] == ["int4 row"]
     with pytest.raises(ConfigError, match=r"--weights int8: weight \S+ is quantized already"):
