@@ -45,12 +45,14 @@ INSTRUCTIONS = {
         "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
         "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
         "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+        "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
     }
 }
-# Sources that are compiled for each of them: flags, and the sets that add nothing there.
+# Sources that are compiled for instruction sets: flags, and for which; other sets use the functions of these.
 PER_SET = {
-    "kernels.cc": ((), "avx512_vnni"),
-    "quantized.cc": (("-ffp-contract=off",), "avx512_bf16"),  # all sets round alike
+    "kernels.cc": ((), ("portable", "avx2", "avx512", "avx512_bf16")),
+    "quantized.cc": (("-ffp-contract=off",), ("portable", "avx2", "avx512", "avx512_vnni")),  # all sets round alike
+    "amx.cc": ((), ("amx",)),
 }
 SANITIZERS = ("address", "thread", "undefined")
 
@@ -164,8 +166,8 @@ def compile_objects(
     include = ["-isystem", str(headers())] if api else []
     for path in sorted(path for folder in SOURCES for path in folder.glob("*.cc")):
         if path.name in PER_SET:
-            extra, without = PER_SET[path.name]
-            named = [(name, flags) for name, flags in (sets or instruction_sets()).items() if name != without]
+            extra, only = PER_SET[path.name]
+            named = [(name, flags) for name, flags in (sets or instruction_sets()).items() if name in only]
             jobs += [(path, f"{path.stem}_{name}.o", [*flags, *extra, f"-DLF_ISA={name}"]) for name, flags in named]
         elif api or path.name != "api.cc":
             jobs.append((path, f"{path.parent.name}_{path.stem}.o", include))

@@ -1,4 +1,4 @@
-// Packs tiles of bf16 lines into the units that kernels/bf12.h multiplies, and reads single rows of them.
+// Packs tiles of bf16 lines into the units of kernels/bf12_decode.h, and reads single rows of them.
 #pragma once
 
 #include <array>

@@ -84,6 +84,18 @@ class Decoder {
   bool armed_ = false;
 };
 
+#if defined(__x86_64__)
+// Whether AMX can be used: asked in this order, until one says no.
+struct AmxQueries {
+  bool (*in_processor)();
+  bool (*in_system)();  // it saves the registers of its threads
+  bool (*permitted)();  // asks it to do so for this process
+  bool (*agrees)();     // the instructions work
+};
+extern const AmxQueries kAmxQueries;                                  // of this machine
+std::vector<InstructionSet> instruction_sets(const AmxQueries& amx);  // that it runs, best first
+#endif
+
 double read_bandwidth(int64_t bytes, int threads);  // bytes per second of one pass over a buffer that stays allocated
 // How many times as fast products with weights in 12 bits are as with bf16, read from memory; 0: unknown instructions.
 double bf12_speedup(const char* instructions, int threads);

@@ -1,5 +1,12 @@
 // The machine: its instruction sets, cores, memory bandwidth and arithmetic.
 #include <sched.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -11,25 +18,64 @@
 
 namespace laneformer {
 
-const InstructionSet* choose_instructions(const char* name) {
-  static const std::vector<InstructionSet> able = [] {  // best first
-    std::vector<InstructionSet> sets;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512cd");
-    const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
-    if (vnni && __builtin_cpu_supports("avx512bf16"))
-      sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
-    if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
-    if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantized_avx512});
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-      sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
+namespace {
+
+bool processor_has_amx() {
+  unsigned a, b, c, d;
+  constexpr unsigned kBf16 = 1 << 22, kTile = 1 << 24;
+  return laneformer_emulates_amx() || (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) && (d & kTile));
+}
+
+bool system_saves_tiles() {
+  if (laneformer_emulates_amx()) return true;
+  constexpr unsigned kTiles = 3 << 17;  // their shapes and their data
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTiles) == kTiles;
+}
+
+bool tiles_permitted() {
+  if (laneformer_emulates_amx()) return true;
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
 #endif
-    sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
-    return sets;
-  }();
+}
+
+}  // namespace
+
+const AmxQueries kAmxQueries = {processor_has_amx, system_saves_tiles, tiles_permitted, laneformer_agrees_amx};
+
+std::vector<InstructionSet> instruction_sets(const AmxQueries& amx) {
+  std::vector<InstructionSet> sets;
+  __builtin_cpu_init();
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512cd");
+  const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
+  const bool dot = vnni && __builtin_cpu_supports("avx512bf16");
+  if (dot) sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
+  if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
+  if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantized_avx512});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
+  sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
+  if ((dot || laneformer_emulates_amx()) && amx.in_processor() && amx.in_system() && amx.permitted() && amx.agrees())
+    sets.insert(sets.begin(), {"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});
+  return sets;
+}
+#endif
+
+const InstructionSet* choose_instructions(const char* name) {
+#if defined(__x86_64__)
+  static const std::vector<InstructionSet> able = instruction_sets(kAmxQueries);
+#else
+  static const std::vector<InstructionSet> able = {
+      {"portable", &laneformer_kernels_portable, &laneformer_quantized_portable}};
+#endif
   for (const InstructionSet& set : able)
     if (name == nullptr || std::string(name) == set.name) return &set;
   return nullptr;

@@ -1,5 +1,5 @@
 // The formats of weights: how a line of a tile, 16 rows of one column or of two, enters the sums of a product. Included
-// by kernels.cc alone, as simd.h is.
+// as simd.h is.
 #pragma once
 
 #include "kernels.h"

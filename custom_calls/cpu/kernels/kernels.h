@@ -26,8 +26,8 @@ inline int64_t tile_bytes(Dtype dtype, int64_t columns) {
   return stored_columns(dtype, columns) * kTile * bytes_of(dtype);
 }
 
-// Tiles of bf16 weights in 12 bits each: see bf12.h. Beside each other in `data`; the exceptions of tile t begin at
-// exceptions[starts[t]].
+// Tiles of bf16 weights in 12 bits each: see bf12_decode.h. Beside each other in `data`; the exceptions of tile t begin
+// at exceptions[starts[t]].
 constexpr int kUnitColumns = 8;
 constexpr int64_t kUnitBytes = 3 * 64;
 
@@ -100,9 +100,10 @@ struct Kernels {
                int64_t last);
 };
 
-// Floats (4 bytes) that `prepare` may write for a block of positions: every part of them is padded, by up to three.
+// Floats (4 bytes) that `prepare` may write for a block of positions: every part of them is padded, by up to three, and
+// columns to what a tile register holds.
 inline int64_t prepared_floats(int64_t columns, int positions) {
-  return (columns + 1) * (positions + positions / 2 + 3);
+  return (columns + 31) / 32 * 32 * (positions + positions / 2 + 3);
 }
 
 extern "C" {
@@ -111,6 +112,10 @@ extern const Kernels laneformer_kernels_portable;
 extern const Kernels laneformer_kernels_avx2;
 extern const Kernels laneformer_kernels_avx512;
 extern const Kernels laneformer_kernels_avx512_bf16;
+// Those of `others` with products of bf16 weights on tile registers (amx.cc). There is one such table.
+const Kernels* laneformer_kernels_amx(const Kernels* others);
+bool laneformer_agrees_amx();    // whether one position and several have the same bits: runs the instructions
+bool laneformer_emulates_amx();  // them as plain code, for tests
 #endif
 }
 

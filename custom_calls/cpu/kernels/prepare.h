@@ -26,28 +26,11 @@ LF_INLINE void transpose(vf (&rows)[kWidth]) {
   }
 }
 
-// bf16 bits in the lower halves.
-LF_INLINE vu narrowed_bf16(vf x) {
-  const vu bits = as_bits(x), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (vu)select((vi)((bits & 0x7fffffff) > 0x7f800000), as_float(bits >> 16 | 0x40), as_float(nearest));
-}
-
 LF_INLINE vf rounded(Dtype dtype, vf x) {
   if (dtype == Dtype::bf16) return as_float(narrowed_bf16(x) << 16);
   vh h;
   for (int i = 0; i < kWidth; i++) h[i] = narrow_f16(x[i]);
   return widen_f16(h);
-}
-
-template <int... I>
-LF_INLINE vf pairs(vu low, vu high, Numbers<I...>) {  // a word has two columns, the even one in the lower half
-  return as_float(__builtin_shufflevector(low, high, (2 * I)...) | __builtin_shufflevector(low, high, (2 * I + 1)...)
-                                                                       << 16);
-}
-
-LF_INLINE vf columns_of(const float* x, int64_t first, int64_t columns) {
-  if (first + kWidth <= columns) return loadf(x + first);
-  return first < columns ? load_first<vf>(x + first, (int)(columns - first)) : vf{};
 }
 
 LF_INLINE void store_first(float* to, vf v, int n) {

@@ -1,7 +1,7 @@
 // Vectors of float32 for every instruction set, written once with the compiler's vector types (GCC and Clang): AVX-512,
 // AVX2, NEON, SSE.
 //
-// Included by kernels.cc alone, which is compiled once per instruction set; LF_ISA names the namespace, so that the
+// Included by kernels.cc and amx.cc, which are compiled per instruction set; LF_ISA names the namespace, so that the
 // linker never mixes inline functions compiled for different machines.
 #pragma once
 
@@ -154,6 +154,23 @@ LF_INLINE uint16_t narrow_bf16(float x) {  // to nearest, ties to even
   std::memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// bf16 bits in the lower halves.
+LF_INLINE vu narrowed_bf16(vf x) {
+  const vu bits = as_bits(x), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (vu)select((vi)((bits & 0x7fffffff) > 0x7f800000), as_float(bits >> 16 | 0x40), as_float(nearest));
+}
+
+template <int... I>
+LF_INLINE vf pairs(vu low, vu high, Numbers<I...>) {  // a word has two columns, the even one in the lower half
+  return as_float(__builtin_shufflevector(low, high, (2 * I)...) | __builtin_shufflevector(low, high, (2 * I + 1)...)
+                                                                       << 16);
+}
+
+LF_INLINE vf columns_of(const float* x, int64_t first, int64_t columns) {
+  if (first + kWidth <= columns) return loadf(x + first);
+  return first < columns ? load_first<vf>(x + first, (int)(columns - first)) : vf{};
 }
 
 LF_INLINE uint16_t narrow_f16(float x) {

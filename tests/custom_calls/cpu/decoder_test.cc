@@ -381,7 +381,7 @@ int main() {
       any_threads(lanes, layout, (int)layout % 3);
   any_threads(4, Layout::early, 0);
   any_threads(1, Layout::delayed, 0);
-  for (const char* instructions : {"portable", "avx2", "avx512", "avx512_bf16"}) {
+  for (const char* instructions : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
     if (choose_kernels(instructions) == nullptr) continue;
     for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) any_company(instructions, dtype, dtype, false);
     any_company(instructions, Dtype::bf16, Dtype::f32, false);

@@ -13,7 +13,7 @@ from custom_calls.library import library
 from tests.support import small
 
 PREFETCH = re.compile(r"prefetch|prfm")  # only the loops over weights have one
-MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|fmla|fmul")
+MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|tdpbf16ps|fmla|fmul")
 # A store into the stack's frame: AT&T syntax has the target last, ARM's starts with st.
 STORE = re.compile(r"(?!v?cmp|test)\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
 VECTOR = re.compile(r"%[xyz]mm\d+,")
@@ -21,7 +21,8 @@ SOFTWARE = re.compile(r"portable::.*(F16Line|_bf12)")  # converts with more valu
 # Weights of 8 and 4 bits have the registers for their digits with VNNI alone.
 DIGITS = re.compile(r"^(?!.*avx512_vnni::).*::(Digits|Eights)\b")
 CLANG = re.compile(r"avx2::.*_bf12")  # keeps two vectors more than there are registers
-X86 = {name: flags for name, flags in build.INSTRUCTIONS["x86_64"].items() if name != build.PER_SET["kernels.cc"][1]}
+# Each with its source of products.
+X86 = {name: source for source in ("kernels.cc", "amx.cc") for name in build.PER_SET[source][1]}
 
 
 def functions(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
@@ -50,7 +51,7 @@ def weight_loops(path: Path, objdump: str = "objdump") -> Iterator[tuple[str, li
     """The loops over weights in an object file or library, each with the name of its function."""
     done = subprocess.run([objdump, "-d", "--no-show-raw-insn", "-C", path], capture_output=True, text=True, check=True)
     for name, lines in functions(done.stdout):
-        if re.search(r"::multiply(_one|_few|_one_bf12)?<", name):
+        if re.search(r"::multiply(_one|_few|_one_bf12|_lines|_tiles)?<", name):
             for loop in loops(lines):
                 yield name, loop
 
@@ -61,6 +62,9 @@ def check(path: Path, sets, objdump: str = "objdump", known: re.Pattern | None =
         (name, loop) for name, loop in weight_loops(path, objdump) if not (SOFTWARE.search(name) or DIGITS.search(name))
     ]
     for name in sets:
+        if name == "amx":
+            check_tile_registers([loop for function, loop in found_loops if "amx::" in function])
+            continue
         lines = {"Bf16Line", "F32Line", *(["Bf16DotLine"] if name == "avx512_bf16" else [])}
         packed = [function for function, _ in found_loops if f"{name}::" in function and "_bf12" in function]
         assert packed or name == "portable", f"no loop over weights in 12 bits was found for {name}"
@@ -78,12 +82,21 @@ def check(path: Path, sets, objdump: str = "objdump", known: re.Pattern | None =
     assert not spilled, "\n".join(spilled)
 
 
+def check_tile_registers(loops: list[list[str]]) -> None:
+    """Of the products of exact and rounded vectors, with one and two registers of positions and of weights."""
+    products = [sum(text.startswith("tdpbf16ps") for text in loop) for loop in loops]
+    assert sorted(filter(None, products)) == [1, 2, 2, 3, 4, 6, 6, 12]
+    assert 0 in products  # one position
+    for loop, count in zip(loops, products, strict=True):
+        assert not count or not any(text.startswith(("tilestored", "ldtilecfg")) for text in loop)
+
+
 @small.needs_library
 def test_no_sum_is_stored_between_weights():
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed (Debian: apt install binutils)")
     library()  # compiled by now
-    check(build.find(), [name for name in build.instruction_sets() if name != build.PER_SET["kernels.cc"][1]])
+    check(build.find(), [name for name in X86 if name in build.instruction_sets()])
 
 
 def test_a_store_into_the_frame_is_found():
@@ -101,16 +114,17 @@ def test_a_store_into_the_frame_is_found():
         ("clang++", "objdump", X86),
         ("clang++-14", "objdump", X86),
         ("clang++-19", "objdump", X86),
-        ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump", {"portable": ()}),
+        ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump", {"portable": "kernels.cc"}),
     ],
 )
 def test_every_compiler_keeps_sums_in_registers(tmp_path, cxx, objdump, sets):
     for program in (cxx, objdump):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-    source = build.HERE / "cpu" / "kernels" / "kernels.cc"
-    for name, flags in sets.items():
+    for name, source in sets.items():
         target = tmp_path / f"{name}.o"
-        command = [cxx, *build.FLAGS, *flags, f"-DLF_ISA={name}", "-c", str(source), "-o", str(target)]
+        flags = build.INSTRUCTIONS["x86_64"][name] if sets is X86 else ()
+        path = build.HERE / "cpu" / "kernels" / source
+        command = [cxx, *build.FLAGS, *flags, f"-DLF_ISA={name}", "-c", str(path), "-o", str(target)]
         subprocess.run(command, check=True, capture_output=True)
         check(target, [name], objdump, CLANG if "clang" in cxx else None)

@@ -3,6 +3,7 @@ checkers.
 """
 
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def run(
     """What it printed."""
     (work / build.GENERATED).write_text(build.ops_header(), encoding="utf-8")
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
+    if program == "amx_test" and not emulator:
+        link = [*link, emulated_amx(work)]
     command = [
         *(cxx or build.compiler()),
         "-std=c++17",
@@ -57,6 +60,17 @@ def run(
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
+
+
+def emulated_amx(work: Path) -> str:
+    """An object file of AMX's products with its registers in plain code, beside those of the library."""
+    target = str(work / "amx_emulated.o")
+    fused = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    named = ["-DLF_ISA=amx_emulated", "-DLF_EMULATE_TILES"]
+    source = str(build.HERE / "cpu" / "kernels" / "amx.cc")
+    command = [*build.compiler(), *build.FLAGS, "-O1", *fused, *named, "-c", source, "-o", target]
+    subprocess.run(command, check=True, capture_output=True)
+    return target
 
 
 @pytest.mark.parametrize(
@@ -84,13 +98,17 @@ def test_under_a_checker(sanitizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bf16_dot_on_a_machine_without_it(tmp_path):
+def test_instructions_on_a_machine_without_them(tmp_path):
     """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by
-    side.
+    side; and with AMX's, which whole models then run.
     """
     sets = {name: (*flags, "-DLF_DOT", "-O1") for name, flags in build.instruction_sets().items()}
+    if "amx" in sets:
+        sets["amx"] = ("-march=x86-64-v3", "-DLF_EMULATE_TILES", "-O1")
     objects = build.compile_objects(build.compiler(), tmp_path, api=False, sets=sets)
-    assert "portable" in run("kernels_test", None, objects, tmp_path)
+    printed = run("kernels_test", None, objects, tmp_path)
+    assert "portable" in printed and ("amx" in printed) == ("amx" in sets)
+    run("decoder_test", None, objects, tmp_path)
 
 
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")

@@ -1,0 +1,137 @@
+// The eight tile registers of AMX, each of up to 16 rows of 64 bytes, and the instructions on them. With
+// LF_EMULATE_TILES they are plain code with the documented results, for machines without them (Intel's Software
+// Developer's Manual, volumes 1, chapter 18, and 2, TDPBF16PS).
+//
+// The instructions are written as text: compilers offer them by names that need their numbers as text too.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace LF_ISA {
+namespace {
+
+constexpr int kTileRows = 16, kTileBytes = 64;  // of a register
+
+struct alignas(64) TileShapes {  // as LDTILECFG reads them
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64, "a line");
+
+#if defined(LF_EMULATE_TILES)
+
+// Subnormals count as zero.
+inline float flushed(float x) { return x > -0x1p-126f && x < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
+inline float number(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return flushed(x);
+}
+
+class TileFile {
+ public:
+  void configure(const TileShapes& shapes) {
+    shapes_ = shapes;
+    require(shapes.palette == 1 && shapes.start_row == 0);
+    for (int tile = 0; tile < 8; tile++) {
+      require(shapes.rows[tile] <= kTileRows && shapes.bytes[tile] <= kTileBytes && shapes.bytes[tile] % 4 == 0);
+      require((shapes.rows[tile] > 0) == (shapes.bytes[tile] > 0));
+      clear(tile);
+    }
+  }
+  void release() { shapes_ = {}, shapes_.palette = 0; }
+
+  void zero(int tile) {
+    require(shapes_.rows[tile] > 0);
+    clear(tile);
+  }
+  void load(int tile, const void* from, int64_t stride) {
+    zero(tile);
+    for (int row = 0; row < shapes_.rows[tile]; row++)
+      std::memcpy(words_[tile][row], (const char*)from + row * stride, shapes_.bytes[tile]);
+  }
+  void store(int tile, void* to, int64_t stride) const {
+    require(shapes_.rows[tile] > 0);
+    for (int row = 0; row < shapes_.rows[tile]; row++)
+      std::memcpy((char*)to + row * stride, words_[tile][row], shapes_.bytes[tile]);
+  }
+
+  // sums[m][n] += a[m][k] b[k][n], pairs of bf16: the products of even columns and those of odd ones in a chain of
+  // multiply-adds each, from zero; then both together to the sum.
+  void multiply(int sums, int a, int b) {
+    require(sums != a && sums != b && a != b && shapes_.rows[sums] > 0 && shapes_.rows[sums] == shapes_.rows[a] &&
+            shapes_.bytes[sums] == shapes_.bytes[b] && shapes_.bytes[a] / 4 == shapes_.rows[b]);
+    for (int m = 0; m < shapes_.rows[sums]; m++)
+      for (int n = 0; n < shapes_.bytes[sums] / 4; n++) {
+        float even = 0, odd = 0;
+        for (int k = 0; k < shapes_.rows[b]; k++) {
+          const uint32_t x = words_[a][m][k], w = words_[b][k][n];
+          even = flushed(__builtin_fmaf(number(x << 16), number(w << 16), even));
+          odd = flushed(__builtin_fmaf(number(x & 0xffff0000), number(w & 0xffff0000), odd));
+        }
+        const float sum = flushed(number(words_[sums][m][n]) + flushed(even + odd));
+        std::memcpy(&words_[sums][m][n], &sum, 4);
+      }
+  }
+
+ private:
+  void require(bool holds) const {  // what the processor would refuse
+    if (shapes_.palette != 1 || !holds) __builtin_trap();
+  }
+  void clear(int tile) { std::memset(words_[tile], 0, sizeof words_[tile]); }
+
+  TileShapes shapes_;
+  uint32_t words_[8][kTileRows][kTileBytes / 4];
+};
+thread_local TileFile tile_file;
+
+inline void tile_configure(const TileShapes& shapes) { tile_file.configure(shapes); }
+inline void tile_release() { tile_file.release(); }
+template <int tile>
+inline void tile_zero() {
+  tile_file.zero(tile);
+}
+template <int tile>
+inline void tile_load(const void* from, int64_t stride) {
+  tile_file.load(tile, from, stride);
+}
+template <int tile>
+inline void tile_store(void* to, int64_t stride) {
+  tile_file.store(tile, to, stride);
+}
+template <int sums, int a, int b>
+inline void tile_multiply() {
+  tile_file.multiply(sums, a, b);
+}
+
+#else
+
+inline void tile_configure(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes) : "memory"); }
+inline void tile_release() { __asm__ volatile("tilerelease" : : : "memory"); }
+
+template <int tile>
+inline void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(tile));
+}
+
+template <int tile>
+inline void tile_load(const void* from, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
+}
+
+template <int tile>
+inline void tile_store(void* to, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
+}
+
+template <int sums, int a, int b>
+inline void tile_multiply() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
+}
+
+#endif
+
+}  // namespace
+}  // namespace LF_ISA

@@ -1,0 +1,185 @@
+// AMX's products against TDPBF16PS's documented sums, one number after the other; which instructions are chosen; and
+// the library's own machine code, instruction by instruction, on processors without AMX.
+#include <cmath>
+#include <string>
+
+#include "decoder.h"
+#include "products.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "amx_trap.h"
+#endif
+
+// amx.cc with tile registers in plain code, where test_native.py links it.
+extern "C" __attribute__((weak)) const Kernels* laneformer_kernels_amx_emulated(const Kernels*);
+extern "C" __attribute__((weak)) bool laneformer_agrees_amx_emulated();
+
+namespace {
+
+float flushed(float x) { return std::fabs(x) < std::ldexp(1.0f, -126) ? std::copysign(0.0f, x) : x; }
+
+// The upper 8 bits of the significand, towards zero.
+float upper(float x) {
+  int exponent;
+  const double fraction = std::frexp((double)x, &exponent);
+  return (float)std::ldexp(std::trunc(std::ldexp(fraction, 8)), exponent - 8);
+}
+
+// Row w and vector x, of bf16 numbers and of float32, as the instruction adds 32 columns of each part.
+float documented(const std::vector<float>& w, const std::vector<float>& x, bool exact) {
+  float sum = 0;
+  for (size_t first = 0; first < w.size(); first += 32) {
+    std::vector<float> left(x.begin() + (long)first, x.begin() + (long)std::min(first + 32, x.size()));
+    left.resize(32);
+    for (int part = 0; part < (exact ? 3 : 1); part++) {
+      float chains[2] = {0, 0};
+      for (size_t c = 0; c < 32; c++) {
+        const float some = exact ? upper(left[c]) : left[c], weight = first + c < w.size() ? w[first + c] : 0;
+        left[c] = flushed(left[c] - some);
+        chains[c % 2] = flushed(std::fma(flushed(some), flushed(weight), chains[c % 2]));
+      }
+      sum = flushed(sum + flushed(chains[0] + chains[1]));
+    }
+  }
+  return sum;
+}
+
+// Numbers of bf16, some of them zeros, subnormal or so small that products are; or of float32.
+float any_number(Random& random, bool bf16, int spread) {
+  if (random.below(50) == 0) return random.below(2) ? 0.0f : -0.0f;
+  const float x = std::ldexp(random.uniform(1, 2), -random.below(spread)) * (random.below(2) ? 1 : -1);
+  return bf16 ? upper(x) : x;
+}
+
+void documented_sums(const Kernels& k, int64_t columns, int tiles, int positions, int spread) {
+  Random random(columns + 1000 * tiles + 10 * positions + spread);
+  const int64_t stored = stored_columns(Dtype::bf16, columns), rows = tiles * kTile, ldy = rows + 1;
+  std::vector<std::vector<float>> w(rows, std::vector<float>(columns)), x(positions, std::vector<float>(columns));
+  std::vector<float> flat;
+  std::vector<uint16_t> packed(rows * stored);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
+      w[r][c] = any_number(random, true, spread);
+      packed[r / kTile * stored * kTile + c / 2 * 2 * kTile + 2 * (r % kTile) + c % 2] =
+          (uint16_t)(bits_of(w[r][c]) >> 16);
+    }
+  for (const Activations activations : {Activations::exact, Activations::rounded}) {
+    const bool exact = activations == Activations::exact;
+    flat.clear();
+    for (auto& vector : x)
+      for (float& number : vector) flat.push_back(number = any_number(random, !exact, spread));
+    std::vector<float> prepared(prepared_floats(columns, positions), NAN), y(positions * ldy, 7);
+    k.prepare(Dtype::bf16, activations, flat.data(), columns, columns, positions, prepared.data());
+    k.product(Dtype::bf16, activations, packed.data(), prepared.data(), columns, tiles, positions, y.data(), ldy);
+    for (int p = 0; p < positions; p++) {
+      for (int64_t r = 0; r < rows; r++) {
+        const float expected = documented(w[r], x[p], exact);
+        CHECK(bits_of(y[p * ldy + r]) == bits_of(expected),
+              "%s %s: %ld columns, row %ld of %ld, position %d of %d: %a, not %a", k.name, exact ? "exact" : "rounded",
+              (long)columns, (long)r, (long)rows, p, positions, y[p * ldy + r], expected);
+      }
+      CHECK(y[p * ldy + rows] == 7, "%s wrote behind the last row", k.name);
+    }
+  }
+}
+
+// An infinity or NaN is noticed, in its position alone.
+void no_numbers(const Kernels& k) {
+  constexpr int64_t kColumns = 70;
+  const std::vector<uint16_t> w(kColumns * kTile, 0x3f80);
+  for (const float number : {kInfinity, -kInfinity, NAN})
+    for (const int positions : {1, 5, 20}) {
+      std::vector<float> x(kColumns * positions, 1), prepared(prepared_floats(kColumns, positions)),
+          y(positions * kTile);
+      x[(positions - 1) * kColumns + 40] = number;
+      k.prepare(Dtype::bf16, Activations::exact, x.data(), kColumns, kColumns, positions, prepared.data());
+      k.product(Dtype::bf16, Activations::exact, w.data(), prepared.data(), kColumns, 1, positions, y.data(), kTile);
+      for (int p = 0; p < positions; p++)
+        CHECK(p + 1 < positions ? y[p * kTile + 3] == kColumns : std::isnan(y[p * kTile + 3]),
+              "%s: %g in position %d of %d gives %g", k.name, number, positions - 1, positions, y[p * kTile + 3]);
+    }
+}
+
+void all_of(const Kernels& k, bool whole) {
+#if defined(__x86_64__)
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040);  // as workers compute
+#endif
+  for (const int spread : {6, 100}) {
+    for (const int64_t columns : {1, 2, 31, 32, 33, 70, 130})
+      for (const int positions : {1, 2, 16, 17, 33}) documented_sums(k, columns, 1 + positions % 3, positions, spread);
+    for (const int positions : {3, 15, 31, 32, 48, 49, 65, 97, 128}) documented_sums(k, 40, 2, positions, spread);
+    for (const int tiles : {4, 5, 6, 7}) documented_sums(k, 64, tiles, 1, spread);
+    for (const int positions : {1, 20, 48}) documented_sums(k, 1060, 3, positions, spread);  // in pieces
+  }
+  no_numbers(k);
+#if defined(__x86_64__)
+  _mm_setcsr(saved);
+#endif
+  if (!whole) return;
+  products(k);
+  packed(k);
+}
+
+#if defined(__x86_64__)
+int asked = 0;  // a bit for each question
+template <int number, bool answer>
+bool ask() {
+  asked |= 1 << number;
+  return answer;
+}
+
+// AMX where all is well; otherwise what the machine has without it, and no question after the first no.
+void chooses() {
+  const AmxQueries fine{ask<0, true>, ask<1, true>, ask<2, true>, ask<3, true>};
+  const auto best = [](const AmxQueries& queries) {
+    asked = 0;
+    return std::string(instruction_sets(queries)[0].name);
+  };
+  const AmxQueries refusing[] = {{ask<0, false>, fine.in_system, fine.permitted, fine.agrees},
+                                 {fine.in_processor, ask<1, false>, fine.permitted, fine.agrees},
+                                 {fine.in_processor, fine.in_system, ask<2, false>, fine.agrees},
+                                 {fine.in_processor, fine.in_system, fine.permitted, ask<3, false>}};
+  const std::string other = best(refusing[0]);
+  CHECK(other != "amx", "AMX without the processor's");
+  const bool able = other == "avx512_bf16";  // what it is added to
+  for (int i = 0; i < 4; i++) {
+    CHECK(best(refusing[i]) == other, "question %d was answered no", i);
+    CHECK(asked == (able ? (2 << i) - 1 : 0), "questions %x after a no to %d", asked, i);
+  }
+  CHECK(best(fine) == (able ? "amx" : other), "%s", best(fine).c_str());
+  CHECK(std::string(choose_instructions(nullptr)->name) == instruction_sets(kAmxQueries)[0].name, "another set");
+}
+#endif
+
+}  // namespace
+
+int main() {
+  const Kernels& others = *choose_kernels("portable");
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  const bool fused = true;
+#endif
+  if (laneformer_kernels_amx_emulated && fused) {
+    CHECK(laneformer_agrees_amx_emulated(), "one position and several differ");
+    all_of(*laneformer_kernels_amx_emulated(&others), true);
+    std::printf("amx, emulated\n");
+  }
+#if defined(__x86_64__)
+  if (!laneformer_emulates_amx()) chooses();
+  if (const Kernels* kernels = choose_kernels("amx")) {
+    all_of(*kernels, true);
+    std::printf("amx\n");
+  } else if (choose_kernels("avx512")) {
+    trap_tiles();
+    CHECK(laneformer_agrees_amx(), "one position and several differ");
+    all_of(*laneformer_kernels_amx(&others), false);
+    CHECK(trapped_tiles() > 10000, "%ld instructions", trapped_tiles());
+    std::printf("amx, instruction by instruction\n");
+  }
+#endif
+  return 0;
+}
