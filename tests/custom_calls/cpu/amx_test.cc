@@ -84,6 +84,24 @@ void documented_sums(const Kernels& k, int64_t columns, int tiles, int positions
   }
 }
 
+// Sums that end as -0, and zeros that a register adds behind the last column.
+void signed_zeros(const Kernels& k) {
+  constexpr int kColumns = 66;
+  std::vector<float> w(kColumns), x(kColumns);
+  for (const int c : {0, 32, 64, 65}) w[c] = x[c] = std::ldexp(1.0f, c < 64 ? -63 : -70);
+  w[32] *= -1 - 0x1p-7f, w[64] *= -1, w[65] *= -1;
+  std::vector<uint16_t> packed(kColumns * kTile);
+  for (int i = 0; i < kColumns * kTile; i++) packed[i] = (uint16_t)(bits_of(w[i / (2 * kTile) * 2 + i % 2]) >> 16);
+  for (const int positions : {1, 2}) {
+    std::vector<float> both = x, prepared(prepared_floats(kColumns, positions)), y(positions * kTile);
+    both.insert(both.end(), x.begin(), x.end());
+    k.prepare(Dtype::bf16, Activations::rounded, both.data(), kColumns, kColumns, positions, prepared.data());
+    k.product(Dtype::bf16, Activations::rounded, packed.data(), prepared.data(), kColumns, 1, positions, y.data(),
+              kTile);
+    CHECK(bits_of(y[0]) == bits_of(documented(w, x, false)), "%s: %a of %d positions", k.name, y[0], positions);
+  }
+}
+
 // An infinity or NaN is noticed, in its position alone.
 void no_numbers(const Kernels& k) {
   constexpr int64_t kColumns = 70;
@@ -111,8 +129,9 @@ void all_of(const Kernels& k, bool whole) {
       for (const int positions : {1, 2, 16, 17, 33}) documented_sums(k, columns, 1 + positions % 3, positions, spread);
     for (const int positions : {3, 15, 31, 32, 48, 49, 65, 97, 128}) documented_sums(k, 40, 2, positions, spread);
     for (const int tiles : {4, 5, 6, 7}) documented_sums(k, 64, tiles, 1, spread);
-    for (const int positions : {1, 20, 48}) documented_sums(k, 1060, 3, positions, spread);  // in pieces
   }
+  for (const int positions : {1, 49}) documented_sums(k, 550, 2, positions, 6);  // in pieces
+  signed_zeros(k);
   no_numbers(k);
 #if defined(__x86_64__)
   _mm_setcsr(saved);
