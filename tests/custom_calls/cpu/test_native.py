@@ -35,7 +35,7 @@ def run(
     (work / build.GENERATED).write_text(build.ops_header(), encoding="utf-8")
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     if program == "amx_test" and not emulator:
-        link = [*link, emulated_amx(work)]
+        link = [*link, emulated_amx(work, checked)]
     command = [
         *(cxx or build.compiler()),
         "-std=c++17",
@@ -62,13 +62,13 @@ def run(
     return done.stdout
 
 
-def emulated_amx(work: Path) -> str:
+def emulated_amx(work: Path, checked: list[str]) -> str:
     """An object file of AMX's products with its registers in plain code, beside those of the library."""
     target = str(work / "amx_emulated.o")
     fused = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
     named = ["-DLF_ISA=amx_emulated", "-DLF_EMULATE_TILES"]
     source = str(build.HERE / "cpu" / "kernels" / "amx.cc")
-    command = [*build.compiler(), *build.FLAGS, "-O1", *fused, *named, "-c", source, "-o", target]
+    command = [*build.compiler(), *build.FLAGS, "-O1", *checked, *fused, *named, "-c", source, "-o", target]
     subprocess.run(command, check=True, capture_output=True)
     return target
 
