@@ -85,11 +85,11 @@ class Decoder {
 };
 
 #if defined(__x86_64__)
-// Whether AMX can be used: asked in this order, until one says no.
+// Whether AMX can be used: in this order, up to the first no.
 struct AmxQueries {
   bool (*in_processor)();
   bool (*in_system)();  // it saves the registers of its threads
-  bool (*permitted)();  // asks it to do so for this process
+  bool (*permitted)();  // for this process; makes the request
   bool (*agrees)();     // the instructions work
 };
 extern const AmxQueries kAmxQueries;                                  // of this machine
