@@ -111,7 +111,7 @@ __attribute__((noinline)) void widen_scales(const Quantized& format, const char*
   from += rows.groups * kTile * laneformer::bytes_of(format.scale);
   each_group({rows.groups, rows.repeat, rows.step, zeros}, [&](int64_t g, int v) LF_INLINED {
     const vf wide = __builtin_convertvector((vi)widen_bytes(from + g * kTile + v * kWidth), vf);
-    return wide - splat((float)kOffset<Code::int4>);
+    return wide - splat((float)(format.code == Code::int4 ? kOffset<Code::int4> : kOffset<Code::int8>));
   });
 }
 
@@ -139,18 +139,21 @@ struct Digits {
     if constexpr (P == 3 && kFits<code, columns> && !zeros) {  // rounds as the sum of both does
       return __builtin_convertvector(sums.low() + (vi)((vu)sums.high() << 8), vf) * splat(head.unit);
     }
-    vf low = __builtin_convertvector(sums.low(), vf);
+    const vf low = without_zeros(sums.low(), head.low_digits, zero);
     if constexpr (P == 3) {
-      vf high = __builtin_convertvector(sums.high(), vf);
-      if constexpr (zeros) {
-        high -= loadf(zero) * splat(head.high_digits);
-        low -= loadf(zero) * splat(head.low_digits);
-      }
-      return high * splat(head.high_unit) + low * splat(head.unit);
+      return without_zeros(sums.high(), head.high_digits, zero) * splat(head.high_unit) + low * splat(head.unit);
     } else {
-      if constexpr (zeros) low -= loadf(zero) * splat(head.low_digits);
       return low * splat(head.unit);
     }
+  }
+
+  // A sum less the zero points times the sum of the digits: exact, in float32 for int4, as integers for int8.
+  LF_INLINE vf without_zeros(vi sum, float digit_sum, [[maybe_unused]] const float* zero) {
+    if constexpr (zeros && code == Code::int8)
+      sum -= __builtin_convertvector(loadf(zero), vi) * (vi)splat_u((uint32_t)(int32_t)digit_sum);
+    vf found = __builtin_convertvector(sum, vf);
+    if constexpr (zeros && code == Code::int4) found -= loadf(zero) * splat(digit_sum);
+    return found;
   }
 
   // One position, T of `tiles` in a stream: y[t] += their block times its scales.
@@ -336,7 +339,8 @@ void with_format(const Quantized& format, Activations activations, F f) {
         return format.zeros ? f(Digits<Code::int4, p(), 32, true>{}) : f(Digits<Code::int4, p(), 32, false>{});
       case Code::e2m1:
         return format.group == 16 ? f(Digits<Code::e2m1, p(), 16, false>{}) : f(Digits<Code::e2m1, p(), 32, false>{});
-      case Code::int8: return f(Digits<Code::int8, p(), 32, false>{});
+      case Code::int8:
+        return format.zeros ? f(Digits<Code::int8, p(), 32, true>{}) : f(Digits<Code::int8, p(), 32, false>{});
       case Code::e4m3: return f(Eights{});
     }
   };

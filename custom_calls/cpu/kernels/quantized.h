@@ -11,8 +11,8 @@ enum class ScaleType : int32_t { none = 0, e8m0 = 1, e4m3 = 2, bf16 = 3, f16 = 4
 
 // A weight is code * scale of its group * factor of its row. A tile of 16 rows is
 //   [16 factors, float32, if `rows`] [chunk of up to kChunkColumns columns: [scales] [codes]] ...
-// Scales: of each group 16 (one per row), or 1 if `shared`; then of each group 16 zero points, a byte each, if `zeros`;
-// padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low halves of bytes 0-3
+// Scales: of each group 16 (one per row), or 1 if `shared`; then of each group 16 zero points, a byte each (int8: + 128),
+// if `zeros`; padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low halves of bytes 0-3
 // columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line with 16 words each,
 // of two columns. Columns are padded to 32 with weights of value 0.
 // Tiles 2 i and 2 i + 1 of a lane are one stream, so that one position multiplies both at once: factors of both, then
@@ -23,7 +23,7 @@ struct Quantized {
   ScaleType scale = ScaleType::none;
   int group = 0;        // columns of a scale, a multiple of 32 (e2m1: or 16) that divides kChunkColumns; 0: no scales
   bool shared = false;  // one scale for all rows of a tile
-  bool zeros = false;   // int4 alone: code - zero point; else code - 8
+  bool zeros = false;   // of integers: code - zero point; else int4 is code - 8, int8 code - 128
   bool rows = false;
 
   bool operator==(const Quantized& b) const {

@@ -26,7 +26,7 @@ double value_of(Code code, int bits, int zero) {
   switch (code) {
     case Code::int4: return bits - zero;
     case Code::e2m1: return bits & 8 ? -e2m1[bits & 7] : e2m1[bits & 7];
-    case Code::int8: return (int8_t)bits;
+    case Code::int8: return (int8_t)bits - zero;
     default: return e4m3(bits);
   }
 }
@@ -57,7 +57,7 @@ struct Matrix {
         const int64_t here = std::min(kChunkColumns, columns - first),
                       groups = of.group ? (here + of.group - 1) / of.group : 0;
         std::vector<double> scales(std::max<int64_t>(groups, 1) * kTile, 1);
-        std::vector<int> zeros(scales.size(), 8);
+        std::vector<int> zeros(scales.size(), nibbles ? 8 : 0);
         char* to = at + member * scale_bytes(of, here);
         for (int64_t g = 0; g < groups; g++)
           for (int r = 0; r < kTile; r++) {
@@ -67,7 +67,12 @@ struct Matrix {
             }
             scales[g * kTile + r] = put_scale(to, any(random));
           }
-        for (int64_t i = 0; i < groups * kTile && of.zeros; i++) *to++ = (char)(zeros[i] = any(random) % 16);
+        for (int64_t i = 0; i < groups * kTile && of.zeros; i++) {
+          const int most = nibbles ? 15 : 255,
+                    stored = kind == Values::equal ? most * (int)(i % 2) : any(random) & most;
+          *to++ = (char)stored;
+          zeros[i] = nibbles ? stored : stored - 128;
+        }
         at += pair * scale_bytes(of, here);
         CHECK(to <= at, "scales take %ld bytes", (long)scale_bytes(of, here));
         const int64_t padded = padded_columns(here);
@@ -221,8 +226,9 @@ int main() {
       {Code::int4, ScaleType::bf16, 32, false, false, false}, {Code::int4, ScaleType::f16, 64, false, true, false},
       {Code::int4, ScaleType::f32, 128, false, false, false}, {Code::e2m1, ScaleType::e8m0, 32, false, false, false},
       {Code::e2m1, ScaleType::e4m3, 16, false, false, true},  {Code::int8, ScaleType::none, 0, false, false, true},
-      {Code::int8, ScaleType::bf16, 32, false, false, false}, {Code::e4m3, ScaleType::none, 0, false, false, true},
-      {Code::e4m3, ScaleType::f32, 128, true, false, false},  {Code::e4m3, ScaleType::f32, 128, false, false, false}};
+      {Code::int8, ScaleType::bf16, 32, false, false, false}, {Code::int8, ScaleType::f16, 64, false, true, false},
+      {Code::e4m3, ScaleType::none, 0, false, false, true},   {Code::e4m3, ScaleType::f32, 128, true, false, false},
+      {Code::e4m3, ScaleType::f32, 128, false, false, false}};
   for (const Quantized& format : formats) {
     for (const int64_t columns : {1, 37, 64, 300}) products_of(format, columns, Values::normal);
     for (const Values kind : {Values::outliers, Values::zero_blocks, Values::tiny, Values::huge, Values::equal})
