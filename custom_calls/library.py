@@ -38,7 +38,7 @@ _FUNCTIONS = {
     "close": (None, _ID),
     "pack": (_ID, _ID, _INT, _POINTER, _LONG, _INT, *_ERROR),
     "map": (_ID, _ID, _INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *_ERROR),
-    "map_quantized": (_ID, _ID, _INT, _POINTER, _LONG, _POINTER, *_ERROR),
+    "map_quantized": (_ID, _ID, _INT, _POINTER, _LONG, *_ERROR),
     "begin": (None, _ID),
     "wait": (_INT, _ID, _INT, _INT),
     "finished": (_INT, _ID),

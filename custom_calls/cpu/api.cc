@@ -275,13 +275,18 @@ int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t b
   });
 }
 
-// The same for weights of 8 and 4 bits. format: the fields of Quantized.
-int64_t laneformer_map_quantized(int64_t id, int32_t product, const char* tiles, int64_t bytes, const int32_t* format,
-                                 char* error, int64_t size) {
+// The same for weights of 8 and 4 bits. pieces: of each the fields of PIECE in cpu/session.py.
+int64_t laneformer_map_quantized(int64_t id, int32_t product, const int64_t* pieces, int64_t count, char* error,
+                                 int64_t size) {
   return guarded(error, size, [&] {
-    const Quantized of{(Code)format[0], (ScaleType)format[1], format[2],
-                       format[3] != 0,  format[4] != 0,       format[5] != 0};
-    sessions.find(id)->map(product, tiles, bytes, of);
+    std::vector<Piece> found;
+    for (const int64_t* p = pieces; p < pieces + 13 * count; p += 13) {
+      const Quantized format{(Code)p[5], (ScaleType)p[6], (int)p[7], p[8] != 0, p[9] != 0, p[10] != 0};
+      const auto* order = (const int32_t*)p[12];
+      found.push_back({p[0], p[1], p[2], (const char*)p[3], p[4], format, p[11], {}});
+      if (order) found.back().order.assign(order, order + p[11]);
+    }
+    sessions.find(id)->map(product, std::move(found));
     return (int64_t)0;
   });
 }

@@ -23,8 +23,8 @@ class Decoder {
   // or kEmbedding. table: the values of e >> 1 of eight codes. Throws std::runtime_error for what does not fit.
   void map(int product, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
            int64_t count);
-  // The same with weights of 8 and 4 bits; product: never the embedding.
-  void map(int product, const char* tiles, int64_t bytes, const Quantized& format);
+  // The same with weights of 8 and 4 bits; product: never the embedding. Pieces have all its tiles.
+  void map(int product, std::vector<Piece> pieces);
   static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding

@@ -49,8 +49,7 @@ void Worker::head() {
     finals = total_.data();
   }
   for (const Share& share : shares(d_.head)) {
-    const float* x = prepare(d_.head, finals + share.lane * d, columns);
-    tile = times(d_.head, share, tile, x, y_.data(), 0);
+    tile = times(d_.head, share, tile, {finals + share.lane * d, columns}, y_.data(), 0);
     const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
     std::memcpy(d_.logits.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
   }

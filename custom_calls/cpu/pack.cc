@@ -265,25 +265,34 @@ void Decoder::map(int number, const char* tiles, int64_t bytes, const uint8_t* t
     for (auto& worker : workers_) worker->name_head_tiles();
 }
 
-void Decoder::map(int number, const char* tiles, int64_t bytes, const Quantized& format) {
+void Decoder::map(int number, std::vector<Piece> pieces) {
   if (number < 0 || number >= (int)state_.products.size())
     throw std::runtime_error("the model has no product " + std::to_string(number));
   const Product& product = *state_.products[number];
-  const int64_t of = product.gated ? 2 : 1,
-                wanted = product.lanes * product.units() * of * tile_bytes(format, product.columns);
-  if (bytes != wanted)
-    throw std::runtime_error("product " + std::to_string(number) + " has " + std::to_string(wanted) +
-                             " bytes of tiles in this format, not " + std::to_string(bytes));
+  const std::string name = "product " + std::to_string(number);
   if (&product == &state_.head && plan().embedding.number == plan().head.weight.number)
     throw std::runtime_error("the head is the embedding's table, which is not quantized");
+  int64_t bytes = 0, count = 0;
+  for (const Piece& piece : pieces) {
+    const int64_t wanted = piece.tiles ? product.lanes * piece.count * tile_bytes(piece.format, piece.columns) : 0;
+    if (piece.bytes != wanted)
+      throw std::runtime_error(name + " has " + std::to_string(wanted) + " bytes of tiles in this format, not " +
+                               std::to_string(piece.bytes));
+    if (!piece.tiles && options().bf12)
+      throw std::runtime_error(name + " has quantized and other matrices: these cannot be in 12 bits");
+    for (const int32_t entry : piece.order)
+      if (entry >= product.columns) throw std::runtime_error(name + " has no column " + std::to_string(entry));
+    bytes += wanted, count += piece.count;
+  }
+  const int64_t all = product.units() * (product.gated ? 2 : 1);
+  if (count != all)
+    throw std::runtime_error(name + " has " + std::to_string(all) + " tiles in a lane, not " + std::to_string(count));
   Form& form = state_.forms[number];
   form = Form();
-  form.is_quantized = true;
-  form.quantized = format;
-  form.mapped = tiles;
+  form.pieces = std::move(pieces);
   form.bytes = bytes;
   missing_[number].clear();
-  for (auto& worker : workers_) worker->use_mapped(product);
+  for (auto& worker : workers_) worker->use_pieces(product);
 }
 
 Decoder::Bf12Weights Decoder::bf12_weights() const {
@@ -336,16 +345,41 @@ void Worker::place(const Product& product, const Bf12Codes* codes) {
 }
 
 int64_t Worker::mapped_tiles(const Product& product) const {
-  int64_t units = 0;
-  for (const Share& share : shares(product)) units += share.last - share.first;
-  return units * (product.gated ? 2 : 1);
+  const int64_t of = product.gated ? 2 : 1;
+  int64_t tiles = 0;
+  for (const Share& share : shares(product)) {
+    tiles += (share.last - share.first) * of;
+    for (const Piece& piece : d_.forms[product.number].pieces)
+      if (!piece.tiles) tiles -= piece.before(share.last * of) - piece.before(share.first * of);
+  }
+  return tiles;
 }
 
-void Worker::use_mapped(const Product& product) {
-  const Form& form = d_.forms[product.number];
-  const int64_t bytes =
-      d_.instructions.quantized->prepared_bytes(form.quantized, d_.activations, product.columns, kBlock);
-  if ((int64_t)(prepared_.size() * sizeof(float)) < bytes) prepared_.resize((bytes + 3) / 4);
+void Worker::use_pieces(const Product& product) {
+  for (const Piece& piece : d_.forms[product.number].pieces) {
+    const int64_t bytes =
+        d_.instructions.quantized->prepared_bytes(piece.format, d_.activations, piece.columns, kBlock);
+    if ((int64_t)(prepared_.size() * sizeof(float)) < bytes) prepared_.resize((bytes + 3) / 4);
+    if (!piece.order.empty()) gathered_.resize(std::max<size_t>(gathered_.size(), kBlock * piece.columns));
+  }
+}
+
+uint64_t Worker::read_pieces(const Product& product) const {
+  const int64_t of = product.gated ? 2 : 1, plain = tile_bytes(d_.weights, product.columns);
+  const char* own = weights(product);
+  uint64_t sum = 0;
+  for (const Share& share : shares(product)) {
+    const int64_t first = share.first * of, last = share.last * of;
+    for (const Piece& piece : d_.forms[product.number].pieces) {
+      const int64_t begin = piece.before(first), end = piece.before(last),
+                    bytes = tile_bytes(piece.format, piece.columns);
+      if (piece.tiles) sum += k_.read(piece.of_lane(share.lane) + begin * bytes, (end - begin) * bytes);
+      for (int64_t j = begin; j < end && !piece.tiles; j++)
+        sum += k_.read(own + (piece.first + j * piece.step - first) * plain, plain);
+    }
+    own += (last - first) * plain;
+  }
+  return sum;
 }
 
 void Worker::name_head_tiles() {
@@ -372,9 +406,8 @@ uint64_t Worker::read() const {
   for (const Product* product : d_.products) {
     const Form& form = d_.forms[product->number];
     const Packed& packed = packed_[product->number];
-    if (form.is_quantized) {
-      const int64_t tile = tile_bytes(form.quantized, product->columns);
-      sum += k_.read(form.mapped + packed.first_unit * (product->gated ? 2 : 1) * tile, mapped_tiles(*product) * tile);
+    if (!form.pieces.empty()) {
+      sum += read_pieces(*product);
     } else if (form.mapped) {
       sum += k_.read(bf12(*product, 0).data, mapped_tiles(*product) * bf12_tile_bytes(product->columns));
     } else if (!d_.options.bf12) {
@@ -390,7 +423,8 @@ int64_t Worker::packed_bytes() const {
     const Packed& packed = packed_[product->number];
     bytes += (int64_t)((packed.exceptions.size() + packed.starts.size()) * sizeof(uint32_t));
     if (packed.staged.data) bytes += packed.bytes;
-    if (!d_.options.bf12 && d_.forms[product->number].mapped) bytes -= packed.bytes;
+    if (!d_.options.bf12 && !d_.forms[product->number].pieces.empty())
+      bytes -= mapped_tiles(*product) * tile_bytes(d_.weights, product->columns);
   }
   return bytes;
 }

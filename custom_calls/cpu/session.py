@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls.cpu.tiles import beside, make_tiles, refusal
+from custom_calls.cpu.tiles import MidTile, make_pieces, refusal
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
 from custom_calls.measured import bf12_gain
 from custom_calls.plan import Dtype, Plan
@@ -19,6 +19,7 @@ from laneformer.quantized import Quantized
 
 MOST_THREADS = 1024
 EMBEDDING = -1  # number of the embedding table among the products
+REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 
 
@@ -57,8 +58,7 @@ class Session(DecodeSession):
         self._mapped: list[np.ndarray] = []  # which the library reads
         self._tiles: list[np.ndarray] = []  # of quantized products, which the library reads
         self._formats: dict[str, str] = {}  # of their matrices
-        self._held: dict[str, str] = {}  # how each matrix of a product is
-        self._waiting: dict[str, Quantized] = {}  # for the other matrices of their products
+        self._held: dict[str, Quantized | None] = {}  # matrices; quantized ones until those of their products are in
         self._open(
             plan,
             timeout_ms,
@@ -71,21 +71,27 @@ class Session(DecodeSession):
         )
 
     def pack(self, path: str, weight: np.ndarray | Quantized) -> None:
-        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. A matrix may be
-        quantized, if all matrices of its product are, in the same kind. Raises NativeError if it does not fit,
-        CheckpointError if it has a value that is not finite in the dtype of the packed weights.
+        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. Matrices of products
+        may be quantized. Raises NativeError if it does not fit, CheckpointError if it has a value that is not finite in
+        the dtype of the packed weights.
         """
-        if isinstance(weight, Quantized):
-            self._pack_quantized(path, weight)
-            return
-        weight = np.ascontiguousarray(weight)
         self._check_weight(path, weight.shape)
+        if isinstance(weight, Quantized):
+            if path not in self.plan.matrices:
+                raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
+            if why := refusal(weight):
+                raise NativeError(f"weight {path} ({weight.name}) {why}: {REMEDY}")
+        else:
+            self._pack_plain(path, weight)
+        if path in self._product_of:
+            self._held[path] = weight if isinstance(weight, Quantized) else None
+            self._map_quantized(*self._product_of[path])
+
+    def _pack_plain(self, path: str, weight: np.ndarray) -> None:
+        weight = np.ascontiguousarray(weight)
         name = weight.dtype.name
         if name not in Dtype.__members__:
             raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")
-        if path in self._product_of:
-            self._held[path] = "not quantized"
-            self._check_product(path)
         number = call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
         if number > 0:  # counted from 1
             place = np.unravel_index(number - 1, weight.shape)
@@ -95,45 +101,31 @@ class Session(DecodeSession):
             )
         self._missing.pop(path, None)
 
-    def _pack_quantized(self, path: str, weight: Quantized) -> None:
-        """Maps the tiles of the matrix's product once all matrices of it are in."""
-        self._check_weight(path, weight.shape)
-        key = self._product_of.get(path)
-        if key is None or path not in self.plan.matrices:
-            raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
-        paths, alternating = key
-        number, is_head = self._products[key], path == self.plan.ops.head.weight.path
-        why = refusal(weight)
-        if not why and is_head and self.plan.ops.head.kind == HeadKind.LANE:
-            try:
-                weight = beside(weight)
-            except ValueError as error:
-                why = f"has {error}"
-        if why:
-            raise NativeError(f"weight {path} ({weight.name}) {why}, which the CPU kernel cannot hold: use backend xla")
-        self._held[path] = weight.kind
-        self._check_product(path)
-        self._waiting[path] = weight
-        if not all(other in self._waiting for other in paths):
+    def _map_quantized(self, paths: tuple[str, ...], gated: bool) -> None:
+        """Maps the tiles of a product once all its matrices are in, if any of them is quantized."""
+        parts = [self._held[path] for path in paths if path in self._held]
+        if len(parts) < len(paths) or all(part is None for part in parts):
             return
-        parts = [self._waiting.pop(other) for other in paths]
-        lanes = self.plan.ops.lanes if not is_head or self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL else 1
-        tiles = make_tiles(parts, lanes, alternating)
-        form = np.array(tiles.format, np.int32)
-        call("map_quantized", self.id, number, tiles.data.ctypes.data, tiles.data.nbytes, form.ctypes.data)
-        self._tiles.append(tiles.data)
-        self._formats |= {other: part.name for other, part in zip(paths, parts, strict=True)}
-        for other in paths:
-            self._missing.pop(other, None)
-
-    def _check_product(self, path: str) -> None:
-        """Raises NativeError if matrices of one product are held in different ways."""
-        for other in self._product_of[path][0]:
-            if self._held.get(other, self._held[path]) != self._held[path]:
-                raise NativeError(
-                    f"weights {path} ({self._held[path]}) and {other} ({self._held[other]}) are one product, whose"
-                    " matrices must have one format: use backend xla"
-                )
+        head = self.plan.ops.head
+        kind = head.kind if head.weight.path in paths else HeadKind.VOCAB_PARALLEL
+        lanes = self.plan.ops.lanes if kind == HeadKind.VOCAB_PARALLEL else 1
+        rows = [self.plan.shape_of(path)[-2] for path in paths]
+        try:
+            pieces = make_pieces(parts, rows, lanes, gated, kind == HeadKind.LANE)
+        except MidTile as error:
+            number = error.args[0]
+            raise NativeError(
+                f"weight {paths[number]} differs from {paths[number - 1]} in format or order of columns, but the number"
+                f" of rows before it ({sum(rows[:number])}) is no multiple of 16: {REMEDY}"
+            ) from None
+        words = np.array([piece.words for piece in pieces], np.int64)
+        call("map_quantized", self.id, self._products[paths, gated], words.ctypes.data, len(words))
+        self._tiles += [piece.tiles.data for piece in pieces if piece.tiles is not None]
+        for path, part in zip(paths, parts, strict=True):
+            if part is not None:
+                self._formats[path] = part.name
+                self._missing.pop(path, None)
+                del self._held[path]
 
     def map(self, product: Bf12Product) -> bool:
         """Uses the matrices of a product, or the embedding table, where they are: nothing is copied but the exceptions,

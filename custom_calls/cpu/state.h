@@ -116,11 +116,28 @@ struct Answer {  // a place for each token of a call
   std::vector<int64_t> times_ns;
 };
 
-// How a product's weights are packed: in the session's dtype, unless
+// Tiles of a product with quantized matrices, of those that have one format and one order of columns.
+struct Piece {
+  int64_t first, step;  // its tile j is tile first + j step of a lane
+  int64_t count;        // of a lane
+  const char* tiles;    // in the caller's memory, lane by lane; null: the worker's, in the session's dtype
+  int64_t bytes;        // of these
+  Quantized format;
+  int64_t columns;             // of a tile
+  std::vector<int32_t> order;  // the entry of the vector that each column multiplies, -1 for 0; empty: its own
+
+  // How many of its tiles are before a tile of a lane.
+  int64_t before(int64_t tile) const {
+    const int64_t found = (tile - first + step - 1) / step;
+    return found < 0 ? 0 : found < count ? found : count;
+  }
+  const char* of_lane(int lane) const { return tiles + lane * count * tile_bytes(format, columns); }
+};
+
+// How a product's weights are packed: in the session's dtype, unless it has bf12 or pieces.
 struct Form {
   bool bf12 = false;
-  bool is_quantized = false;
-  Quantized quantized;
+  std::vector<Piece> pieces;
   uint8_t table[16] = {};  // of bf12: high byte of each code
   int64_t weights = 0, exceptions = 0;
   // All its tiles in the caller's memory, with the exceptions of bf12; null: each worker has its own.

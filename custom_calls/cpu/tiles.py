@@ -3,22 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
-from laneformer.quantized import INT4_ZERO, Quantized
+from laneformer.quantized import INT4_ZERO, Quantized, pack4
 
 ROWS, BLOCK, CHUNK = 16, 32, 512  # rows of a tile; columns of a block of codes and of a chunk
 LINE = 64  # bytes of codes
 CODES = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3}
 SCALES = {"bfloat16": 3, "float16": 4, "float32": 5}
 E8M0, E4M3 = 1, 2
-FINEST = {"nvfp4": 16}  # columns of a scale; 32 for others
+FINEST = {"mxfp4": 16, "nvfp4": 16}  # columns of a scale; BLOCK for others
+ZEROS = {"int4": INT4_ZERO, "int8": 0x80}  # of codes as they are stored
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """All tiles of a product, lane by lane."""
+    """All tiles of matrices in one format, lane by lane."""
 
     format: tuple[int, int, int, bool, bool, bool]
     """The fields of `Quantized` in cpu/kernels/quantized.h."""
@@ -26,40 +28,103 @@ class Tiles:
     """Uint8 [lanes, bytes]."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The tiles of a product's matrices that have one format and one order of columns; `Piece` in cpu/state.h."""
+
+    first: int
+    """Its tile j is tile first + j step of a lane."""
+    step: int
+    count: int
+    """Tiles of a lane."""
+    columns: int
+    """Of a tile."""
+    tiles: Tiles | None = None
+    """None: in the dtype of weights that are not quantized."""
+    order: np.ndarray | None = None
+    """The entry of the vector that each column multiplies, -1 for none, int32 [columns]; None: in order."""
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """As the library reads it; `tiles` must stay."""
+        data = () if self.tiles is None else (self.tiles.data.ctypes.data, self.tiles.data.nbytes, *self.tiles.format)
+        order = 0 if self.order is None else self.order.ctypes.data
+        return (self.first, self.step, self.count, *(data or [0] * 8), self.columns, order)
+
+
 def refusal(record: Quantized) -> str | None:
-    """Why the kernel cannot hold a matrix; None if it can."""
-    if record.order is not None:
-        return "has columns in an order of their own"
-    if record.kind == "int8" and record.zero_points is not None:
-        return "has zero points"
-    if record.group[1] < record.columns and math.gcd(record.group[1], CHUNK) % FINEST.get(record.kind, BLOCK):
-        return f"has groups of {record.group[1]} columns"
+    """Why the kernel should not hold a matrix; None if it can."""
+    group = record.group[1]
+    if group < record.columns and record.format.bits * _block(record) > 16 * group:
+        return f"has groups of {group} columns, whose codes would take more than 16 bits per weight"
     return None
 
 
-def beside(record: Quantized) -> Quantized:
-    """[lanes, rows, columns] as [rows, lanes * columns]. Raises ValueError where a group would cross lanes."""
-    columns = record.columns
-    group = min(record.group[1], columns)
-    if columns % group or columns * record.format.bits % 8:
-        raise ValueError(f"lanes of {columns} columns, whose groups of {group} do not fit beside each other")
+def _block(record: Quantized) -> int:
+    """Columns in which a group of the record is stored."""
+    group, finest = min(record.group[1], record.columns), FINEST.get(record.kind, BLOCK)
+    return group if math.gcd(group, CHUNK) % finest == 0 else -(-group // finest) * finest
 
-    def joined(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else np.concatenate(list(array), -1)
 
-    return replace(
-        record,
-        codes=joined(record.codes),
-        scales=joined(record.scales),
-        zero_points=joined(record.zero_points),
-        group=(record.group[0], group),
-        columns=columns * len(record.codes),
-    )
+def in_blocks(record: Quantized, joined: bool = False) -> tuple[Quantized, np.ndarray | None]:
+    """The matrix with its columns as they are stored, and the entry of the vector that each of them multiplies, -1 for
+    none, int32 [columns]; None: in order. Groups that the kernel cannot read are padded with such columns. joined:
+    lanes [lanes, rows, columns] become [rows, lanes * columns].
+    """
+    columns, group, block = record.columns, min(record.group[1], record.columns), _block(record)
+    entries = np.arange(columns, dtype=np.int32) if record.order is None else record.order
+    if (group < columns or joined) and (block != group or (joined and columns % group)):
+        places = np.arange(-(-columns // group) * block)
+        sources = np.where(places % block < group, places // block * group + places % block, columns)
+        codes = record.each()[..., sources % columns]
+        codes = pack4(codes) if record.format.bits == 4 else codes
+        record = replace(record, codes=codes, group=(record.group[0], block), columns=len(places))
+        entries = np.append(entries, np.int32(-1))[np.minimum(sources, columns)]
+    if joined:
+        entries = np.concatenate([np.where(entries < 0, -1, entries + n * columns) for n in range(len(record.codes))])
+        arrays = {name: np.concatenate(list(array), -1) for name, array in record.arrays.items() if array.ndim > 1}
+        group = min(record.group[1], record.columns)
+        record = replace(record, **arrays, group=(record.group[0], group), columns=len(entries))
+    in_order = (entries == np.arange(len(entries))).all()
+    return replace(record, order=None), None if in_order else np.ascontiguousarray(entries, np.int32)
+
+
+def make_pieces(
+    parts: Sequence[Quantized | None], rows: Sequence[int], lanes: int, gated: bool, joined: bool = False
+) -> list[Piece]:
+    """All tiles of a product, in as few pieces as possible. parts: its matrices, each with `lanes` lanes, or no such
+    axis if it is the same in all; None for one that is not quantized. rows: of each, of a lane. joined: as of
+    `in_blocks`. Raises MidTile.
+    """
+    columns = next(part.columns for part in parts if part is not None)
+    held = [(None, None) if part is None else in_blocks(part, joined) for part in parts]
+    alike = [None if record is None else (record.kind, order is not None and order.tobytes()) for record, order in held]
+    pieces = []
+    for _, numbers in groupby(range(len(parts)), alike.__getitem__):
+        begin, *rest = numbers
+        end = begin + 1 + len(rest)
+        if gated:  # the tiles of both matrices alternate
+            first, step, count = begin, 1 if rest else 2, -(-rows[0] // ROWS) * (end - begin)
+        elif sum(rows[:begin]) % ROWS:
+            raise MidTile(begin)
+        else:
+            first, step, count = sum(rows[:begin]) // ROWS, 1, -(-sum(rows[begin:end]) // ROWS)
+        records, order = [record for record, _ in held[begin:end]], held[begin][1]
+        if records[0] is None:
+            pieces.append(Piece(first, step, count, columns))
+        else:
+            tiles = make_tiles(records, lanes, gated and bool(rest))
+            pieces.append(Piece(first, step, count, records[0].columns, tiles, order))
+    return pieces
+
+
+class MidTile(ValueError):
+    """Matrix number args[0] must be in another piece than the one before, but its rows begin within a tile."""
 
 
 def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Tiles:
     """Of the matrices of a product, whose rows follow each other, or whose tiles alternate. Each has `lanes` lanes, or
-    no such axis if it is the same in all. They must be of one kind; see `refusal`.
+    no such axis if it is the same in all. They must be of one kind and as `in_blocks` makes them.
     """
     kind, columns = parts[0].kind, parts[0].columns
     zeros = any(part.zero_points is not None for part in parts)
@@ -78,7 +143,11 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
         finer = part.regrouped(part.group[0], group)
         scales.append(_per_lane(_each_row(part, finer.scale_values() if wide else finer.scales), lanes))
         if zeros:
-            points = np.full_like(finer.scales, INT4_ZERO, np.uint8) if finer.zero_points is None else finer.zero_points
+            points = finer.zero_points
+            if points is None:
+                points = np.full(finer.scales.shape, ZEROS[kind], np.uint8)
+            elif kind == "int8":
+                points = points.view(np.uint8) ^ 0x80
             zero_points.append(_per_lane(_each_row(part, points), lanes))
         if rows:
             factors.append(np.full(scales[-1].shape[:2], one, np.float32))
@@ -101,7 +170,7 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
     pieces = []  # uint8 [lanes, tiles, units, bytes of a unit]: two tiles alternate by units
     if rows:
         pieces.append(_bytes(tiled(factors, 0))[:, :, None])
-    of_zero = tiled(zero_points, INT4_ZERO) if zeros else None
+    of_zero = tiled(zero_points, "edge") if zeros else None
     for first in range(0, columns, CHUNK):
         here = min(CHUNK, columns - first)
         if group:

@@ -231,34 +231,42 @@ void Worker::module(int number) {
   }
 }
 
-// The vectors of all positions that a lane's product reads, as it reads them.
-const float* Worker::vector_of(const Product& product, int lane) {
+// What a lane's product reads.
+Worker::Vectors Worker::vectors_of(const Product& product, int lane) {
   const int64_t d = m_.hidden_size;
-  const float* x = h_.data();
-  int64_t stride = product.columns;
+  Vectors found{h_.data(), product.columns};
   if (product.normed) {
     const float* gain = d_.small(product.norm.gain, lane);
     for (int p = 0; p < positions_; p++) k_.rms_norm(stream(lane, p), gain, product.norm.eps, d, h_.data() + p * d);
   } else if (product.reads == plan::Value::stream) {
-    x = stream(lane, 0);
+    found.x = stream(lane, 0);
   } else if (product.reads == plan::Value::attended) {
     merge(lane);
-    x = a_.data();
+    found.x = a_.data();
   } else {
-    x = target(product.reads, 0, lane, &stride);
+    found.x = target(product.reads, 0, lane, &found.stride);
   }
-  return prepare(product, x, stride);
+  return found;
 }
 
-const float* Worker::prepare(const Product& product, const float* x, int64_t stride) {
-  const Form& form = d_.forms[product.number];
-  if (form.is_quantized) {
-    d_.instructions.quantized->prepare(form.quantized, d_.activations, x, stride, product.columns, positions_,
+// The vectors as the tiles of a piece read them.
+void Worker::prepare(const Piece& piece, const Vectors& x) {
+  const int64_t n = piece.columns;
+  Vectors from = x;
+  if (!piece.order.empty()) {
+    for (int p = 0; p < positions_; p++)
+      for (int64_t k = 0; k < n; k++) {
+        const int32_t entry = piece.order[k];
+        gathered_[p * n + k] = entry < 0 ? 0 : x.x[p * x.stride + entry];
+      }
+    from = {gathered_.data(), n};
+  }
+  if (piece.tiles) {
+    d_.instructions.quantized->prepare(piece.format, d_.activations, from.x, from.stride, n, positions_,
                                        prepared_.data());
   } else {
-    k_.prepare(d_.weights, d_.activations, x, stride, product.columns, positions_, prepared_.data());
+    k_.prepare(d_.weights, d_.activations, from.x, from.stride, n, positions_, prepared_.data());
   }
-  return prepared_.data();
 }
 
 // Where a lane's rows of a value are for position 0; stride: from one position to the next.
@@ -273,19 +281,36 @@ float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) 
 }
 
 // One share of a product, from a tile of this worker on; returns the first tile of the next share.
-int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y,
+int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y,
                       int64_t ldy) {
-  const int64_t of = product.gated ? 2 : 1, tiles = (share.last - share.first) * of;
+  const int64_t of = product.gated ? 2 : 1, first = share.first * of, tiles = share.last * of - first;
+  const int64_t columns = product.columns, bytes = tile_bytes(d_.weights, columns);
+  const float* const prepared = prepared_.data();
   const Form& form = d_.forms[product.number];
-  if (form.is_quantized) {
-    const int64_t all = product.units() * of, lane = share.lane * all * tile_bytes(form.quantized, product.columns);
-    d_.instructions.quantized->product(form.quantized, d_.activations, form.mapped + lane, all, share.first * of, tiles,
-                                       prepared, product.columns, positions_, y, ldy);
-  } else if (form.bf12) {
-    k_.product_bf12(d_.activations, bf12(product, tile), prepared, product.columns, tiles, positions_, y, ldy);
+  const auto plain = [&](int64_t at, int64_t count) {
+    k_.product(d_.weights, d_.activations, weights(product) + (tile + at) * bytes, prepared, columns, count, positions_,
+               y + at * kTile, ldy);
+  };
+  for (const Piece& piece : form.pieces) {
+    const int64_t begin = piece.before(first), end = piece.before(first + tiles);
+    const int64_t together = piece.step == 1 ? end - begin : 1;
+    if (begin < end) prepare(piece, x);
+    for (int64_t j = begin; j < end; j += together) {
+      const int64_t at = piece.first + j * piece.step - first;
+      if (piece.tiles) {
+        d_.instructions.quantized->product(piece.format, d_.activations, piece.of_lane(share.lane), piece.count, j,
+                                           together, prepared, piece.columns, positions_, y + at * kTile, ldy);
+      } else {
+        plain(at, together);
+      }
+    }
+  }
+  if (!form.pieces.empty()) return tile + tiles;
+  k_.prepare(d_.weights, d_.activations, x.x, x.stride, columns, positions_, prepared_.data());
+  if (form.bf12) {
+    k_.product_bf12(d_.activations, bf12(product, tile), prepared, columns, tiles, positions_, y, ldy);
   } else {
-    k_.product(d_.weights, d_.activations, weights(product) + tile * tile_bytes(d_.weights, product.columns), prepared,
-               product.columns, tiles, positions_, y, ldy);
+    plain(0, tiles);
   }
   return tile + tiles;
 }
@@ -296,7 +321,7 @@ void Worker::run(const Product& product, int module) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
     const int64_t last = std::min(product.rows, share.last * kTile);
     int64_t stride;
-    const float* x = vector_of(product, share.lane);
+    const Vectors x = vectors_of(product, share.lane);
     float* y = target(product.writes, module, share.lane, &stride);
     if (product.gated) {
       tile = times(product, share, tile, x, y_.data(), 2 * kTile * units);

@@ -26,7 +26,7 @@ class Worker {
   void count(const Product& product, Bf12Counts& counts) const;
   void place(const Product& product, const Bf12Codes* codes);  // null: as bf16
   void name_head_tiles();                                      // once the head's are in their places
-  void use_mapped(const Product& product);                     // quantized; makes room for its vectors
+  void use_pieces(const Product& product);                     // makes room for their vectors
 
   void reset();
   void generate();
@@ -57,11 +57,16 @@ class Worker {
   EACH_OP(DECLARE)
 #undef DECLARE
   void head();
-  const float* vector_of(const Product& product, int lane);
-  int64_t times(const Product& product, const Share& share, int64_t tile, const float* prepared, float* y, int64_t ldy);
+  struct Vectors {  // of all positions
+    const float* x;
+    int64_t stride;
+  };
+  Vectors vectors_of(const Product& product, int lane);
+  int64_t times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y, int64_t ldy);
+  void prepare(const Piece& piece, const Vectors& x);
   Bf12 bf12(const Product& product, int64_t tile) const;
   int64_t mapped_tiles(const Product& product) const;
-  const float* prepare(const Product& product, const float* x, int64_t stride);
+  uint64_t read_pieces(const Product& product) const;
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
@@ -130,6 +135,7 @@ class Worker {
 
   std::vector<float> x_;         // [own lanes][B][hidden_size]
   std::vector<float> h_, a_;     // [B][widest]
+  std::vector<float> gathered_;  // [B][columns], in the order of a piece
   std::vector<float> prepared_;  // as the products read it
   std::vector<float> y_;         // [B][own gate and up rows], or the own logits
   std::vector<float> q_, key_;   // [B][heads][head_dim], [kv_heads][head_dim]

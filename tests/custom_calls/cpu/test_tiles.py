@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from custom_calls import NativeError
-from custom_calls.cpu.tiles import beside, make_tiles
-from laneformer.quantized import Quantized
+from custom_calls.cpu.tiles import in_blocks, make_tiles
+from laneformer.quantized import Quantized, pack4
 from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small
 
 pytestmark = small.needs_library
 
-CONFIG = small.make_config(lanes=2, hidden_size=64, head_dim=8, ff=48)
+CONFIG = small.make_config(lanes=2, hidden_size=64, head_dim=8, ff=48, lm_head_type="lane")
 WEIGHTS = small.make_weights(CONFIG)
 IDS = small.prompt_of(CONFIG, 9)
+REMEDY = "use backend xla, or add --weights bfloat16"
 
 
 def with_zero_points(record: Quantized) -> Quantized:
@@ -37,10 +38,37 @@ def with_halves(record: Quantized) -> Quantized:
     return dataclasses.replace(record, scales=scales, group=(16, record.columns))
 
 
-WAYS = {kind: (kind, lambda record: record) for kind in USUAL} | {
-    "int4 with zero points": ("int4", with_zero_points),
-    "nvfp4 with a scale of all": ("nvfp4", with_scale),
-    "fp8 with a scale of 16 rows": ("fp8", with_halves),
+def integers(weight: np.ndarray, kind: str, group: int, order: bool = False) -> Quantized:
+    """Any codes, scales and zero points; matrices with as many columns have the same order."""
+    rng, columns = np.random.default_rng(weight.view(np.uint32).flat[0]), weight.shape[-1]
+    dtype, most = ("uint8", 16) if kind == "int4" else ("int8", 256)
+    shapes = [(*weight.shape[:-1], n) for n in (columns, -(-columns // group))]
+    codes, zeros = (rng.integers(0, most, shape).astype(np.uint8).view(dtype) for shape in shapes)
+    scales = rng.uniform(2, 6, zeros.shape).astype(np.float32) / np.float32(most * columns**0.5)
+    codes = pack4(codes) if kind == "int4" else codes
+    places = np.random.default_rng(columns).permutation(columns).astype(np.int32) if order else None
+    return Quantized(kind, codes, scales, (1, group), columns, zeros, order=places)
+
+
+def mixed(path: str, weight: np.ndarray) -> Quantized | np.ndarray:
+    """Several formats in each product with several matrices."""
+    name = path.rpartition(".")[2]
+    return {
+        "wq": lambda: integers(weight, "int4", 24, order=True),
+        "w1": lambda: integers(weight, "int8", 32),
+        "w2": lambda: round_to(weight, "mxfp4").regrouped(1, 16),
+        "wo": lambda: integers(weight, "int8", 16, order=True),
+        "lm_head": lambda: integers(weight, "int4", 24, order=True),
+    }.get(name, lambda: weight)()
+
+
+WAYS = {kind: lambda _, weight, kind=kind: round_to(weight, kind) for kind in USUAL} | {
+    "int4 with zero points": lambda _, weight: with_zero_points(round_to(weight, "int4")),
+    "nvfp4 with a scale of all": lambda _, weight: with_scale(round_to(weight, "nvfp4")),
+    "fp8 with a scale of 16 rows": lambda _, weight: with_halves(round_to(weight, "fp8")),
+    "int4 with an order, groups of 24": lambda _, weight: integers(weight, "int4", 24, order=True),
+    "int8 with zero points, groups of 40": lambda _, weight: integers(weight, "int8", 40),
+    "several formats in a product": mixed,
 }
 
 
@@ -59,19 +87,21 @@ def logits_of(session) -> np.ndarray:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_are_those_of_the_dequantized_weights(way):
-    kind, change = WAYS[way]
     paths = small.open_session(CONFIG, "float32", threads=1).plan.matrices
     assert {"lm_head", "tok_embeddings"} - paths == {"tok_embeddings"}
-    records = {path: change(round_to(WEIGHTS[path], kind)) for path in paths}
-    assert not any(record.problem() for record in records.values())
+    made = {path: WAYS[way](path, WEIGHTS[path]) for path in paths}
+    records = {path: record for path, record in made.items() if isinstance(record, Quantized)}
+    plain = [WEIGHTS[path] for path in made.keys() - records.keys()]
+    assert records and not any(record.problem() for record in records.values())
     session = packed(records, threads=2)
     found = logits_of(session)
     exact = {path: record.dequantize(np.float32) for path, record in records.items()}
     expected = small.reference_logits(CONFIG, WEIGHTS | exact, IDS)[-1]
     assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
     facts = session.quantized_weights
-    assert facts["quantized_weights"] == sum(WEIGHTS[path].size for path in paths)
-    assert session.packed_bytes == facts["quantized_bytes"] + WEIGHTS["tok_embeddings"].nbytes
+    assert facts["quantized_weights"] == sum(WEIGHTS[path].size for path in records)
+    others = sum(weight.nbytes for weight in [*plain, WEIGHTS["tok_embeddings"]])
+    assert session.packed_bytes == facts["quantized_bytes"] + others
     assert session.read_pass() > 0
     for other in ({"threads": 1, "instructions": "portable"}, {"threads": 3}, {"one_thread_per_lane": True}):
         again = logits_of(packed(records, **other))
@@ -94,28 +124,16 @@ def test_some_products_may_be_quantized():
     assert whole.packed_bytes - session.packed_bytes == saved - session.quantized_weights["quantized_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"order": np.arange(64, dtype=np.int32)[::-1].copy()}, "has columns in an order of their own"),
-        ({"group": (1, 24), "scales": np.ones((1, 1, 1))}, "has groups of 24 columns"),
-    ],
-)
-def test_what_cannot_be_held_is_refused_in_one_line(change, words):
+def test_what_cannot_be_held_is_refused_in_one_line():
     session = small.open_session(CONFIG, "float32", threads=1)
     path = next(path for path in sorted(session.plan.matrices) if session.plan.shape_of(path)[-1] == 64)
-    record = dataclasses.replace(round_to(WEIGHTS[path], "int4"), **change)
-    with pytest.raises(NativeError, match=f"weight {path} .*{words}.*: use backend xla"):
-        session.pack(path, record)
-
-
-def test_matrices_of_one_product_have_one_format():
-    session = small.open_session(CONFIG, "float32", threads=1)
-    first, second = next(paths for paths, _ in session._products if len(paths) > 1)[:2]
-    session.pack(first, round_to(WEIGHTS[first], "int8"))
-    for weight in (WEIGHTS[second], round_to(WEIGHTS[second], "int4")):
-        with pytest.raises(NativeError, match="are one product, whose matrices must have one format: use backend xla"):
-            session.pack(second, weight)
+    with pytest.raises(NativeError, match=rf"weight {path} .* has groups of 4 .* 16 bits.*: {REMEDY}"):
+        session.pack(path, integers(WEIGHTS[path], "int4", 4))
+    query, key, value = next(paths for paths, _ in session._products if len(paths) == 3)
+    for name, weight in ((query, WEIGHTS[query]), (key, WEIGHTS[key])):
+        session.pack(name, weight)
+    with pytest.raises(NativeError, match=rf"weight {value} differs from {key} .*\(24\) is no multiple.*: {REMEDY}"):
+        session.pack(value, round_to(WEIGHTS[value], "int4"))
 
 
 def test_the_embedding_is_never_quantized():
@@ -124,15 +142,21 @@ def test_the_embedding_is_never_quantized():
         session.pack("tok_embeddings", round_to(WEIGHTS["tok_embeddings"], "int8"))
 
 
-def test_lanes_beside_each_other_have_the_same_weights():
-    weights = np.random.default_rng(3).standard_normal((3, 5, 64)).astype(np.float32)
-    for kind in ("int4", "int8"):
-        record = round_to(weights, kind)
-        joined = beside(record)
-        assert joined.problem() is None
-        assert (joined.dequantize() == np.concatenate(list(record.dequantize()), -1)).all()
-    with pytest.raises(ValueError, match="lanes of 48 columns, whose groups of 32"):
-        beside(round_to(weights[..., :48], "int4"))
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("way", "columns"), [("int4", 64), ("int4", 48), ("int8", 40), ("int4 with an order, groups of 24", 64)]
+)
+def test_columns_in_blocks_have_the_same_weights(way, columns, joined):
+    """Lanes beside each other, too."""
+    record = WAYS[way]("", np.random.default_rng(3).standard_normal((3, 5, columns)).astype(np.float32))
+    found, entries = in_blocks(record, joined)
+    assert found.problem() is None and found.order is None and (joined or found.shape[:2] == (3, 5))
+    assert (entries is None) == (way in USUAL and (columns == 64 or not joined))
+    expected = record.dequantize()
+    expected = np.concatenate(list(expected), -1) if joined else expected
+    entries = np.arange(expected.shape[-1]) if entries is None else entries
+    assert sorted(entries[entries >= 0]) == list(range(expected.shape[-1]))
+    assert (found.dequantize()[..., entries >= 0] == expected[..., entries[entries >= 0]]).all()
 
 
 def test_tiles_hold_codes_and_scales_where_the_kernel_reads_them():

@@ -3,11 +3,14 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import custom_calls
+import infer
 from laneformer import CheckpointError, ConfigError, Laneformer, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint
 from laneformer.hf import read_hf_config
@@ -218,8 +221,10 @@ def mixed(order: bool) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_xla_computes_with_the_exact_weights(lanes, tmp_path):
-    """A prompt and a cached step, on one device and with a lane on each of four: against float32 weights."""
+def test_backends_compute_with_the_exact_weights(lanes, tmp_path):
+    """Against float32 weights. xla: a prompt and a cached step, on one device and with a lane on each of four. cpu: an
+    answer, with the matrices of a product in several formats and orders of columns.
+    """
     write(tmp_path, *mixed(order=lanes == 1))
     mesh = make_mesh(lanes) if lanes > 1 else None
     model = load(tmp_path, "float32", num_lanes=lanes, mesh=mesh)
@@ -235,6 +240,12 @@ def test_xla_computes_with_the_exact_weights(lanes, tmp_path):
     first, cache = model.extend(ids[:, :12], model.make_cache(1, 13))
     last, _ = model.extend(ids[:, 12:], cache)
     assert tiny.difference(np.concatenate([first, last], 1), plain(ids)) < 2e-6
+    if custom_calls.unavailable() is None:
+        engine = infer.Engine.load(tmp_path, "cpu", num_lanes=lanes)
+        answer = engine.generate(ids[0, :5], max_new_tokens=8, stop_tokens=())
+        tokens = list(answer)
+        logprobs = jax.nn.log_softmax(plain(np.array([[*ids[0, :5], *tokens]]))[0, 4:12])
+        assert np.abs(logprobs[np.arange(8), tokens] - np.array(answer.result.logprobs)).max() < 1e-4
 
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
