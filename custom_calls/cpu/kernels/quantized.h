@@ -11,10 +11,11 @@ enum class ScaleType : int32_t { none = 0, e8m0 = 1, e4m3 = 2, bf16 = 3, f16 = 4
 
 // A weight is code * scale of its group * factor of its row. A tile of 16 rows is
 //   [16 factors, float32, if `rows`] [chunk of up to kChunkColumns columns: [scales] [codes]] ...
-// Scales: of each group 16 (one per row), or 1 if `shared`; then of each group 16 zero points, a byte each (int8: + 128),
-// if `zeros`; padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low halves of bytes 0-3
-// columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line with 16 words each,
-// of two columns. Columns are padded to 32 with weights of value 0.
+// Scales: of each group 16 (one per row), or 1 if `shared`; then of each group 16 zero points, a byte each as codes
+// are, if `zeros`; padded to 64 bytes. Codes: lines of 64 bytes, a dword for each of 16 rows. 4 bits: 8 columns, low
+// halves of bytes 0-3 columns 0-3, high halves columns 4-7. int8: 4 columns, each + 128. e4m3: two halves of a line
+// with 16 words each, of two columns. Columns are padded to 32 with weights of value 0.
+//
 // Tiles 2 i and 2 i + 1 of a lane are one stream, so that one position multiplies both at once: factors of both, then
 // in each chunk the scales of both, and codes whose lines alternate. A last tile without a partner is by itself, and so
 // are all of e4m3, which share no loads of digits.

@@ -228,6 +228,55 @@ void any_threads(int lanes, Layout layout, int head_type) {
   }
 }
 
+// Products in pieces: gate and partner apart, quantized tiles before others, columns in another order with some of
+// zeros.
+class Pieces {
+ public:
+  explicit Pieces(const plan::Plan& plan) : state_(plan, {1, false, 0, 60000, ""}) {
+    for (const Product* product : state_.products) {
+      const int64_t units = product->units(), first = product->gated || units == 1 ? units : 1;
+      std::vector<Piece>& pieces = all_.emplace_back();
+      pieces.push_back({0, product->gated ? 2 : 1, first, nullptr, 0, {}, product->columns + 3, {}});
+      Piece& piece = pieces[0];
+      piece.format.code = product->gated ? Code::int4 : Code::int8, piece.format.rows = true;
+      for (int64_t k = -3; k < product->columns; k++) piece.order.push_back(k < 0 ? -1 : (int32_t)k);
+      std::reverse(piece.order.begin(), piece.order.end());
+      piece.bytes = product->lanes * first * tile_bytes(piece.format, piece.columns);
+      tiles_.emplace_back(piece.bytes);
+      for (char& byte : tiles_.back()) byte = (char)(0x38 + random_.below(5));  // factors from 4e-5 to 0.012, any codes
+      piece.tiles = tiles_.back().data();
+      const int64_t rest = (product->gated ? 2 : 1) * units - first;
+      if (rest > 0)
+        pieces.push_back({product->gated ? 1 : first, pieces[0].step, rest, nullptr, 0, {}, product->columns, {}});
+    }
+  }
+  void map(Decoder& decoder) const {
+    for (size_t i = 0; i < all_.size(); i++) decoder.map((int)i, all_[i]);
+  }
+
+ private:
+  DecodeState state_;
+  Random random_{5};
+  std::vector<std::vector<Piece>> all_;
+  std::vector<std::vector<char>> tiles_;
+};
+
+void any_threads_with_pieces() {
+  const Model model(2, Layout::delayed, 0);
+  const Pieces pieces(model.plan());
+  Result expected;
+  for (const int threads : {1, 2, 3, 5}) {
+    Decoder decoder(model.plan(), {threads, threads == 2, 0, 60000, ""});
+    pack(decoder);
+    const Result plain = generate(decoder);
+    pieces.map(decoder);
+    const Result found = generate(decoder);
+    CHECK(found.logits != plain.logits && decoder.read_pass() > 0, "pieces change nothing");
+    if (threads == 1) expected = found;
+    same(expected, found, "pieces");
+  }
+}
+
 // Any company, same bits: a prompt in calls of any length gives the logits and the caches of one call, and so does one
 // token after the other.
 void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded) {
@@ -381,6 +430,7 @@ int main() {
       any_threads(lanes, layout, (int)layout % 3);
   any_threads(4, Layout::early, 0);
   any_threads(1, Layout::delayed, 0);
+  any_threads_with_pieces();
   for (const char* instructions : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
     if (choose_kernels(instructions) == nullptr) continue;
     for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) any_company(instructions, dtype, dtype, false);
