@@ -134,6 +134,11 @@ def test_what_cannot_be_held_is_refused_in_one_line():
         session.pack(name, weight)
     with pytest.raises(NativeError, match=rf"weight {value} differs from {key} .*\(24\) is no multiple.*: {REMEDY}"):
         session.pack(value, round_to(WEIGHTS[value], "int4"))
+    session = small.open_session(CONFIG, "bfloat16", threads=1, bf12=True)
+    session.pack(query, round_to(WEIGHTS[query], "int4"))
+    session.pack(key, WEIGHTS[key])
+    with pytest.raises(NativeError, match="quantized and other matrices: these cannot be in 12 bits"):
+        session.pack(value, WEIGHTS[value])
 
 
 def test_the_embedding_is_never_quantized():
