@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.attention import Attention
@@ -216,6 +215,8 @@ class Assignment:
 
     def rename(self, first: int) -> None:
         """Renumbers the lanes of module `first` and of all later ones so that they read least of earlier ones late."""
+        from scipy.optimize import linear_sum_assignment  # takes a second to import
+
         missed = np.zeros((self.count, self.count))  # lane before, lane from here on
         for (m, n), late in self.late.items():
             if m < first <= n:

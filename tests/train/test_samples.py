@@ -84,14 +84,15 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
 
 
 def test_records_have_prompt_text_and_ids(mesh, tokenizer):
-    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), PROMPTS, max_new_tokens=12)
-    assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 3
+    prompts = PROMPTS[:2]  # which one program reads
+    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), prompts, max_new_tokens=12)
+    assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 2
     records = samples.draw(spread(weights(1), mesh))
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
-    for i, (record, prompt) in enumerate(zip(records, PROMPTS, strict=True)):
+    for i, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
         assert (record["sample"], record["prompt"], record["finish_reason"]) == (i, prompt, "length")
         assert record["text"] == made.decode(record["tokens"]) and len(record["tokens"]) == 12
-    assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(PROMPTS)}
+    assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(prompts)}
 
 
 def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):

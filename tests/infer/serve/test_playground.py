@@ -1,4 +1,4 @@
-"""The playground in a real browser: runs, chats, stops and copies."""
+"""The playground: its files and the times of tokens; in a real browser it runs, chats, stops and copies."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from tests.support.serving.playground import (  # noqa: F401
     HTML,
     ask,
     browser,
+    chromium,
     complete,
     expect,
     open_page,
@@ -49,6 +50,27 @@ def test_files_are_served(server, strict):
     assert strict.get("/")[0] == strict.get("/v1/models", HTML)[0] == 401
     assert server.get("/playground/nothing.js")[0] == server.get("/playground/..%2fserve.py")[0] == 404
     assert re.findall(r"(?:src|href)=\"(?!playground/)", server.get("/", HTML)[1]) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_timeline_has_every_token(server, path):
+    prompt = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
+    status, whole = server.post(path, max_tokens=40, return_timeline=True, **prompt)
+    [choice] = whole["choices"]
+    timeline = choice["timeline"]
+    with server.stream(path, max_tokens=40, return_timeline=True, **prompt) as stream:
+        streamed = [each for chunk in stream if chunk != "[DONE]" for each in chunk["choices"][0].get("timeline", [])]
+    times = [ms for _, ms in timeline]
+    for each in (timeline, streamed):
+        assert "".join(text for text, _ in each) == answer(CODE, 40) and len(each) == 40
+    assert (
+        status == 200
+        and times == sorted(times)
+        and times[0] == pytest.approx(whole["metrics"]["time_to_first_token_ms"], abs=1e-3)
+    )
+    assert times[-1] - times[0] == pytest.approx(whole["timings"]["predicted_ms"], abs=2e-3)
+    status, refused = server.post(path, return_timeline=1, **prompt)
+    assert status == 400 and refused["error"]["param"] == "return_timeline"
 
 
 def test_stop_frees_the_engine(server, open_page):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.support.serving.playground import CODE, EVIL, browser, complete, expect, open_page, server, shown  # noqa: F401
+from tests.support.serving.playground import CODE, EVIL, browser, chromium, complete, expect, open_page, server, shown  # noqa: F401
 from tests.support.serving.playground_engine import answer
 
 

@@ -9,6 +9,7 @@ from tests.support.serving.playground import (  # noqa: F401
     KEY,
     ask,
     browser,
+    chromium,
     complete,
     expect,
     open_page,

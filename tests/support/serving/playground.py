@@ -89,12 +89,16 @@ def strict():
         yield server.wait_until(200)
 
 
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """For the session, so that a test skips before a module's server starts."""
+    return CHROMIUM or pytest.skip("no Chromium found: install one, or name its file in LANEFORMER_CHROMIUM")
+
+
 @pytest.fixture(scope="module")
-def browser():
-    if not CHROMIUM:
-        pytest.skip("no Chromium found: install one, or name its file in LANEFORMER_CHROMIUM")
+def browser(chromium):
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
 
