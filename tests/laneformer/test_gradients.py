@@ -135,7 +135,6 @@ def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
     mesh = make_mesh(8, data=2, lane=4)
     model = tiny.model_of(values, tiny.random_weights(values), mesh)
     ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
-    assert tiny.difference(model(ids), tiny.random_model(values)(IDS)) < 1e-4
     assert apart(of_one_device(layout), flat(gradient_of(model, ids))) < 1e-4
 
 
@@ -160,7 +159,7 @@ def test_remat_on_eight_devices_repeats_no_reduction():
 
 def test_bfloat16_products_have_gradients_on_a_mesh():
     """XLA:CPU ends the process on a bfloat16 all-reduce: what the backward pass sums over devices is float32."""
-    values = tiny.values(**SMALL)
+    values = tiny.values(**SMALL | {"num_hidden_layers": 1})
     model = tiny.random_model(values, precision=Precision(compute="bfloat16"), lane_devices=2)
     exact = flat(gradient_of(tiny.random_model(values), IDS))
     rounded = flat(gradient_of(model, IDS))

@@ -47,7 +47,7 @@ def test_oracle_greedy_tokens_with_a_cache(folder):
     assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
 
 
-@pytest.mark.parametrize("case", ["case_03", "case_12"])
+@pytest.mark.parametrize("case", ["case_03", pytest.param("case_12", marks=pytest.mark.slow)])
 def test_oracle_greedy_tokens_on_eight_devices(case):
     folder = tiny.TESTS / "oracle" / case
     io, model = np.load(folder / "io.npz"), load(folder, mesh=make_mesh(8, lane=8))

@@ -89,7 +89,7 @@ def test_loss_equals_cross_entropy_of_the_logits():
 
 
 def test_an_mlp_without_a_gate_learns():
-    t = trainer(2, 4, model__hidden_act="relu2", model__gated_mlp=False)
+    t = trainer(1, 1, model__hidden_act="relu2", model__gated_mlp=False)
     state, losses = t.init(), []
     for _ in range(12):
         state, values = step(t, state, put(t, batch_of(0)))

@@ -18,12 +18,7 @@ from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
 SEVERAL = [folder for folder in DENSE if folder.name != "olmo2"]  # in several lanes
-CACHED = (
-    "llama2",
-    "llama3",
-    "mistral",
-    "exaone4",
-)  # decoded with a cache in every run of the tests, the others in the slow ones
+CACHED = ("llama3", "mistral", "exaone4")  # decoded with a cache in every run of the tests, the others in the slow ones
 FOLDERS = {folder.name: folder for folder in DENSE}
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
 
