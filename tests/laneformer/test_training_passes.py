@@ -54,9 +54,9 @@ def test_the_loss_of_every_head_is_that_of_its_logits(head):
 
 def test_attention_stays_within_a_document():
     model = tiny.random_model(tiny.values(num_hidden_layers=2), lane_devices=2)
-    segments = np.array([[0] * 6 + [1] * 6] * 4, np.int32)
+    segments = np.array([[0] * 5 + [1] * 7] * 4, np.int32)
     together = model(IDS, segments_bs=segments)
-    apart = np.concatenate([model(IDS[:, :6]), model(IDS[:, 6:])], 1)  # rotary positions are relative
+    apart = np.concatenate([model(IDS[:, :5]), model(IDS[:, 5:])], 1)  # rotary positions are relative
     assert tiny.difference(together, apart) < 1e-4
     assert tiny.difference(together, model(IDS)) > 1e-2
 

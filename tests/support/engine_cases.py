@@ -2,8 +2,12 @@
 
 import functools
 
+import jax
+
 import laneformer
 from infer import Sampling
+from laneformer.mesh import sharding
+from laneformer.weights import parameter_table
 from tests.support.paths import ORACLE
 
 CASES = sorted(path.name for path in ORACLE.glob("case_*"))
@@ -26,7 +30,10 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @functools.cache
 def model(mesh=None, precision=None, dtype="float32", **changes):
-    """Random weights, large enough for logits that differ."""
-    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5, mesh=mesh)
+    """Random weights, large enough for logits that differ; made on one device, whose programs all meshes share."""
+    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5)
     weights = {path: (8 * w if w.ndim > 1 else w).astype(dtype) for path, w in made.weights().items()}
+    if mesh is not None:
+        table = parameter_table(made.config)
+        weights = {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
     return laneformer.Laneformer(made.config, weights, precision, mesh)

@@ -58,9 +58,9 @@ def test_only_products_count():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"tie_word_embeddings": True, "num_key_value_heads": 8},
-        {"lm_head_type": "lane"},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 1, "tie_word_embeddings": True, "num_key_value_heads": 8},
+        {"num_hidden_layers": 1, "lm_head_type": "lane"},
         {"lm_head_type": "vocab_parallel", "sliding_window": 4, "sliding_window_n_layers": 1, "intermediate_size": 768},
     ],
 )

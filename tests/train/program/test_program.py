@@ -32,14 +32,18 @@ def program(*mesh, **changes):
     return read_program(lowered, executable, trainer.mesh)
 
 
+def one_layer(layout):
+    return tiny().model.replace(num_hidden_layers=1, layout=layout)
+
+
 def test_exchanges_match_the_schedule():
     """Forward and backward each issue the schedule's reductions; the stream is [1, 8, 16, 32] float32."""
-    found = {layout: program(model__layout=layout) for layout in ("tp", "none")}
+    found = {layout: program(model=one_layer(layout)) for layout in ("tp", "none")}
     reductions = 2 * found["tp"].issued["all_reduce"] - 2 * found["none"].issued["all_reduce"]
-    assert reductions == 2 * (2 * 4), "four modules, forward and backward"
+    assert reductions == 2 * (2 * 2), "two modules, forward and backward"
     stream = 8 * 16 * 32 * 4
     surplus = found["tp"].sent("lane") - found["none"].sent("lane")
-    assert 7 * stream * 7 / 4 <= surplus <= 8 * stream * 7 / 4, (
+    assert 3 * stream * 7 / 4 <= surplus <= 4 * stream * 7 / 4, (
         "the first module's backward sum serves the embedding in both"
     )
     assert found["tp"].sent("data") == 0
@@ -58,8 +62,9 @@ def test_products_are_at_least_those_of_the_weights():
     on 8 devices.
     """
     tokens = 8 * 16
-    weights = 6 * matmul_parameters(tiny().model) * tokens / 8
-    assert weights < program(model__layout="tp").matmul_flops < 1.5 * weights
+    config = one_layer("tp")
+    weights = 6 * matmul_parameters(config) * tokens / 8
+    assert weights < program(model=config).matmul_flops < 1.5 * weights
 
 
 def test_memory_includes_the_state():
