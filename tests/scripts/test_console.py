@@ -1,6 +1,5 @@
 """The console command: its list, its errors, and that its commands are those of `python -m`."""
 
-import os
 import re
 import shlex
 import signal
@@ -101,18 +100,14 @@ def test_status_and_output_are_those_of_the_module(line, status, capsys):
     assert output_of(console.main, [name, *rest], capsys) == theirs and theirs[0] == status
 
 
-def test_recipes_of_the_current_folder_are_found(tmp_path):
-    (tmp_path / "mine.py").write_text("from configs.tiny import tiny as small\n")
-    code = "import sys\nfrom scripts.__main__ import main\nsys.exit(main(sys.argv[1:]))"
-    script = tmp_path / "bin" / "laneformer"
-    script.parent.mkdir()
-    script.write_text(code)
-    command = [sys.executable, str(script), "train", "mine:small", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and done.stdout.startswith("usage: laneformer train mine:small"), done.stderr
+def test_recipes_of_the_current_folder_are_found(tmp_path, monkeypatch, capsys):
+    """An installed script begins without that folder in sys.path."""
+    (tmp_path / "mine_alone.py").write_text("from configs.tiny import tiny as small\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *filter(None, sys.path)])
+    status, text, err = output_of(console.main, ["train", "mine_alone:small", "--help"], capsys)
+    del sys.modules["mine_alone"]
+    assert status == 0 and text.startswith("usage: laneformer train mine_alone:small"), err
 
 
 def test_ctrl_c_during_imports_is_one_line():
