@@ -188,8 +188,8 @@ LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
     low_sum += P == 3 ? low : q, high_sum += high;
     store_digits<code, P, columns>(q, low, high, i() * kWidth, to);
   });
-  const int32_t low = total(low_sum), high = total(high_sum);
-  const bool finite = bits < 0x7f800000;
+  const bool finite = bits < 0x7f800000;  // otherwise the sums of digits mean nothing, and NaN replaces them
+  const int32_t low = finite ? total(low_sum) : 0, high = finite ? total(high_sum) : 0;
   const uint32_t unit = (uint32_t)(exponent - kBits - kDoubled<code>) << 23;
   Head head{-kOffset<code> * low,
             -kOffset<code> * high,
