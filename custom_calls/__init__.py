@@ -1,6 +1,6 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
-from custom_calls.cpu.session import Session, bf12_pays
+from custom_calls.cpu.session import Session, amx_pays, bf12_pays
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
 from custom_calls.library import (
     NativeError,
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Session",
     "State",
+    "amx_pays",
     "arithmetic_peak",
     "bf12_pays",
     "decode",

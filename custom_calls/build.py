@@ -37,15 +37,16 @@ FLAGS = (
     "-Wno-implicit-fallthrough",
     "-Wno-ignored-attributes",
 )
-# Instruction sets of the arithmetic, each compiled by itself; the library picks one when it is loaded.
+# Instruction sets of the arithmetic, each compiled by itself; the library takes the last one that the machine runs, and
+# AMX where it is asked for.
 INSTRUCTIONS = {
     "x86_64": {
+        "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
         "portable": (),
         "avx2": ("-march=x86-64-v3",),
         "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
         "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
         "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
-        "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
     }
 }
 # Sources that are compiled for instruction sets: flags, and for which; other sets use the functions of these.

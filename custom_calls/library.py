@@ -69,7 +69,7 @@ _FUNCTIONS = {
     "default_threads": (_INT,),
     "read_bandwidth": (ctypes.c_double, _LONG, _INT),
     "arithmetic_peak": (ctypes.c_double, _LONG, _INT),
-    "bf12_speedup": (ctypes.c_double, ctypes.c_char_p, _INT),
+    "speedup": (ctypes.c_double, ctypes.c_char_p, _INT, ctypes.c_char_p, _INT, _INT),
     "can_run": (ctypes.c_char_p, ctypes.c_char_p),
 }
 
@@ -154,7 +154,7 @@ def default_threads() -> int:
 
 
 def instruction_sets() -> list[str]:
-    """Those that the library was compiled for and this machine runs, best first."""
+    """Those that the library was compiled for and this machine runs: the best for decoding first, AMX last."""
     names = list(build.instruction_sets())[::-1]
     return [name for name in names if library().laneformer_can_run(name.encode())]
 
@@ -173,8 +173,9 @@ def arithmetic_peak(count: int, threads: int) -> float:
     return library().laneformer_arithmetic_peak(count, threads)
 
 
-def bf12_speedup(instructions: str, threads: int) -> float:
-    """How many times as fast `threads` threads multiply bfloat16 weights in 12 bits as in 16, both from memory; takes
-    some tenths of a second and 224 MB.
+def speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> float:
+    """How many times as fast `threads` threads multiply bfloat16 weights, which they read from memory, by one position
+    as with another way; takes some tenths of a second and 256 MB. A way is an instruction set and whether the weights
+    are in 12 bits. 0 if an instruction set is unknown.
     """
-    return library().laneformer_bf12_speedup(instructions.encode(), threads)
+    return library().laneformer_speedup(way[0].encode(), way[1], over[0].encode(), over[1], threads)

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 from custom_calls import build
-from custom_calls.library import bf12_speedup
+from custom_calls.library import speedup
 
 log = logging.getLogger("custom_calls")
 NAME = "measured.json"
@@ -15,14 +15,30 @@ KEPT = 50  # measurements in the file; older ones are dropped
 
 
 def bf12_gain(instructions: str, threads: int) -> float:
-    """`bf12_speedup` of this machine, measured on the first call for these libraries, instructions and threads."""
-    path, key = build.cache() / NAME, f"bf12 {build.key()} {_processor()} {instructions} {threads}"
+    """How many times as fast as with bfloat16 weights decoding is with weights in 12 bits."""
+    gain, fresh = _speedup((instructions, True), (instructions, False), threads)
+    if fresh:
+        log.info("measured: weights in 12 bits are %.2f times as fast as in 16 here", gain)
+    return gain
+
+
+def amx_gain(over: str, threads: int) -> float:
+    """How many times as fast as with the instruction set `over` decoding is with AMX's sums of bfloat16 weights."""
+    gain, fresh = _speedup(("amx", False), (over, False), threads)
+    if fresh:
+        log.info("measured: with AMX one position is %.2f times as fast as with %s here", gain, over)
+    return gain
+
+
+def _speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> tuple[float, bool]:
+    """`speedup` of this machine, measured on the first call for these libraries and arguments; whether it was now."""
+    path, key = build.cache() / NAME, f"{build.key()} {_processor()} {way} {over} {threads}"
     known = _read(path)
-    if key not in known:
-        known[key] = bf12_speedup(instructions, threads)
-        log.info("measured: weights in 12 bits are %.2f times as fast as in 16 here", known[key])
+    fresh = key not in known
+    if fresh:
+        known[key] = speedup(way, over, threads)
         _write(path, known)
-    return known[key]
+    return known[key], fresh
 
 
 def _processor() -> str:

@@ -340,8 +340,9 @@ int32_t laneformer_ring_slots(const int32_t* times, int32_t count) {
 
 int32_t laneformer_default_threads() { return default_threads(); }
 double laneformer_read_bandwidth(int64_t bytes, int32_t threads) { return read_bandwidth(bytes, threads); }
-double laneformer_bf12_speedup(const char* instructions, int32_t threads) {
-  return bf12_speedup(instructions, threads);
+double laneformer_speedup(const char* instructions, int32_t bf12, const char* over, int32_t over_bf12,
+                          int32_t threads) {
+  return speedup({instructions, bf12 != 0}, {over, over_bf12 != 0}, threads);
 }
 double laneformer_arithmetic_peak(int64_t count, int32_t threads) { return arithmetic_peak(count, threads); }
 const char* laneformer_can_run(const char* instructions) {

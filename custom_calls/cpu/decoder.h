@@ -93,12 +93,15 @@ struct AmxQueries {
   bool (*agrees)();     // the instructions work
 };
 extern const AmxQueries kAmxQueries;                                  // of this machine
-std::vector<InstructionSet> instruction_sets(const AmxQueries& amx);  // that it runs, best first
+std::vector<InstructionSet> instruction_sets(const AmxQueries& amx);  // the best first, AMX last
 #endif
 
 double read_bandwidth(int64_t bytes, int threads);  // bytes per second of one pass over a buffer that stays allocated
-// How many times as fast products with weights in 12 bits are as with bf16, read from memory; 0: unknown instructions.
-double bf12_speedup(const char* instructions, int threads);
+struct Way {                                        // of multiplying bf16 weights by one position
+  const char* instructions;
+  bool bf12;  // weights in 12 bits
+};
+double speedup(const Way&, const Way& over, int threads);  // of reading from memory; 0: unknown instructions
 double arithmetic_peak(int64_t count, int threads);  // float32 multiply-adds per second, each thread making `count`
 
 }  // namespace laneformer

@@ -64,7 +64,7 @@ std::vector<InstructionSet> instruction_sets(const AmxQueries& amx) {
     sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
   sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
   if ((dot || laneformer_emulates_amx()) && amx.in_processor() && amx.in_system() && amx.permitted() && amx.agrees())
-    sets.insert(sets.begin(), {"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});
+    sets.push_back({"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});  // by its name only
   return sets;
 }
 #endif
@@ -143,47 +143,55 @@ double read_bandwidth(int64_t bytes, int threads) {
   return (double)(each * threads) / seconds;
 }
 
-double bf12_speedup(const char* instructions, int threads) {
-  const Kernels* kernels = choose_kernels(instructions);
-  if (kernels == nullptr) return 0;
+double speedup(const Way& way, const Way& over, int threads) {
+  const Kernels* const kernels[] = {choose_kernels(way.instructions), choose_kernels(over.instructions)};
+  const bool narrow[] = {way.bf12, over.bf12};
+  if (kernels[0] == nullptr || kernels[1] == nullptr) return 0;
   constexpr int64_t kColumns = 3072, kBytes = 128 << 20;  // of bf16; beyond most caches
   constexpr int kRounds = 9;
   constexpr uint16_t kOne = 0x3f80;
-  const int64_t wide = tile_bytes(Dtype::bf16, kColumns), narrow = bf12_tile_bytes(kColumns);
-  const int64_t tiles = std::max<int64_t>(1, kBytes / wide / threads), rows = tiles * kTile;
+  const int64_t sizes[] = {tile_bytes(Dtype::bf16, kColumns), bf12_tile_bytes(kColumns)};
+  const int64_t tiles = std::max<int64_t>(1, kBytes / sizes[0] / threads), rows = tiles * kTile;
   // One tile everywhere, with as many exceptions as trained weights have: 1.2e-4.
-  std::vector<uint16_t> tile(wide / 2, kOne);
+  std::vector<uint16_t> tile(sizes[0] / 2, kOne);
   for (size_t i = 0; i < tile.size(); i += tile.size() / 6) tile[i] = 0;
   Bf12Counts counts{};
   for (int high = 0x3c; high < 0x44; high++) counts[high] = 1;  // a table without zero
   const Bf12Codes codes(counts);
-  std::vector<char> units(narrow);
+  std::vector<char> units(sizes[1]);
   std::vector<uint32_t> exceptions;
   encode(tile.data(), kTile, kColumns, codes, units.data(), exceptions);
   const std::vector<uint32_t> starts(tiles, 0);
   const std::vector<float> x(kColumns, 1);
-  std::vector<float> prepared(prepared_floats(kColumns, 1)), y(threads * rows);
-  kernels->prepare(Dtype::bf16, Activations::exact, x.data(), kColumns, kColumns, 1, prepared.data());
-  Region all(threads * tiles * (wide + narrow));
-  const auto at = [&](int i) { return all.data + i * tiles * (wide + narrow); };  // a thread's bf16, then its bf12
-  seconds_of(threads, [&](int i) {
-    for (int64_t t = 0; t < tiles; t++) {
-      std::memcpy(at(i) + t * wide, tile.data(), wide);
-      std::memcpy(at(i) + tiles * wide + t * narrow, units.data(), narrow);
-    }
+  std::vector<float> prepared[2], y(threads * rows);
+  int64_t each = 0, offsets[2];  // bytes of a thread, and of each way among them
+  for (int i = 0; i < 2; i++) {
+    prepared[i].resize(prepared_floats(kColumns, 1));
+    kernels[i]->prepare(Dtype::bf16, Activations::exact, x.data(), kColumns, kColumns, 1, prepared[i].data());
+    offsets[i] = each, each += tiles * sizes[narrow[i]];
+  }
+  Region all(threads * each);
+  seconds_of(threads, [&](int thread) {
+    for (int i = 0; i < 2; i++)
+      for (int64_t t = 0, bytes = sizes[narrow[i]]; t < tiles; t++)
+        std::memcpy(all.data + thread * each + offsets[i] + t * bytes,
+                    narrow[i] ? (const void*)units.data() : tile.data(), bytes);
   });
+  const auto seconds = [&](int i) {
+    return seconds_of(threads, [&](int thread) {
+      const char* const data = all.data + thread * each + offsets[i];
+      float* const to = y.data() + thread * rows;
+      if (narrow[i])
+        kernels[i]->product_bf12(Activations::exact, {data, codes.high, exceptions.data(), starts.data()},
+                                 prepared[i].data(), kColumns, tiles, 1, to, rows);
+      else
+        kernels[i]->product(Dtype::bf16, Activations::exact, data, prepared[i].data(), kColumns, tiles, 1, to, rows);
+    });
+  };
   std::vector<double> ratios;
   for (int round = 0; round < kRounds; round++) {
-    const double bf16 = seconds_of(threads, [&](int i) {
-      kernels->product(Dtype::bf16, Activations::exact, at(i), prepared.data(), kColumns, tiles, 1, y.data() + i * rows,
-                       rows);
-    });
-    const double bf12 = seconds_of(threads, [&](int i) {
-      const Bf12 weights{at(i) + tiles * wide, codes.high, exceptions.data(), starts.data()};
-      kernels->product_bf12(Activations::exact, weights, prepared.data(), kColumns, tiles, 1, y.data() + i * rows,
-                            rows);
-    });
-    ratios.push_back(bf16 / bf12);
+    const double later = seconds(1);
+    ratios.push_back(later / seconds(0));
   }
   std::nth_element(ratios.begin(), ratios.begin() + kRounds / 2, ratios.end());
   return ratios[kRounds / 2];

@@ -9,7 +9,7 @@ import numpy as np
 
 from custom_calls.cpu.tiles import MidTile, make_pieces, refusal
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
-from custom_calls.measured import bf12_gain
+from custom_calls.measured import amx_gain, bf12_gain
 from custom_calls.plan import Dtype, Plan
 from custom_calls.session import Bf12Weights, DecodeSession
 from laneformer.errors import CheckpointError
@@ -21,6 +21,7 @@ MOST_THREADS = 1024
 EMBEDDING = -1  # number of the embedding table among the products
 REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
+LEAST_AMX_GAIN = 0.98  # of decoding, from which AMX's faster prompts are worth it
 
 
 class Session(DecodeSession):
@@ -48,7 +49,7 @@ class Session(DecodeSession):
         one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit
         for bit. chaos_us: random delays of up to this many microseconds around every exchange. Both are for tests.
         timeout_ms: how long a call waits for a worker or a device before it fails. instructions: one of
-        `instruction_sets()`, by default the best. bf12: pack bfloat16 weights in 12 bits, each matrix that has few
+        `instruction_sets()`, by default the first. bf12: pack bfloat16 weights in 12 bits, each matrix that has few
         exceptions; the results have the same bits, and a weight can be packed only once. Raises NativeError.
         """
         if threads is not None and threads < 1:
@@ -217,6 +218,17 @@ class Session(DecodeSession):
 
 def bf12_pays(threads: int | None = None, instructions: str | None = None) -> bool:
     """Whether decoding is faster with weights in 12 bits on this machine, as measured; options as of a Session."""
+    return bf12_gain(instructions or instruction_sets()[0], _measured_with(threads)) >= LEAST_GAIN
+
+
+def amx_pays(threads: int | None = None) -> bool:
+    """Whether this machine has AMX and decodes as fast with it, as measured: it adds bfloat16 products in another
+    order, which makes prompts faster and one position at a time not. threads: as of a Session.
+    """
+    sets = instruction_sets()
+    return "amx" in sets and amx_gain(sets[0], _measured_with(threads)) >= LEAST_AMX_GAIN
+
+
+def _measured_with(threads: int | None) -> int:
     cores = default_threads()
-    threads = cores if threads is None else max(1, min(threads, cores))
-    return bf12_gain(instructions or instruction_sets()[0], threads) >= LEAST_GAIN
+    return cores if threads is None else max(1, min(threads, cores))

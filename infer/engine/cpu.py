@@ -7,7 +7,7 @@ import logging
 import jax
 
 import custom_calls
-from custom_calls import Session, bf12_pays
+from custom_calls import Session, amx_pays, bf12_pays
 from infer.engine.backend import CheckpointSource, Source, device_name
 from infer.engine.native import (
     NativeBackend,
@@ -25,7 +25,7 @@ from laneformer.quantized.rounding import USUAL
 from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
-LARGE = 256 << 20  # bytes of bfloat16 weights per token that are read from memory; bf12 is slower in a cache
+LARGE = 256 << 20  # bytes of bfloat16 weights per token that are read from memory; in a cache bf12 and AMX are slower
 
 
 class CpuBackend(NativeBackend):
@@ -69,9 +69,11 @@ class CpuBackend(NativeBackend):
         packed: list[Bf12Product] = []
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
+        large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
         try:
+            if instructions is None and large and amx_pays(threads):
+                instructions = "amx"
             if weights is None:
-                large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
                 faster = large and not source.quantized and bf12_pays(threads, instructions)
                 weights = "bf12" if packed or faster else "bfloat16"
             session = Session(

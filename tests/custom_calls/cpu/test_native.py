@@ -19,6 +19,7 @@ pytestmark = small.needs_library
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*_test.cc"))
+THREADED = ("decoder_test", "exchange_test")  # those with more than one thread
 ARM = ["aarch64-linux-gnu-g++", "-static"]  # what it links runs without an ARM system's libraries
 ARM_EMULATOR = "qemu-aarch64"
 
@@ -83,17 +84,18 @@ def test_as_shipped(program, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_under_a_checker(sanitizer, tmp_path):
-    """Both programs in one test: what they share takes long to compile. The kernels are one source: the checkers see
-    them with the vectors of any machine and with the longest ones.
+@pytest.mark.parametrize(("sanitizer", "programs", "checked"), [
+    ("address,undefined", PROGRAMS, ("portable", "avx512")),
+    ("thread", THREADED, ("portable",)),
+])  # fmt: skip
+def test_under_a_checker(sanitizer, programs, checked, tmp_path):
+    """All programs in one test: what they share takes long to compile. The kernels are one source: the checkers see
+    them with the vectors of any machine, and that of memory with the longest ones.
     """
-    sets = {
-        name: flags if name in ("portable", "avx512") else (*flags, "-fno-sanitize=all")
-        for name, flags in build.instruction_sets().items()
-    }
+    unchecked = ("-fno-sanitize=all",)
+    sets = {name: flags if name in checked else flags + unchecked for name, flags in build.instruction_sets().items()}
     objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False, sets=sets)
-    for program in PROGRAMS:
+    for program in programs:
         run(program, sanitizer, objects, tmp_path)
 
 

@@ -89,6 +89,28 @@ def test_large_models_have_the_faster_format_by_default(monkeypatch, least, gain
     assert (engine.session.bf12_weights.weights > 0) == chosen
 
 
+@pytest.mark.parametrize(("least", "gain", "dtype", "chosen"), [
+    (0, 1.0, "bfloat16", True), (0, 0.9, "bfloat16", False), (1 << 40, 1.0, "bfloat16", False),
+    (0, 1.0, "float32", False),
+])  # fmt: skip
+def test_large_models_use_amx_where_decoding_loses_nothing(monkeypatch, least, gain, dtype, chosen):
+    """On a machine that has it, for which one without it stands in."""
+
+    class Opened(Exception):
+        pass
+
+    def opened(plan, *, instructions, **others):
+        raise Opened(instructions)
+
+    monkeypatch.setattr(cpu, "LARGE", least)
+    monkeypatch.setattr(session, "instruction_sets", lambda: ["avx512_bf16", "portable", "amx"])
+    monkeypatch.setattr(session, "amx_gain", lambda over, threads: gain)
+    monkeypatch.setattr(cpu, "Session", opened)
+    with pytest.raises(Opened) as error:
+        Engine.load(ORACLE / "case_03", "cpu", dtype=dtype, weights="bfloat16")
+    assert error.value.args == ("amx" if chosen else None,)
+
+
 def _elsewhere():
     """Models and devices on both backends; with XLA, whose model is tested with a cache by itself, some are slow."""
     for name, lanes, devices in (("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)):
