@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = (HERE / "common", HERE / "cpu", HERE / "cpu" / "kernels", HERE / "gpu" / "host")
+SOURCES = (HERE / "common", *(HERE / "cpu" / part for part in (".", "kernels", "packing")), HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
 GENERATED = "plan_ops.h"  # from laneformer/ops.py, which is part of the key through it
 INSTALLED = HERE / "lib"

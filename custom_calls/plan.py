@@ -4,7 +4,8 @@ Kernels know a model by its plan alone. custom_calls/words.py says how a plan be
 custom_calls/common/plan.cc decodes.
 
 Vectors (norm gains, biases) lie in one float32 array, the small weights: lane l's share of a weight is at
-offset + l * stride. The biases of a product are neighbours, so that biases of all rows are one vector per lane.
+offset + l * stride, experts' one after the other. The biases of a product are neighbours, so that biases of all rows
+are one vector per lane.
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
 
 
 class Place(NamedTuple):
-    """Where a vector lies in the array of small weights: that of lane l at offset + l * stride."""
+    """Where a vector lies in the array of small weights: that of lane l, of all experts, at offset + l * stride."""
 
     offset: int
     stride: int
@@ -149,7 +150,8 @@ class Plan:
     def shape_of(self, path: str) -> tuple[int, ...]:
         """The whole array's, as in the table of laneformer/weights.py."""
         weight = self.weights[path]
-        return (self.ops.lanes, *weight.shape) if weight.lane_sharded else weight.shape
+        lanes = (self.ops.lanes,) if weight.lane_sharded else ()
+        return (*lanes, *((weight.experts,) if weight.experts else ()), *weight.shape)
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -160,14 +162,14 @@ class Plan:
     def small_size(self) -> int:
         """Floats in the array of small weights."""
         ends = (
-            place.offset + place.stride * (self.ops.lanes - 1) + self.weights[path].shape[0]
+            place.offset + place.stride * (self.ops.lanes - 1) + _size(self.weights[path])
             for path, place in self.places.items()
         )
         return max(ends, default=0)
 
     def place(self, small: np.ndarray, path: str, weight: np.ndarray) -> None:
         """Copies a small weight, of the shape `shape_of`, into the array of all of them: float32 [small_size]."""
-        rows = np.asarray(weight, np.float32).reshape(-1, self.weights[path].shape[0])
+        rows = np.asarray(weight, np.float32).reshape(-1, _size(self.weights[path]))
         offset, stride = self.places[path]
         for lane, row in enumerate(rows):
             small[offset + lane * stride : offset + lane * stride + len(row)] = row
@@ -222,12 +224,12 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
         nonlocal end
         if len({weight.lane_sharded for weight in weights}) > 1:
             raise ValueError(f"biases of one product, but not all are lane_sharded: {[w.path for w in weights]}")
-        at, width = end, sum(weight.shape[0] for weight in weights)
+        at, width = end, sum(map(_size, weights))
         stride = width if weights[0].lane_sharded else 0
         end += -(-max(width, stride * ops.lanes) // ALIGNED) * ALIGNED
         for weight in weights:
             yield weight.path, Place(at, stride)
-            at += weight.shape[0]
+            at += _size(weight)
 
     biases = [
         [matrix.bias for matrix in op.matrices if matrix.bias is not None]
@@ -239,6 +241,11 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
     others = [[w] for w in dict.fromkeys(_weights(ops)) if not w.is_matrix and w.path not in placed]
     for group in (*(group for group in biases if group), *others):
         yield from together(group)
+
+
+def _size(vector: Weight) -> int:
+    """Values of one lane, of all experts."""
+    return vector.shape[0] * (vector.experts or 1)
 
 
 def _weights(value) -> Iterator[Weight]:

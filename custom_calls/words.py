@@ -3,7 +3,7 @@
 A tree is an array of words (int32) and one of constants (float32):
 
     FORMAT, number of words, number of floats, size of the array of small weights
-    number of weights, then of each: lane_sharded, offset, stride, number of dimensions, dimensions of a lane's share
+    number of weights, then of each: lane_sharded, experts or 0, offset, stride, number of dimensions, dimensions
     number of rotations, then of each: number of pairs, index of the first frequency, index of the factor
     the fields of the root
 
@@ -24,7 +24,7 @@ import numpy as np
 from custom_calls.ops_header import alternatives, fields
 from laneformer.ops import Rotary, Weight
 
-FORMAT = 4  # raise it whenever older words could be misread
+FORMAT = 5  # raise it whenever older words could be misread
 
 
 class Writer:
@@ -98,7 +98,7 @@ class Writer:
         weights = [
             word
             for weight, place in zip(self.weights, places, strict=True)
-            for word in (int(weight.lane_sharded), *place, len(weight.shape), *weight.shape)
+            for word in (int(weight.lane_sharded), weight.experts or 0, *place, len(weight.shape), *weight.shape)
         ]
         tables = [len(self.weights), *weights, len(self.rotaries) // 3, *self.rotaries]
         words = [FORMAT, 4 + len(tables) + len(self.words), len(self.floats), small_size, *tables, *self.words]
@@ -124,9 +124,9 @@ class Reader:
         """Their paths are their numbers."""
         self.places: list[tuple[int, int]] = []
         for index in range(self._next()):
-            lane_sharded, offset, stride, dimensions = (self._next() for _ in range(4))
+            lane_sharded, experts, offset, stride, dimensions = (self._next() for _ in range(5))
             shape = tuple(self._next() for _ in range(dimensions))
-            self.weights.append(Weight(str(index), shape, bool(lane_sharded)))
+            self.weights.append(Weight(str(index), shape, bool(lane_sharded), experts or None))
             self.places.append((offset, stride))
         self._rotaries = []
         for _ in range(self._next()):

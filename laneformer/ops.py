@@ -31,9 +31,11 @@ class Weight:
     path: str
     """Its path in that table."""
     shape: tuple[int, ...]
-    """Shape of one lane's share."""
+    """Shape of one lane's share, and of one expert's where experts have one each."""
     lane_sharded: bool = True
     """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
+    experts: int | None = None
+    """How many experts have one each, along an axis behind that of the lanes; None: no such axis."""
 
     @property
     def is_matrix(self) -> bool:
@@ -53,6 +55,8 @@ class Value(IntEnum):
     """Hidden channels of a feed-forward network."""
     OUTPUT = 4
     """The module's output [hidden_size], which the schedule adds to the stream."""
+    ROUTES = 5
+    """Numbers of the experts that are used, and their shares in the sum, the largest share first."""
 
 
 class Activation(IntEnum):
@@ -69,6 +73,8 @@ class Activation(IntEnum):
     """Its approximation x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), ibid."""
     RELU2 = 4
     """max(x, 0)^2 (So et al., arXiv 2109.08668)."""
+    QUICK_GELU = 5
+    """x / (1 + exp(-1.702 x)), the sigmoid's approximation of gelu (arXiv 1606.08415)."""
 
 
 class ProductName(IntEnum):
@@ -110,11 +116,23 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """That each expert has its own matrices and biases, and that a product is made with those in ROUTES alone."""
+
+    used: int
+    """Experts in ROUTES."""
+    summed: bool
+    """Each reads its own channels, the first ones those of the first expert, and the sum of the results is written,
+    each times its share, in the order of ROUTES. Otherwise all read the same, and write one after the other.
+    """
+
+
+@dataclass(frozen=True)
 class Product:
     """Matrices times one vector: `reads`, after `norm` where there is one; its rows go to `writes` one matrix after the
     other, biases added, through `activation`.
 
-    A gated product has two matrices, gate and up, and writes activation(gate) * up, row by row.
+    A gated product has two matrices, gate and up, and writes activation(gate) * (up + up_offset), row by row.
     """
 
     name: ProductName
@@ -124,9 +142,14 @@ class Product:
     norm: Norm | None = None
     activation: Activation = Activation.NONE
     gated: bool = False
+    limit: float | None = None
+    """Gated: the gate is at most this, and the up row between -limit and limit; None for no limits."""
+    up_offset: float = 0.0
+    chosen: Chosen | None = None
 
     @property
     def rows(self) -> int:
+        """Of one expert, where it is made with experts."""
         return sum(matrix.rows for matrix in self.matrices)
 
     @property
@@ -134,9 +157,38 @@ class Product:
         return self.matrices[0].weight.shape[1]
 
     @property
+    def inputs(self) -> int:
+        """Channels that it reads."""
+        return self.columns * (self.chosen.used if self.chosen and self.chosen.summed else 1)
+
+    @property
     def channels(self) -> int:
         """Channels that it writes."""
-        return self.rows // 2 if self.gated else self.rows
+        each = self.rows // 2 if self.gated else self.rows
+        return each * (self.chosen.used if self.chosen and not self.chosen.summed else 1)
+
+    @property
+    def share(self) -> float:
+        """Share of its weights that one token multiplies."""
+        return self.chosen.used / self.matrices[0].weight.experts if self.chosen else 1.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """Chooses experts, in float32 whatever products compute in: ROUTES gets those with the largest logits, of equal
+    ones the lowest number first. An expert's logit is its row of the matrix times STREAM, after `norm`, and its bias.
+    """
+
+    matrix: Matrix
+    """[experts, hidden_size]."""
+    used: int
+    """Experts that it chooses."""
+    normalized: bool
+    """Shares are the softmax over the chosen logits; otherwise those of the softmax over all."""
+    norm: Norm | None = None
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.ROUTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +246,7 @@ class OutputNorm:
     writes: ClassVar = Value.OUTPUT
 
 
-Op = Product | Attend | OutputNorm  # to come: routes and experts; ops with another state than keys and values
+Op = Product | Attend | OutputNorm | Route  # to come: ops with another state than keys and values
 
 
 def trace_name(op: Op | type[Op]) -> str:

@@ -8,8 +8,8 @@
 
 namespace laneformer {
 
-enum class Activation : int { kNone, kSilu, kGelu, kGeluPytorchTanh, kRelu2 };
-constexpr int kActivations = 5;
+enum class Activation : int { kNone, kSilu, kGelu, kGeluPytorchTanh, kRelu2, kQuickGelu };
+constexpr int kActivations = 6;
 
 // Phi(-x) exp(x^2 / 2) of x in 0 .. 13.4 within 4e-7 of it; Phi is the normal distribution function. A minimax
 // polynomial in 1 / (1 + 0.35 x).
@@ -47,6 +47,8 @@ LF_MATH Number activated(Number x) {
     return x / (1.0f + Math::exp(-Math::at_least(twice_u, -87.0f)));
   } else if constexpr (kind == Activation::kRelu2) {
     return x * Math::at_least(x, 0.0f);
+  } else if constexpr (kind == Activation::kQuickGelu) {
+    return x / (1.0f + Math::exp(-Math::at_least(1.702f * x, -87.0f)));
   } else {
     return x;
   }

@@ -9,7 +9,7 @@ namespace laneformer {
 namespace plan {
 
 int64_t Weight::elements() const {
-  int64_t count = 1;
+  int64_t count = copies();
   for (const int64_t size : shape) count *= size;
   return count;
 }
@@ -22,9 +22,9 @@ int64_t rows(const Product& product) {
 
 namespace {
 
-constexpr int kFormat = 4;  // custom_calls/words.py
+constexpr int kFormat = 5;  // custom_calls/words.py
 constexpr int kMostDimensions = 4;
-constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20;
+constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20, kMostExperts = 1 << 16;
 constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
 
 [[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("damaged plan: " + what); }
@@ -90,10 +90,11 @@ class Reader {
     plan_.weights.resize(count());
     for (Weight& weight : plan_.weights) {
       weight.lane_sharded = flag();
+      weight.experts = size("number of experts", 0, kMostExperts);
       weight.offset = word();
       weight.stride = word();
       weight.shape.resize(size("number of dimensions", 1, kMostDimensions));
-      int64_t elements = 1;
+      int64_t elements = weight.copies();
       for (int64_t& length : weight.shape) {
         length = size("dimension");
         require(length <= kMostElements / elements, "a weight is too large");
@@ -124,12 +125,12 @@ class Reader {
     value.number = index((int64_t)plan_.weights.size(), what);
     const Weight& weight = plan_.weights[value.number];
     require(weight.shape.size() <= 2, "a weight has more than two dimensions");
-    value = {value.number, weight.shape[0], weight.is_matrix() ? weight.shape[1] : 0, weight.offset, weight.stride};
+    const int64_t columns = weight.is_matrix() ? weight.shape[1] : 0;
+    value = {value.number, weight.shape[0], columns, weight.offset, weight.stride, weight.experts};
     if (weight.is_matrix()) return;
-    const int64_t last = weight.lane_sharded ? plan_.lanes - 1 : 0;
-    require(weight.lane_sharded ? value.stride >= value.size : value.stride == 0, "lanes' vectors overlap");
-    require(value.offset + last * value.stride + value.size <= plan_.small_size,
-            "a vector lies beyond the small weights");
+    const int64_t last = weight.lane_sharded ? plan_.lanes - 1 : 0, all = weight.elements();
+    require(weight.lane_sharded ? value.stride >= all : value.stride == 0, "lanes' vectors overlap");
+    require(value.offset + last * value.stride + all <= plan_.small_size, "a vector lies beyond the small weights");
   }
 
   template <class T>
@@ -163,11 +164,13 @@ class Reader {
 
   // ---- what must be true of ops beyond their types
 
-  void check_matrix(const Array& array, const char* what) {
+  void check_matrix(const Array& array, const char* what, int64_t experts = 0) {
     if (array.columns == 0) damaged(std::string(what) + " is not a matrix");
+    if (array.experts != experts) damaged(std::string(what) + " is of another number of experts");
   }
-  void check_vector(const Array& array, int64_t size, const char* what) {
-    if (array.columns > 0 || array.size != size) damaged(std::string(what) + " has another size than its vector");
+  void check_vector(const Array& array, int64_t size, const char* what, int64_t experts = 0) {
+    if (array.columns > 0 || array.size != size || array.experts != experts)
+      damaged(std::string(what) + " has another size than its vector");
   }
   void check_norm(const std::optional<Norm>& norm, int64_t size) {
     if (norm) check_vector(norm->gain, size, "a norm");
@@ -198,19 +201,38 @@ class Reader {
   void check(Product& product) {
     const std::vector<Matrix>& matrices = product.matrices;
     require(!matrices.empty(), "a product without matrices");
+    const int64_t experts = product.chosen ? matrices[0].weight.experts : 0;
+    if (product.chosen) {
+      require(channels_of(Value::routes) == product.chosen->used, "a product uses another number of experts");
+      require(experts == experts_, "a product has other experts than its router");
+    }
     for (const Matrix& matrix : matrices) {
-      check_matrix(matrix.weight, "a product's weight");
+      check_matrix(matrix.weight, "a product's weight", experts);
       require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
-      if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias");
+      if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias", experts);
     }
     check_norms(product);
     require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
             "a gated product needs two equal matrices");
-    require(channels_of(product.reads) == columns(product), "a product has other columns than the value that it reads");
-    require(product.writes != Value::stream && product.writes != Value::attended, "a product writes what it must not");
-    require(product.writes != Value::output || channels(product) == plan_.hidden_size,
+    require(product.gated || (!product.limit && product.up_offset == 0), "only a gated product has limits");
+    require(product.reads != Value::routes && channels_of(product.reads) == columns(product) * read_experts(product),
+            "a product has other columns than the value that it reads");
+    require(product.writes == Value::projected || product.writes == Value::hidden || product.writes == Value::output,
+            "a product writes what it must not");
+    const int64_t written = channels(product) * written_experts(product);
+    require(product.writes != Value::output || written == plan_.hidden_size,
             "a module's output has another size than the stream");
-    channels_of(product.writes) = channels(product);
+    channels_of(product.writes) = written;
+  }
+
+  void check(Route& op) {
+    check_matrix(op.matrix.weight, "a router");
+    require(op.matrix.weight.columns == plan_.hidden_size, "a router has other columns than the stream");
+    require(op.used <= op.matrix.weight.size, "a router chooses more experts than it has");
+    if (op.matrix.bias) check_vector(*op.matrix.bias, op.matrix.weight.size, "a bias");
+    check_norms(op);
+    channels_of(Value::routes) = op.used;
+    experts_ = op.matrix.weight.size;
   }
 
   void check(Attend& op) {
@@ -297,6 +319,7 @@ class Reader {
   const int64_t num_floats_;
   int64_t at_ = 0;
   int64_t channels_[count_of(Value{})];
+  int64_t experts_ = 0;  // of the module's router
   Plan plan_;
 };
 

@@ -16,21 +16,25 @@ constexpr int count_of(Activation) { return kActivations; }
 
 namespace plan {
 
-// One array. Vectors lie among the small weights (float32): that of lane l at offset + l * stride.
+// One array. Vectors lie among the small weights (float32): that of lane l at offset + l * stride, experts' one after
+// the other.
 struct Weight {
   bool lane_sharded;           // each lane has its own
+  int64_t experts;             // that have one each, in each lane; 0: no such axis
   int64_t offset, stride;      // -1 and 0 of a matrix
-  std::vector<int64_t> shape;  // of one lane's share
+  std::vector<int64_t> shape;  // of one lane's share, of one expert's
 
   bool is_matrix() const { return shape.size() > 1; }
-  int64_t elements() const;  // of one lane's share
+  int64_t copies() const { return experts > 0 ? experts : 1; }  // in each lane
+  int64_t elements() const;                                     // of one lane's share, of all experts
 };
 
 // A weight of an op.
 struct Array {
   int number;              // in Plan::weights
-  int64_t size, columns;   // of one lane's share: elements of a vector and 0, or rows and columns of a matrix
+  int64_t size, columns;   // of one copy: elements of a vector and 0, or rows and columns of a matrix
   int64_t offset, stride;  // as in Weight
+  int64_t experts;         // likewise
 };
 
 struct Rotary {
@@ -44,10 +48,17 @@ struct RotaryIndex {
 
 #include "plan_ops.h"
 
-// Rows and columns of all matrices of a product, and the channels that it writes.
+// Rows and columns of all matrices of a product, of one expert where it is of experts, and what it writes of one.
 inline int64_t columns(const Product& product) { return product.matrices[0].weight.columns; }
 int64_t rows(const Product& product);
 inline int64_t channels(const Product& product) { return product.gated ? rows(product) / 2 : rows(product); }
+// Experts whose channels follow each other in what a product reads, or in what it writes.
+inline int64_t read_experts(const Product& product) {
+  return product.chosen && product.chosen->summed ? product.chosen->used : 1;
+}
+inline int64_t written_experts(const Product& product) {
+  return product.chosen && !product.chosen->summed ? product.chosen->used : 1;
+}
 
 // Channels of attention's result, and of the queries, keys and values that it reads. Gates follow the values.
 inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim; }

@@ -9,6 +9,7 @@
 namespace laneformer {
 
 class Worker;
+struct Bf12Codes;
 
 class Decoder {
  public:
@@ -66,6 +67,7 @@ class Decoder {
   void stage(int weight);
   void settle_form(int weight);
   void choose_form(const Product& product);
+  void encode_experts(const Product& product, const Bf12Codes& codes, Form& form);
 
   DecodeState state_;
   std::vector<std::vector<Rows>> places_;  // of each weight, if it is a matrix

@@ -49,9 +49,9 @@ void Worker::head() {
     finals = total_.data();
   }
   for (const Share& share : shares(d_.head)) {
-    tile = times(d_.head, share, tile, {finals + share.lane * d, columns}, y_.data(), 0);
+    tile = times(d_.head, share, tile, {finals + share.matrix * d, columns, 1}, y_.data(), 0);
     const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
-    std::memcpy(d_.logits.floats() + share.lane * rows + first, y_.data(), count * sizeof(float));
+    std::memcpy(d_.logits.floats() + share.matrix * rows + first, y_.data(), count * sizeof(float));
   }
   mark(kHead, m_.num_layers(), began);
 }

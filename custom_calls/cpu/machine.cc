@@ -12,9 +12,9 @@
 #include <cstring>
 #include <fstream>
 
-#include "bf12.h"
 #include "decoder.h"
 #include "kernels/quantized.h"
+#include "packing/bf12.h"
 
 namespace laneformer {
 

@@ -57,7 +57,8 @@ class Session(DecodeSession):
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
         self._mapped: list[np.ndarray] = []  # which the library reads
-        self._tiles: list[np.ndarray] = []  # of quantized products, which the library reads
+        # Of quantized products, which the library reads, with the share of them that a token reads.
+        self._tiles: list[tuple[np.ndarray, float]] = []
         self._formats: dict[str, str] = {}  # of their matrices
         self._held: dict[str, Quantized | None] = {}  # matrices; quantized ones until those of their products are in
         self._open(
@@ -110,9 +111,10 @@ class Session(DecodeSession):
         head = self.plan.ops.head
         kind = head.kind if head.weight.path in paths else HeadKind.VOCAB_PARALLEL
         lanes = self.plan.ops.lanes if kind == HeadKind.VOCAB_PARALLEL else 1
+        experts = self.plan.weights[paths[0]].experts or 1
         rows = [self.plan.shape_of(path)[-2] for path in paths]
         try:
-            pieces = make_pieces(parts, rows, lanes, gated, kind == HeadKind.LANE)
+            pieces = make_pieces(parts, rows, lanes * experts, gated, kind == HeadKind.LANE)
         except MidTile as error:
             number = error.args[0]
             raise NativeError(
@@ -121,7 +123,7 @@ class Session(DecodeSession):
             ) from None
         words = np.array([piece.words for piece in pieces], np.int64)
         call("map_quantized", self.id, self._products[paths, gated], words.ctypes.data, len(words))
-        self._tiles += [piece.tiles.data for piece in pieces if piece.tiles is not None]
+        self._tiles += [(piece.tiles.data, self._share(paths[0])) for piece in pieces if piece.tiles is not None]
         for path, part in zip(paths, parts, strict=True):
             if part is not None:
                 self._formats[path] = part.name
@@ -166,15 +168,22 @@ class Session(DecodeSession):
 
     @property
     def quantized_weights(self) -> dict[str, Any]:
-        """What is quantized: its formats, its weights and the bytes of their tiles; empty if nothing is."""
+        """What is quantized: its formats, and how many weights and bytes of their tiles a token reads; empty if nothing
+        is.
+        """
         if not self._formats:
             return {}
-        weights = sum(math.prod(self.plan.shape_of(path)) for path in self._formats)
+        weights = sum(math.prod(self.plan.shape_of(path)) * self._share(path) for path in self._formats)
         return {
             "quantized_formats": sorted(set(self._formats.values())),
-            "quantized_weights": weights,
-            "quantized_bytes": sum(tiles.nbytes for tiles in self._tiles),
+            "quantized_weights": round(weights),
+            "quantized_bytes": round(sum(tiles.nbytes * share for tiles, share in self._tiles)),
         }
+
+    def _share(self, path: str) -> float:
+        """Share of a product's matrix that one token multiplies."""
+        number = self._products[self._product_of[path]]
+        return self.plan.products[number].share if number < len(self.plan.products) else 1.0
 
     @property
     def threads(self) -> int:

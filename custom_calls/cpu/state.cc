@@ -31,35 +31,54 @@ Region& Region::operator=(Region&& other) noexcept {
 
 namespace {
 
-// A product with what packing and computing must know of it.
-Product product_of(const plan::Product& op, int lanes) {
+// A product with what packing and computing must know of it. dtype, activations: how it multiplies.
+Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations activations) {
   Product product{};
   product.name = op.name;
-  product.lanes = lanes;
+  product.matrices = lanes;
   product.gated = op.gated;
   product.activation = op.activation;
+  product.limit = op.limit;
+  product.up_offset = op.up_offset;
   product.rows = plan::channels(op);
   product.columns = plan::columns(op);
   product.reads = op.reads;
   product.writes = op.writes;
   product.normed = op.norm.has_value();
   if (product.normed) product.norm = *op.norm;
+  product.dtype = dtype;
+  product.activations = activations;
+  if (op.chosen) {
+    product.experts = (int)op.matrices[0].weight.experts;
+    product.used = op.chosen->used;
+    product.summed = op.chosen->summed;
+    product.matrices *= product.experts;
+  }
   int64_t first = 0;
   for (const plan::Matrix& matrix : op.matrices) {
     product.parts.push_back({matrix.weight.number, first});
     if (matrix.bias) product.biases.push_back({*matrix.bias, first});
     first += matrix.weight.size;
   }
-  if (product.gated && !product.biases.empty())
-    throw std::runtime_error("the CPU kernel has no biases in a gated product: use backend xla");
+  const auto beside = product.summed ? op.reads : op.writes;
+  if (product.experts && (beside != plan::Value::hidden || (product.summed && product.activation != Activation::kNone)))
+    throw std::runtime_error("the CPU kernel has experts with HIDDEN between two products alone: use backend xla");
   if (product.normed && op.reads != plan::Value::stream)
     throw std::runtime_error("the CPU kernel norms the stream, and nothing else, before a product: use backend xla");
   return product;
 }
 
-}  // namespace
-
-namespace {
+// Its logits are float32, from vectors that are not rounded.
+Router prepared_of(const plan::Route& op, int lanes) {
+  plan::Product logits{};
+  logits.matrices = {op.matrix};
+  logits.reads = plan::Value::stream;
+  logits.writes = plan::Value::routes;
+  logits.norm = op.norm;
+  Router router{prepared_of(logits, lanes, Dtype::f32, Activations::exact), op.normalized};
+  router.logits.apart = true;
+  return router;
+}
 
 const InstructionSet& instructions_of(const std::string& name) {
   const InstructionSet* set = choose_instructions(name.empty() ? nullptr : name.c_str());
@@ -93,7 +112,9 @@ void DecodeState::make_ops() {
       std::visit(
           [&](const auto& one) {
             if constexpr (std::is_same_v<decltype(one), const plan::Product&>) {
-              module.push_back(product_of(one, plan.lanes));
+              module.push_back(prepared_of(one, plan.lanes, weights, activations));
+            } else if constexpr (std::is_same_v<decltype(one), const plan::Route&>) {
+              module.push_back(prepared_of(one, plan.lanes));
             } else {
               module.push_back(one);
             }
@@ -110,13 +131,23 @@ void DecodeState::make_ops() {
 
   const plan::HeadKind kind = plan.head.kind;
   head.number = (int)products.size();
-  head.lanes = kind == plan::HeadKind::vocab_parallel ? plan.lanes : 1;
-  head.rows = plan.vocab_size / head.lanes;
+  head.matrices = kind == plan::HeadKind::vocab_parallel ? plan.lanes : 1;
+  head.dtype = weights;
+  head.activations = activations;
+  head.rows = plan.vocab_size / head.matrices;
   head.columns = (int64_t)plan.hidden_size * (kind == plan::HeadKind::lane ? plan.lanes : 1);
   head.parts.push_back({plan.head.weight.number, 0});
   products.push_back(&head);
+  for (std::vector<Op>& module : modules)
+    for (Op& op : module)
+      if (auto* router = std::get_if<Router>(&op)) {
+        router->logits.number = (int)products.size();
+        products.push_back(&router->logits);
+      }
   head_tiles.resize(head.units());
   forms.resize(products.size());
+  for (const Product* product : products)
+    if (product->experts) forms[product->number].experts = Region(product->bytes());
 }
 
 void DecodeState::make_buffers() {
@@ -126,8 +157,9 @@ void DecodeState::make_buffers() {
     if (product != &head)
       widen_to(product->writes == plan::Value::projected ? projected_padded
                : product->writes == plan::Value::hidden  ? hidden_padded
+               : product->writes == plan::Value::routes  ? routes_padded
                                                          : output_padded,
-               product->rows);
+               product->experts && !product->summed ? product->used * product->written_step() : product->rows);
   int64_t part = 0;  // floats that a chunk of keys gives
   for (int layer = 0; layer < plan.num_layers(); layer++)
     part = std::max(part, (int64_t)attend_of(layer).heads * (attend_of(layer).head_dim + 2));
@@ -138,6 +170,7 @@ void DecodeState::make_buffers() {
   projected = Region(4 * lanes * kBlock * projected_padded);
   parts = Region(4 * lanes * kChunks * kBlock * part);
   hiddens = Region(4 * lanes * kBlock * hidden_padded);
+  routes = Region(4 * lanes * kBlock * routes_padded);
   finals = Region(4 * lanes * d);
   logits = Region(4 * (int64_t)plan.vocab_size);
   z = Region(4 * (int64_t)plan.vocab_size);

@@ -48,26 +48,33 @@ struct Call {
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
 
-// A range of tiles of one lane: a worker's share of a matrix.
+// A range of units of one matrix: a worker's share of it.
 struct Share {
-  int lane;
+  int matrix;
   int64_t first, last;
 };
 
 // A matrix product as it is packed: tiles of kTile rows, those of a gate and of its partner one after the other.
 struct Product {
-  int number;  // among the products of the model, in the order of the stream; the head's is the last
+  int number;  // among the products of the model: those of layers in their order, the head's, those of routers
   plan::ProductName name;
-  int lanes;              // that have a matrix
+  int matrices;           // each lane's, or expert e's of lane l at number l * experts + e
   int64_t rows, columns;  // of each, rows of a gate and its partner counted once
   bool gated;
   Activation activation;
+  std::optional<float> limit;
+  float up_offset;
   plan::Value reads, writes;
   plan::Norm norm;
   bool normed;
-  struct Part {     // a matrix
-    int weight;     // its number in the plan
-    int64_t first;  // row
+  Dtype dtype;  // of its weights, unless they have another form
+  Activations activations;
+  int experts = 0, used = 0;  // of a lane, and those of a position; 0: it is not made with experts
+  bool summed = false;
+  bool apart = false;  // from the workers' streams: a router's
+  struct Part {        // a matrix
+    int weight;        // its number in the plan
+    int64_t first;     // row
   };
   std::vector<Part> parts;
   struct Bias {
@@ -77,12 +84,24 @@ struct Product {
   std::vector<Bias> biases;
 
   int64_t units() const { return (rows + kTile - 1) / kTile; }  // what workers share out: tiles, or pairs of them
-  int64_t unit_bytes(Dtype dtype) const { return tile_bytes(dtype, columns) * (gated ? 2 : 1); }
+  int unit_tiles() const { return gated ? 2 : 1; }
+  int64_t tiles() const { return matrices * units() * unit_tiles(); }
+  int64_t unit_bytes() const { return tile_bytes(dtype, columns) * unit_tiles(); }
+  int64_t bytes() const { return tile_bytes(dtype, columns) * tiles(); }
+  // Channels of one expert in what it reads and writes, which begin at a multiple of kTile.
+  int64_t read_step() const { return (columns + kTile - 1) / kTile * kTile; }
+  int64_t written_step() const { return units() * kTile; }
 };
 
-// Ops as workers run them: a product as it is packed, every other as in the plan.
+struct Router {
+  Product logits;
+  bool normalized;
+};
+
+// Ops as workers run them: a product as it is packed, a router with one, every other as in the plan.
 template <class T>
-using Prepared = std::conditional_t<std::is_same_v<T, plan::Product>, Product, T>;
+using Prepared = std::conditional_t<std::is_same_v<T, plan::Product>, Product,
+                                    std::conditional_t<std::is_same_v<T, plan::Route>, Router, T>>;
 template <class... T>
 std::variant<Prepared<T>...> prepared(const std::variant<T...>&);
 using Op = decltype(prepared(plan::Op()));
@@ -118,20 +137,20 @@ struct Answer {  // a place for each token of a call
 
 // Tiles of a product with quantized matrices, of those that have one format and one order of columns.
 struct Piece {
-  int64_t first, step;  // its tile j is tile first + j step of a lane
-  int64_t count;        // of a lane
-  const char* tiles;    // in the caller's memory, lane by lane; null: the worker's, in the session's dtype
+  int64_t first, step;  // its tile j is tile first + j step of a matrix
+  int64_t count;        // of a matrix
+  const char* tiles;    // in the caller's memory, matrix by matrix; null: the worker's, in the session's dtype
   int64_t bytes;        // of these
   Quantized format;
   int64_t columns;             // of a tile
   std::vector<int32_t> order;  // the entry of the vector that each column multiplies, -1 for 0; empty: its own
 
-  // How many of its tiles are before a tile of a lane.
+  // How many of its tiles are before a tile of a matrix.
   int64_t before(int64_t tile) const {
     const int64_t found = (tile - first + step - 1) / step;
     return found < 0 ? 0 : found < count ? found : count;
   }
-  const char* of_lane(int lane) const { return tiles + lane * count * tile_bytes(format, columns); }
+  const char* of_matrix(int matrix) const { return tiles + matrix * count * tile_bytes(format, columns); }
 };
 
 // How a product's weights are packed: in the session's dtype, unless it has bf12 or pieces.
@@ -140,6 +159,7 @@ struct Form {
   std::vector<Piece> pieces;
   uint8_t table[16] = {};  // of bf12: high byte of each code
   int64_t weights = 0, exceptions = 0;
+  Region experts;  // all tiles of a product with experts, unless they are in the caller's memory
   // All its tiles in the caller's memory, with the exceptions of bf12; null: each worker has its own.
   const char* mapped = nullptr;
   std::vector<uint32_t> list, starts;
@@ -183,12 +203,13 @@ struct DecodeState {
   std::vector<Bf12> head_tiles;  // of lane 0's matrix, in the workers' streams; `data` alone unless it is in 12 bits
 
   // Buffers. B: kBlock.
-  int64_t output_padded = 0, hidden_padded = 0, projected_padded = 0;  // floats of a position, over all layers
-  Region outputs;                                                      // [modules][lanes][B][output_padded]
+  int64_t output_padded = 0, hidden_padded = 0, projected_padded = 0, routes_padded = 0;  // floats of a position
+  Region outputs;    // [modules][lanes][B][output_padded]
   Region streams;    // [sums][lanes][B][hidden_size], touched for those with a mean
   Region projected;  // [lanes][B][projected_padded]
   Region parts;      // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
   Region hiddens;    // [lanes][B][hidden_padded]
+  Region routes;     // [lanes][B][routes_padded]: logits of the experts
   Region finals;     // [lanes][hidden_size]
   Region logits, z;  // [vocab]: as the model makes them; with penalty and temperature
   struct alignas(128) Packet {

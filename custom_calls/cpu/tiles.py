@@ -11,6 +11,7 @@ from laneformer.quantized import INT4_ZERO, Quantized, pack4
 
 ROWS, BLOCK, CHUNK = 16, 32, 512  # rows of a tile; columns of a block of codes and of a chunk
 LINE = 64  # bytes of codes
+AT_ONCE = 1 << 24  # bytes of codes
 CODES = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3}
 SCALES = {"bfloat16": 3, "float16": 4, "float32": 5}
 E8M0, E4M3 = 1, 2
@@ -93,9 +94,10 @@ def make_pieces(
     parts: Sequence[Quantized | None], rows: Sequence[int], lanes: int, gated: bool, joined: bool = False
 ) -> list[Piece]:
     """All tiles of a product, in as few pieces as possible. parts: its matrices, each with `lanes` lanes, or no such
-    axis if it is the same in all; None for one that is not quantized. rows: of each, of a lane. joined: as of
-    `in_blocks`. Raises MidTile.
+    axis if it is the same in all; None for one that is not quantized. Experts of a lane count as lanes. rows: of each,
+    of a lane. joined: as of `in_blocks`. Raises MidTile.
     """
+    parts = [part if part is None or part.ndim < 4 else _flat(part) for part in parts]
     columns = next(part.columns for part in parts if part is not None)
     held = [(None, None) if part is None else in_blocks(part, joined) for part in parts]
     alike = [None if record is None else (record.kind, order is not None and order.tobytes()) for record, order in held]
@@ -118,6 +120,12 @@ def make_pieces(
     return pieces
 
 
+def _flat(record: Quantized) -> Quantized:
+    """[lanes, experts, rows, columns] as [lanes * experts, rows, columns]."""
+    found = {name: array.reshape(-1, *array.shape[-2:]) for name, array in record.arrays.items() if array.ndim == 4}
+    return replace(record, **found)
+
+
 class MidTile(ValueError):
     """Matrix number args[0] must be in another piece than the one before, but its rows begin within a tile."""
 
@@ -125,7 +133,41 @@ class MidTile(ValueError):
 def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Tiles:
     """Of the matrices of a product, whose rows follow each other, or whose tiles alternate. Each has `lanes` lanes, or
     no such axis if it is the same in all. They must be of one kind and as `in_blocks` makes them.
+
+    Some lanes at a time, so that what is computed meanwhile takes little memory.
     """
+    step = max(1, AT_ONCE * lanes // sum(part.codes.nbytes for part in parts))
+    starts = range(0, lanes, step)
+
+    def made(first: int, shared: bool) -> Tiles:
+        some = [_some_lanes(part, slice(first, first + step)) for part in parts]
+        return _make_tiles(some, min(step, lanes - first), alternating, shared)
+
+    begin = made(0, True)
+    if len(starts) == 1:
+        return begin
+    for shared in (True, False):  # all lanes must have one format
+        begin = begin if shared else made(0, False)
+        data = np.empty((lanes, begin.data.shape[1]), np.uint8)
+        data[:step] = begin.data
+        for first in starts[1:]:
+            found = made(first, shared)
+            if found.format != begin.format:
+                break
+            data[first : first + step] = found.data
+        else:
+            break
+    return Tiles(begin.format, data)
+
+
+def _some_lanes(record: Quantized, which: slice) -> Quantized:
+    if record.ndim == 2:
+        return record
+    return replace(record, **{name: array[which] for name, array in record.arrays.items() if array.ndim == 3})
+
+
+def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, shared: bool) -> Tiles:
+    """shared: whether scales that a tile's rows share may be stored once."""
     kind, columns = parts[0].kind, parts[0].columns
     zeros = any(part.zero_points is not None for part in parts)
     whole_rows = not zeros and all(part.group[1] >= columns for part in parts)
@@ -160,7 +202,7 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
     short = -(-columns // BLOCK) * BLOCK * parts[0].format.bits // (8 * of_code.itemsize) - of_code.shape[-1]
     of_code = np.pad(of_code, [(0, 0)] * 3 + [(0, short)], constant_values=empty) if short else of_code
     of_scale = None if whole_rows else tiled(scales, "edge")
-    shared = kind == "fp8" and of_scale is not None and bool((of_scale == of_scale[:, :, :1]).all())
+    shared = shared and kind == "fp8" and of_scale is not None and bool((of_scale == of_scale[:, :, :1]).all())
     code_type = CODES[kind]
     scale_type = {"mxfp4": E8M0, "nvfp4": E4M3}.get(kind) if not wide else SCALES["float32"]
     if whole_rows:

@@ -39,33 +39,48 @@ Worker::Worker(DecodeState& state, int index)
       first_lane_(m_.lanes * index / count_),
       last_lane_((m_.lanes * (index + 1) + count_ - 1) / count_),
       random_(0x9E3779B97F4A7C15u * (index + 1)) {
-  int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, kv_heads = 0;
+  int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, kv_heads = 0, summed = 0;
   for (const Product* product : d_.products) {
-    const int64_t per_lane = product->units(), all = per_lane * product->lanes;
+    const int64_t units = product->units(), all = units * product->matrices;
     Packed& packed = packed_.emplace_back();
     packed.first_unit = all * index / count_;
     packed.offset = bytes;  // until its form is chosen, if that is so
     for (int64_t first = all * index / count_, last = all * (index + 1) / count_; first < last;) {
-      const int64_t lane = first / per_lane, end = std::min(last, (lane + 1) * per_lane);
-      packed.shares.push_back({(int)lane, first - lane * per_lane, end - lane * per_lane});
+      const int64_t matrix = first / units, end = std::min(last, (matrix + 1) * units);
+      packed.shares.push_back({(int)matrix, first - matrix * units, end - matrix * units});
       first = end;
     }
     for (const Share& share : packed.shares) {
-      packed.bytes += (share.last - share.first) * product->unit_bytes(d_.weights);
+      packed.bytes += (share.last - share.first) * product->unit_bytes();
       const int64_t rows = kTile * (share.last - share.first);
       if (product->gated) rows_of_y = std::max(rows_of_y, 2 * rows * kBlock);
       if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows);
     }
-    bytes += packed.bytes;
     widest = std::max(widest, product->columns);
+    if (product->experts) {
+      rows_of_y = std::max(rows_of_y, product->unit_tiles() * units * kTile * kBlock);
+      for (int lane = first_lane_; lane < last_lane_ && product->summed; lane++) {
+        const Part part = part_of(lane, units);
+        summed = std::max(summed, kBlock * product->used * kTile * (part.last - part.first));
+      }
+    } else if (product->apart) {
+      packed.apart = Region(packed.bytes);
+    } else {
+      bytes += packed.bytes;
+    }
+  }
+  if ((int)d_.products.size() > d_.head.number + 1) {  // there are routers
+    routes_.resize(last_lane_ - first_lane_);
+    own_.resize(kBlock * widest);
+    each_ = Region(summed * sizeof(float));
   }
   stream_ = Region(bytes);
   used_ = d_.options.bf12 ? 0 : bytes;
   const std::vector<Share>& vocab = shares(d_.head);
   if (!vocab.empty()) {
     const Share &front = vocab.front(), &back = vocab.back();
-    vocab_first_ = front.lane * d_.head.rows + front.first * kTile;
-    vocab_last_ = back.lane * d_.head.rows + std::min(d_.head.rows, back.last * kTile);
+    vocab_first_ = front.matrix * d_.head.rows + front.first * kTile;
+    vocab_last_ = back.matrix * d_.head.rows + std::min(d_.head.rows, back.last * kTile);
   }
   name_head_tiles();
 
@@ -234,7 +249,7 @@ void Worker::module(int number) {
 // What a lane's product reads.
 Worker::Vectors Worker::vectors_of(const Product& product, int lane) {
   const int64_t d = m_.hidden_size;
-  Vectors found{h_.data(), product.columns};
+  Vectors found{h_.data(), product.columns, positions_};
   if (product.normed) {
     const float* gain = d_.small(product.norm.gain, lane);
     for (int p = 0; p < positions_; p++) k_.rms_norm(stream(lane, p), gain, product.norm.eps, d, h_.data() + p * d);
@@ -250,22 +265,22 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane) {
 }
 
 // The vectors as the tiles of a piece read them.
-void Worker::prepare(const Piece& piece, const Vectors& x) {
+void Worker::prepare(const Product& product, const Piece& piece, const Vectors& x) {
   const int64_t n = piece.columns;
   Vectors from = x;
   if (!piece.order.empty()) {
-    for (int p = 0; p < positions_; p++)
+    for (int p = 0; p < x.positions; p++)
       for (int64_t k = 0; k < n; k++) {
         const int32_t entry = piece.order[k];
         gathered_[p * n + k] = entry < 0 ? 0 : x.x[p * x.stride + entry];
       }
-    from = {gathered_.data(), n};
+    from = {gathered_.data(), n, x.positions};
   }
   if (piece.tiles) {
-    d_.instructions.quantized->prepare(piece.format, d_.activations, from.x, from.stride, n, positions_,
+    d_.instructions.quantized->prepare(piece.format, product.activations, from.x, from.stride, n, x.positions,
                                        prepared_.data());
   } else {
-    k_.prepare(d_.weights, d_.activations, from.x, from.stride, n, positions_, prepared_.data());
+    k_.prepare(product.dtype, product.activations, from.x, from.stride, n, x.positions, prepared_.data());
   }
 }
 
@@ -275,69 +290,99 @@ float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) 
     *stride = d_.output_padded;
     return output(module, lane, 0);
   }
-  const bool hidden = value == plan::Value::hidden;
-  *stride = hidden ? d_.hidden_padded : d_.projected_padded;
-  return (hidden ? d_.hiddens : d_.projected).floats() + lane * kBlock * *stride;
+  const bool hidden = value == plan::Value::hidden, routes = value == plan::Value::routes;
+  *stride = hidden ? d_.hidden_padded : routes ? d_.routes_padded : d_.projected_padded;
+  return (hidden ? d_.hiddens : routes ? d_.routes : d_.projected).floats() + lane * kBlock * *stride;
 }
 
-// One share of a product, from a tile of this worker on; returns the first tile of the next share.
+// A tile in the session's dtype, by its number: among those that this worker packs, or among those of all experts.
+const char* Worker::tiles(const Product& product, int64_t tile) const {
+  const char* first = product.experts ? d_.forms[product.number].experts.data : weights(product);
+  return first + tile * tile_bytes(product.dtype, product.columns);
+}
+
+// One share of a product, from that tile on; returns the first tile of the next share.
 int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y,
                       int64_t ldy) {
-  const int64_t of = product.gated ? 2 : 1, first = share.first * of, tiles = share.last * of - first;
-  const int64_t columns = product.columns, bytes = tile_bytes(d_.weights, columns);
+  const int64_t of = product.unit_tiles(), first = share.first * of, count_here = share.last * of - first;
+  const int64_t columns = product.columns;
   const float* const prepared = prepared_.data();
   const Form& form = d_.forms[product.number];
   const auto plain = [&](int64_t at, int64_t count) {
-    k_.product(d_.weights, d_.activations, weights(product) + (tile + at) * bytes, prepared, columns, count, positions_,
+    k_.product(product.dtype, product.activations, tiles(product, tile + at), prepared, columns, count, x.positions,
                y + at * kTile, ldy);
   };
   for (const Piece& piece : form.pieces) {
-    const int64_t begin = piece.before(first), end = piece.before(first + tiles);
+    const int64_t begin = piece.before(first), end = piece.before(first + count_here);
     const int64_t together = piece.step == 1 ? end - begin : 1;
-    if (begin < end) prepare(piece, x);
+    if (begin < end) prepare(product, piece, x);
     for (int64_t j = begin; j < end; j += together) {
       const int64_t at = piece.first + j * piece.step - first;
       if (piece.tiles) {
-        d_.instructions.quantized->product(piece.format, d_.activations, piece.of_lane(share.lane), piece.count, j,
-                                           together, prepared, piece.columns, positions_, y + at * kTile, ldy);
+        d_.instructions.quantized->product(piece.format, product.activations, piece.of_matrix(share.matrix),
+                                           piece.count, j, together, prepared, piece.columns, x.positions,
+                                           y + at * kTile, ldy);
       } else {
         plain(at, together);
       }
     }
   }
-  if (!form.pieces.empty()) return tile + tiles;
-  k_.prepare(d_.weights, d_.activations, x.x, x.stride, columns, positions_, prepared_.data());
+  if (!form.pieces.empty()) return tile + count_here;
+  k_.prepare(product.dtype, product.activations, x.x, x.stride, columns, x.positions, prepared_.data());
   if (form.bf12) {
-    k_.product_bf12(d_.activations, bf12(product, tile), prepared, columns, tiles, positions_, y, ldy);
+    k_.product_bf12(product.activations, bf12(product, tile), prepared, columns, count_here, x.positions, y, ldy);
   } else {
-    plain(0, tiles);
+    plain(0, count_here);
   }
-  return tile + tiles;
+  return tile + count_here;
+}
+
+// Adds the biases of a share to its tiles as `times` writes them.
+void Worker::add_biases(const Product& product, int lane, const Share& share, int positions, float* y,
+                        int64_t ldy) const {
+  const int64_t first = share.first * kTile, last = std::min(product.rows, share.last * kTile);
+  for (const Product::Bias& bias : product.biases) {
+    const float* values = d_.small(bias.vector, lane) + share.matrix % std::max(product.experts, 1) * bias.vector.size;
+    if (product.gated) {  // a tile of each in turn
+      float* const own = y + (bias.first > 0 ? kTile : 0);
+      for (int p = 0; p < positions; p++)
+        for (int64_t row = first; row < last; row += kTile)
+          k_.add_scaled(own + p * ldy + 2 * (row - first), values + row, 1.0f, std::min<int64_t>(kTile, last - row));
+      continue;
+    }
+    const int64_t begin = std::max(first, bias.first), end = std::min(last, bias.first + bias.vector.size);
+    for (int p = 0; p < positions && begin < end; p++)
+      k_.add_scaled(y + p * ldy + begin - first, values + begin - bias.first, 1.0f, end - begin);
+  }
+}
+
+// One position's units through the activation; out: [units][16], which may be `tiles` unless the product is gated.
+void Worker::activate(const Product& product, int64_t units, float* tiles, float* out) const {
+  if (product.limit || product.up_offset != 0)
+    k_.limit_gated(product.limit.value_or(INFINITY), product.up_offset, units, tiles);
+  k_.activate(product.activation, product.gated, tiles, units, out);
 }
 
 void Worker::run(const Product& product, int module) {
+  if (product.experts) return run_experts(product, module);
   int64_t tile = 0;
   for (const Share& share : shares(product)) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
-    const int64_t last = std::min(product.rows, share.last * kTile);
     int64_t stride;
-    const Vectors x = vectors_of(product, share.lane);
-    float* y = target(product.writes, module, share.lane, &stride);
+    const int lane = share.matrix;
+    const Vectors x = vectors_of(product, lane);
+    float* const y = target(product.writes, module, lane, &stride) + first;
     if (product.gated) {
-      tile = times(product, share, tile, x, y_.data(), 2 * kTile * units);
-      for (int p = 0; p < positions_; p++)
-        k_.activate(product.activation, true, y_.data() + p * 2 * kTile * units, units, y + p * stride + first);
+      const int64_t ldy = 2 * kTile * units;
+      tile = times(product, share, tile, x, y_.data(), ldy);
+      add_biases(product, lane, share, positions_, y_.data(), ldy);
+      for (int p = 0; p < positions_; p++) activate(product, units, y_.data() + p * ldy, y + p * stride);
       continue;
     }
-    tile = times(product, share, tile, x, y + first, stride);
-    for (const Product::Bias& bias : product.biases) {
-      const int64_t begin = std::max(first, bias.first), end = std::min(last, bias.first + bias.vector.size);
-      const float* values = d_.small(bias.vector, share.lane) - bias.first;
-      for (int p = 0; p < positions_ && begin < end; p++)
-        k_.add_scaled(y + p * stride + begin, values + begin, 1.0f, end - begin);
-    }
+    tile = times(product, share, tile, x, y, stride);
+    add_biases(product, lane, share, positions_, y, stride);
     for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
-      k_.activate(product.activation, false, y + p * stride + first, units, y + p * stride + first);
+      activate(product, units, y + p * stride, y + p * stride);
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "bf12.h"
+#include "packing/bf12.h"
 #include "state.h"
 
 namespace laneformer {
@@ -13,10 +13,12 @@ class Worker {
  public:
   Worker(DecodeState& state, int index);
 
+  // What this worker packs of a product, which is what it multiplies unless that depends on a position's experts.
   const std::vector<Share>& shares(const Product& product) const { return packed_[product.number].shares; }
-  char* weights(const Product& product) const {
+  char* weights(const Product& product) const {  // its first tile of these
     const Packed& packed = packed_[product.number];
-    return packed.staged.data ? packed.staged.data : stream_.data + packed.offset;
+    if (product.experts) return d_.forms[product.number].experts.data + packed.first_unit * product.unit_bytes();
+    return packed.apart.data ? packed.apart.data : stream_.data + packed.offset;
   }
   uint64_t read() const;  // all that it streams for a token, without computing anything
   int64_t packed_bytes() const;
@@ -25,8 +27,12 @@ class Worker {
   void stage(const Product& product);
   void count(const Product& product, Bf12Counts& counts) const;
   void place(const Product& product, const Bf12Codes* codes);  // null: as bf16
-  void name_head_tiles();                                      // once the head's are in their places
-  void use_pieces(const Product& product);                     // makes room for their vectors
+  struct Exceptions {                                          // of bf12
+    std::vector<uint32_t> list, starts;
+  };
+  Exceptions encode_experts(const Product& product, const Bf12Codes& codes, char* all) const;
+  void name_head_tiles();                   // once the head's are in their places
+  void use_pieces(const Product& product);  // makes room for their vectors
 
   void reset();
   void generate();
@@ -57,17 +63,44 @@ class Worker {
   EACH_OP(DECLARE)
 #undef DECLARE
   void head();
-  struct Vectors {  // of all positions
+  struct Vectors {
     const float* x;
     int64_t stride;
+    int positions;
   };
   Vectors vectors_of(const Product& product, int lane);
   int64_t times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y, int64_t ldy);
-  void prepare(const Piece& piece, const Vectors& x);
+  void add_biases(const Product& product, int lane, const Share& share, int positions, float* y, int64_t ldy) const;
+  void activate(const Product& product, int64_t units, float* tiles, float* out) const;
+  void prepare(const Product& product, const Piece& piece, const Vectors& x);
+  const char* tiles(const Product& product, int64_t tile) const;
   Bf12 bf12(const Product& product, int64_t tile) const;
   int64_t mapped_tiles(const Product& product) const;
-  uint64_t read_pieces(const Product& product) const;
+  uint64_t read_tiles(const Product& product, const Share& share, int64_t tile) const;
   float* target(plan::Value value, int module, int lane, int64_t* stride) const;
+
+  // A mixture of experts.
+  struct Group {  // of positions that use an expert
+    int expert;
+    int64_t first, last;  // members
+  };
+  struct Routes {                  // of a lane. A use is a position and a rank, position * used + rank
+    std::vector<int32_t> experts;  // of each use
+    std::vector<float> shares;
+    std::vector<Group> groups;     // in the order of the experts' numbers
+    std::vector<int32_t> members;  // uses, group by group
+    std::vector<int32_t> places;   // of each use among the members
+  };
+  void choose(const Product& product, int lane);
+  void run_experts(const Product& product, int module);
+  void write_each(const Product& product, int lane, int module);
+  void write_sum(const Product& product, int lane, int module);
+  struct Part {
+    int64_t first, last;
+  };
+  Part part_of(int lane, int64_t count) const;  // of things in a lane that its workers share out
+  Vectors read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step, int64_t columns);
+  uint64_t read_experts(const Product& product) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   void queries(const plan::Attend& op, int lane);
   void attend(const plan::Attend& op, int layer, Keys part, Keys next, int chunk, int64_t window);
@@ -109,10 +142,10 @@ class Worker {
   const int first_lane_, last_lane_;  // first <= lane < last
   struct Packed {
     std::vector<Share> shares;
-    int64_t first_unit = 0;         // of the shares, counted through the lanes
+    int64_t first_unit = 0;         // of the shares, counted through the matrices
     int64_t offset = 0, bytes = 0;  // in stream_; as bf16 or the session's dtype
-    Region staged;
-    std::vector<uint32_t> exceptions, starts;  // of bf12
+    Region apart;                   // instead: of a router, or until the form is chosen
+    Exceptions bf12;
   };
   template <class F>
   void each_tile(const Product& product, const F& f) const;  // f(its address, rows that are no padding)
@@ -133,13 +166,17 @@ class Worker {
   int32_t drawn_ = 0;
   int blocks_ = 0;
 
-  std::vector<float> x_;         // [own lanes][B][hidden_size]
-  std::vector<float> h_, a_;     // [B][widest]
-  std::vector<float> gathered_;  // [B][columns], in the order of a piece
-  std::vector<float> prepared_;  // as the products read it
-  std::vector<float> y_;         // [B][own gate and up rows], or the own logits
-  std::vector<float> q_, key_;   // [B][heads][head_dim], [kv_heads][head_dim]
-  struct Turns {                 // of each position, [B][pairs]
+  std::vector<float> x_;            // [own lanes][B][hidden_size]
+  std::vector<float> h_, a_;        // [B][widest]
+  std::vector<float> gathered_;     // [B][columns], in the order of a piece
+  std::vector<float> prepared_;     // as the products read it
+  std::vector<float> y_;            // [B][own gate and up rows], or the own logits
+  std::vector<Routes> routes_;      // of the own lanes
+  const Router* router_ = nullptr;  // the module's, until its experts are chosen
+  std::vector<float> own_;          // [B][columns], what the members of a group read
+  Region each_;                     // [B used][own rows], before they are summed
+  std::vector<float> q_, key_;      // [B][heads][head_dim], [kv_heads][head_dim]
+  struct Turns {                    // of each position, [B][pairs]
     std::vector<float> cos, sin;
   };
   std::vector<Turns> turns_;         // of each rotary

@@ -580,6 +580,8 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
         if not isinstance(op, Product):
             continue
+        if op.chosen or op.limit is not None or op.up_offset:
+            yield f"product {op.name.name} is of experts, or has limits"
         if op.norm and op.reads is not Value.STREAM:
             yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):

@@ -14,7 +14,6 @@ from infer.engine.native import (
     bf12_conditions,
     check_rounding,
     check_weights,
-    experts,
     pack,
     plan_of,
     report_left,
@@ -44,7 +43,7 @@ class CpuBackend(NativeBackend):
             return "it runs in one process: use backend xla"
         if (precision.stream, precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
-        return experts(source) or custom_calls.unavailable()
+        return custom_calls.unavailable()
 
     def __init__(
         self,

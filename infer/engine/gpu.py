@@ -21,7 +21,6 @@ from infer.engine.native import (
     bf12_conditions,
     check_rounding,
     check_weights,
-    experts,
     pack,
     plan_of,
     report_left,
@@ -81,7 +80,9 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return experts(source) or custom_calls.unavailable()
+        if source.config.num_experts is not None:
+            return "its layers have experts: use backend xla"
+        return custom_calls.unavailable()
 
     def __init__(
         self,

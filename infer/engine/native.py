@@ -172,11 +172,6 @@ def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellati
             thread.join()
 
 
-def experts(source: Source) -> str | None:
-    """The reason why no kernel can run a model with experts."""
-    return None if source.config.num_experts is None else "its layers have experts: use backend xla"
-
-
 def plan_of(source: Source) -> Plan:
     """The model as kernels know it.
 

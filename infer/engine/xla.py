@@ -18,6 +18,7 @@ from infer.sampling import sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.state import Cache
+from laneformer.weights import parameter_table
 
 log = logging.getLogger("infer")
 
@@ -247,12 +248,13 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
 
 
 def _quantized(model: Laneformer) -> dict[str, Any]:
-    """For reports: the weights that are quantized, their bytes and their formats; empty without any."""
-    records = [weight for weight in model.weights().values() if isinstance(weight, Quantized)]
+    """For reports: the quantized weights that a token reads, their bytes and their formats; empty without any."""
+    table = parameter_table(model.config)
+    records = [(w, table[path].share) for path, w in model.weights().items() if isinstance(w, Quantized)]
     if not records:
         return {}
     return {
-        "quantized_weights": sum(math.prod(record.shape) for record in records),
-        "quantized_bytes": sum(record.nbytes for record in records),
-        "quantized_formats": sorted({record.name for record in records}),
+        "quantized_weights": round(sum(math.prod(record.shape) * share for record, share in records)),
+        "quantized_bytes": round(sum(record.nbytes * share for record, share in records)),
+        "quantized_formats": sorted({record.name for record, _ in records}),
     }

@@ -49,11 +49,14 @@ class Weight:
         return round(self.size * self.share)
 
 
-def weight_of_op(table: dict[str, Weight], path: str) -> ops.Weight:
-    """A block's weight as its ops name it: the share of one lane, where each lane has its own."""
+def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False) -> ops.Weight:
+    """A block's weight as its ops name it: the share of one lane, where each lane has its own. of_experts: each expert
+    has one.
+    """
     weight = table[path]
     lane_sharded = weight.spec[0] == "lane"
-    return ops.Weight(path, weight.shape[lane_sharded:], lane_sharded)
+    shape = weight.shape[lane_sharded:]
+    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None)
 
 
 @dataclass(frozen=True, kw_only=True)

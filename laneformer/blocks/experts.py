@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight, hold
+from laneformer.blocks.block import Block, Weight, hold, weight_of_op
 from laneformer.blocks.mlp import FUNCTIONS
 from laneformer.config import ExpertsOptions
-from laneformer.errors import ConfigError
-from laneformer.ops import Norm, Op, Rotary
+from laneformer.ops import Chosen, Matrix, Norm, Op, Product, ProductName, Rotary, Route, Value
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 
@@ -108,7 +107,22 @@ class Experts(Block):
 
     @staticmethod
     def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
-        raise ConfigError(f"{path} has experts, which no kernel computes yet: use backend xla")
+        table = Experts.table(options, path)
+        w1, w3, w2 = (Matrix(weight_of_op(table, f"{path}.{name}", of_experts=True)) for name in ("w1", "w3", "w2"))
+        router = Matrix(weight_of_op(table, f"{path}.router"))
+        hidden = Product(
+            ProductName.GATE_UP,
+            (w1, w3),
+            reads=Value.STREAM,
+            writes=Value.HIDDEN,
+            norm=norm,
+            activation=options.activation,
+            gated=True,
+            chosen=Chosen(options.used, summed=False),
+        )
+        chosen = Chosen(options.used, summed=True)
+        down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
+        return Route(router, options.used, options.normalized, norm), hidden, down
 
 
 def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:

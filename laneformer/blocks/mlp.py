@@ -18,6 +18,7 @@ FUNCTIONS = {
     Activation.GELU: partial(jax.nn.gelu, approximate=False),
     Activation.GELU_PYTORCH_TANH: partial(jax.nn.gelu, approximate=True),
     Activation.RELU2: lambda x: jax.numpy.square(jax.nn.relu(x)),
+    Activation.QUICK_GELU: lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

@@ -18,7 +18,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS
 from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES
 from tests.support.plan_interpreter import interpret, run_schedule
 
@@ -137,7 +137,7 @@ def test_schedules_of_one_layer_word_for_word():
         assert writer.words == [*words, len(sums), *itertools.chain(*sums)] and writer.floats == floats
 
 
-CASES = CONFIGS | MODELS
+CASES = CONFIGS | MODELS | EXPERTS
 
 
 def interpreted(config, weights, ids):
@@ -157,8 +157,9 @@ def test_interpreted_configs_agree_with_the_reference(name):
     """Where it knows them; otherwise with laneformer's own model, in float32."""
     config = small.make_config(**CASES[name])
     weights, ids = small.make_weights(config), small.prompt_of(config, 21)
-    expected = (small.model_logits if name in MODELS else small.reference_logits)(config, weights, ids)
-    atol = (2e-5 if name in MODELS else 2e-6) * np.abs(expected).max()
+    known = name in CONFIGS
+    expected = (small.reference_logits if known else small.model_logits)(config, weights, ids)
+    atol = (2e-6 if known else 2e-5) * np.abs(expected).max()
     np.testing.assert_allclose(interpreted(config, weights, ids), expected, rtol=0, atol=atol)
 
 

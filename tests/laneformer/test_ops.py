@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
+from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Attend, OutputNorm, Product, Value, Weight
+from laneformer.ops import Attend, OutputNorm, Product, Route, Value, Weight
 from laneformer.weights import parameter_table
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS
 
-CASES = CONFIGS | MODELS
+CASES = CONFIGS | MODELS | EXPERTS
 
 
 def weights_of(value):
@@ -28,10 +29,8 @@ def weights_of(value):
 @pytest.mark.parametrize("name", CASES)
 def test_ops_name_every_weight_of_the_table(name):
     config = small.make_config(**CASES[name])
-    shapes = {
-        weight.path: (config.num_lanes, *weight.shape) if weight.lane_sharded else weight.shape
-        for weight in weights_of(decoder_ops(config))
-    }
+    plan = make_plan(decoder_ops(config), config.schedule)
+    shapes = {weight.path: plan.shape_of(weight.path) for weight in weights_of(plan.ops)}
     assert shapes == {path: parameter.shape for path, parameter in parameter_table(config).items()}
 
 
@@ -44,9 +43,12 @@ def test_values_are_written_before_they_are_read(name):
             for op in module.ops:
                 if isinstance(op, Product):
                     assert all(matrix.weight.shape[1] == op.columns for matrix in op.matrices)
-                    assert sizes[op.reads] == op.columns
+                    assert sizes[op.reads] == op.inputs
+                    assert op.chosen is None or op.chosen.used == sizes[Value.ROUTES]
                     assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
                     sizes[op.writes] = op.channels
+                elif isinstance(op, Route):
+                    sizes[Value.ROUTES] = op.used
                 elif isinstance(op, OutputNorm):
                     assert op is module.ops[-1] and op.norm.gain.shape == (sizes[Value.OUTPUT],)
                 else:

@@ -64,6 +64,7 @@ CONFIGS = {
     "squared relu": {"hidden_act": "relu2", "gated_mlp": False, "lanes": 3, "ff": 17},
     "gated squared relu": {"hidden_act": "relu2"},
     "mlp without a gate": {"gated_mlp": False, "ff": 32},
+    "quick gelu": {"hidden_act": "quick_gelu", "lanes": 1},
     "norms after": {"norm_after": "lane", "broadcast_delay": 1, "lanes": 3},
     "norms after alone": {"norm_before": False, "norm_after": "lane", "layout": "tp"},
     "norms of lanes after": {"norm_after": "lane", "layout": "desync(2)", "lanes": 3, "replicated_rmsn_scale": False},
@@ -94,6 +95,23 @@ MODELS = {
     "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
     "fractional delay": {"layout": "dtp(1.25)"},
 }
+
+
+EXPERTS = {
+    "experts": {"num_experts": 5, "layout": "tp"},
+    "shares of all experts, an MLP between": {
+        "lanes": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 3 * 16,
+        "norm_topk_prob": False,
+        "mlp_only_layers": (1,),
+    },
+    "lanes with routes of their own": {"layout": "desync(2)", "lanes": 3, "num_experts": 7, "hidden_act": "quick_gelu"},
+    "one expert": {"num_experts": 3, "num_experts_per_tok": 1, "lanes": 1, "norm_after": "lane"},
+    "all experts": {"num_experts": 3, "num_experts_per_tok": 3, "lanes": 1, "moe_intermediate_size": 33},
+}
+"""Models whose layers have experts."""
 
 
 NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from custom_calls.plan import Dtype, Plan, Table, decode_plan
-from laneformer.ops import Activation, Attend, HeadKind, Norm, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Matrix, Norm, Op, Product, Rotary, Route, Value, Weight
 
 ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -17,6 +17,7 @@ ACTIVATIONS = {
     Activation.GELU: lambda x: x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
     Activation.GELU_PYTORCH_TANH: lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
+    Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
 }
 
 
@@ -48,26 +49,53 @@ class Interpreter:
         """A lane's output [s, d] from its stream [s, d]."""
         values = {Value.STREAM: x}
         for op in ops:
-            if isinstance(op, Product):
+            if isinstance(op, Product) and op.chosen is not None:
+                values[op.writes] = self.experts(op, lane, values[op.reads], *values[Value.ROUTES])
+            elif isinstance(op, Product):
                 values[op.writes] = self.product(op, lane, values[op.reads])
+            elif isinstance(op, Route):
+                values[Value.ROUTES] = self.route(op, lane, values[Value.STREAM])
             elif isinstance(op, Attend):
                 values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
             else:
                 values[Value.OUTPUT] = self.norm(op.norm, lane, values[Value.OUTPUT])
         return values[Value.OUTPUT]
 
-    def product(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
+    def product(self, op: Product, lane: int, x: np.ndarray, expert: int | None = None) -> np.ndarray:
         if op.norm is not None:
             x = self.norm(op.norm, lane, x)
-        rows = []
-        for matrix in op.matrices:
-            y = x @ self.matrix(matrix.weight, lane).T
-            rows.append(y if matrix.bias is None else y + self.vector(matrix.bias, lane))
+        rows = [self.rows(matrix, lane, x, expert) for matrix in op.matrices]
         activate = ACTIVATIONS[op.activation]
         if op.gated:
             gate, up = rows
-            return activate(gate) * up
+            if op.limit is not None:
+                gate, up = np.minimum(gate, op.limit), np.clip(up, -op.limit, op.limit)
+            return activate(gate) * (up + op.up_offset)
         return activate(np.concatenate(rows, -1))
+
+    def rows(self, matrix: Matrix, lane: int, x: np.ndarray, expert: int | None = None) -> np.ndarray:
+        y = x @ self.matrix(matrix.weight, lane, expert).T
+        return y if matrix.bias is None else y + self.vector(matrix.bias, lane, expert)
+
+    def route(self, op: Route, lane: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the experts of each position, and their shares, both [s, used]."""
+        logits = self.rows(op.matrix, lane, x if op.norm is None else self.norm(op.norm, lane, x))
+        numbers = np.argsort(-logits, -1, kind="stable")[:, : op.used]
+        odds = np.exp(logits - logits.max(-1, keepdims=True))
+        chosen = np.take_along_axis(odds, numbers, -1)
+        return numbers, chosen / (chosen if op.normalized else odds).sum(-1, keepdims=True)
+
+    def experts(self, op: Product, lane: int, x: np.ndarray, numbers: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        """Position by position, expert by expert."""
+        width = op.columns if op.chosen.summed else 0
+        found = [
+            [
+                self.product(op, lane, x[s, None, rank * width : rank * width + op.columns], expert)[0]
+                for rank, expert in enumerate(numbers[s])
+            ]
+            for s in range(len(x))
+        ]
+        return np.einsum("sj,sjd->sd", shares, found) if op.chosen.summed else np.reshape(found, (len(x), -1))
 
     def attend(self, op: Attend, lane: int, projected: np.ndarray) -> np.ndarray:
         s, e = len(projected), op.head_dim
@@ -109,13 +137,14 @@ class Interpreter:
     def norm(self, norm: Norm, lane: int, x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * self.vector(norm.gain, lane)[: x.shape[-1]]
 
-    def matrix(self, weight: Weight, lane: int) -> np.ndarray:
+    def matrix(self, weight: Weight, lane: int, expert: int | None = None) -> np.ndarray:
         array = np.asarray(self.arrays[int(weight.path)], np.float64)
-        return array[lane] if weight.lane_sharded else array
+        array = array[lane] if weight.lane_sharded else array
+        return array if expert is None else array[expert]
 
-    def vector(self, weight: Weight, lane: int) -> np.ndarray:
-        offset, stride = self.places[int(weight.path)]
-        return self.small[offset + lane * stride :][: weight.shape[0]]
+    def vector(self, weight: Weight, lane: int, expert: int | None = None) -> np.ndarray:
+        (offset, stride), size = self.places[int(weight.path)], weight.shape[0]
+        return self.small[offset + lane * stride + (expert or 0) * size :][:size]
 
 
 def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:

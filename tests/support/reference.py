@@ -81,6 +81,8 @@ def activation(config, x):
         return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
     if name == "relu2":
         return np.where(x > 0, x**2, 0)
+    if name == "quick_gelu":
+        return x / (1 + np.exp(-1.702 * x))
     raise ValueError(f"unknown hidden_act {name!r}")
 
 

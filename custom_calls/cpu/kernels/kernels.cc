@@ -92,6 +92,16 @@ void activate(Activation wanted, bool gated, const float* x, int64_t tiles, floa
   activate_with_any(CountUp<laneformer::kActivations>{}, wanted, gated, x, tiles, out);
 }
 
+void limit_gated(float limit, float offset, int64_t tiles, float* x) {
+  const vf most = splat(limit), least = splat(-limit);  // a NaN stays one
+  for (int64_t t = 0; t < tiles; t++, x += 2 * kTile)
+    for (int v = 0; v < kTile; v += kWidth) {
+      const vf gate = loadf(x + v), up = loadf(x + kTile + v), below = select(up > most, most, up);
+      storef(x + v, select(gate > most, most, gate));
+      storef(x + kTile + v, select(below < least, least, below) + splat(offset));
+    }
+}
+
 void gate(const float* gates, int64_t n, float* x) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int count = n - i < kWidth ? (int)(n - i) : kWidth;
@@ -255,7 +265,7 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),    LF_ISA::product,   LF_ISA::product_bf12, LF_ISA::prepare,       LF_ISA::rms_norm,
-    LF_ISA::add_scaled, LF_ISA::add_parts, LF_ISA::activate,     LF_ISA::gate,          LF_ISA::attend,
-    LF_ISA::widen,      LF_ISA::narrow,    LF_ISA::read,         LF_ISA::multiply_adds, LF_ISA::largest_of,
-    LF_ISA::temper,     LF_ISA::sum_exp,   LF_ISA::exp_from,     LF_ISA::draw};
+    LF_TEXT(LF_ISA),    LF_ISA::product,   LF_ISA::product_bf12, LF_ISA::prepare,     LF_ISA::rms_norm,
+    LF_ISA::add_scaled, LF_ISA::add_parts, LF_ISA::activate,     LF_ISA::limit_gated, LF_ISA::gate,
+    LF_ISA::attend,     LF_ISA::widen,     LF_ISA::narrow,       LF_ISA::read,        LF_ISA::multiply_adds,
+    LF_ISA::largest_of, LF_ISA::temper,    LF_ISA::sum_exp,      LF_ISA::exp_from,    LF_ISA::draw};

@@ -82,6 +82,8 @@ struct Kernels {
   // [tiles][16] -> activation(x) [tiles][16], which may be the same memory; gated: [tiles][gate 16 | up 16] ->
   // activation(gate) * up.
   void (*activate)(Activation, bool gated, const float* x, int64_t tiles, float* out);
+  // In place: [tiles][gate 16 | up 16] -> min(gate, limit), up between -limit and limit, + offset.
+  void (*limit_gated)(float limit, float offset, int64_t tiles, float* x);
   void (*gate)(const float* gates, int64_t n, float* x);  // x *= sigmoid(gates)
   void (*attend)(const Attend&);
   void (*widen)(Dtype, const void* from, int64_t n, float* to);

@@ -32,7 +32,7 @@ struct Model {
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
         Dtype cache = Dtype::f16, bool rounded = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
-    add({4, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    add({5, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
@@ -56,8 +56,8 @@ struct Model {
   }
 
   void weights() {
-    const auto vector = [&](int place) { add({0, place * kHidden, 0, 1, kHidden}); };
-    const auto matrix = [&](int rows, int columns, bool sharded = true) { add({sharded, -1, 0, 2, rows, columns}); };
+    const auto vector = [&](int place) { add({0, 0, place * kHidden, 0, 1, kHidden}); };
+    const auto matrix = [&](int rows, int columns, bool sharded = true) { add({sharded, 0, -1, 0, 2, rows, columns}); };
     add({kOfLayer * kLayers + 3});
     matrix(vocab, kHidden, false);
     for (int layer = 0; layer < kLayers; layer++) {
@@ -76,28 +76,28 @@ struct Model {
   }
 
   void ops(int layer) {
-    const int32_t first = 1 + kOfLayer * layer, eps = number(1e-5f);
+    const int32_t first = 1 + kOfLayer * layer, eps = number(1e-5f), zero = number(0);
     const int32_t scale = number(1.0f / std::sqrt((float)kHeadDim));
     const auto op = [&](int kind, std::initializer_list<int32_t> fields) {
       add({kind, (int32_t)fields.size()});
       add(fields);
     };
     add({3});
-    op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0});
+    op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0, 0, zero, 0});
     if (layer == 1) {
       op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0});  // a window of 9 keys
     } else {
       op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0});
     }
-    op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0});
+    op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0, 0, zero, 0});
     if (layer == 1) {
       add({1, first + kNorm, eps});  // of the sum
     } else {
       add({0});
     }
     add({2 + (layer == 0)});
-    op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1});
-    op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0});
+    op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 0});
+    op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 0});
     if (layer == 0) op(2, {first + kFfnNorm, eps});
     add({0});
   }
@@ -241,7 +241,7 @@ class Pieces {
       piece.format.code = product->gated ? Code::int4 : Code::int8, piece.format.rows = true;
       for (int64_t k = -3; k < product->columns; k++) piece.order.push_back(k < 0 ? -1 : (int32_t)k);
       std::reverse(piece.order.begin(), piece.order.end());
-      piece.bytes = product->lanes * first * tile_bytes(piece.format, piece.columns);
+      piece.bytes = product->matrices * first * tile_bytes(piece.format, piece.columns);
       tiles_.emplace_back(piece.bytes);
       for (char& byte : tiles_.back()) byte = (char)(0x38 + random_.below(5));  // factors from 4e-5 to 0.012, any codes
       piece.tiles = tiles_.back().data();

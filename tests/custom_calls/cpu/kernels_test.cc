@@ -189,6 +189,7 @@ double exactly(Activation kind, double x) {
     case Activation::kGeluPytorchTanh:  // 1 + tanh(u) without the digits that it loses where tanh is nearly -1
       return x / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
     case Activation::kRelu2: return x > 0 ? x * x : 0;
+    case Activation::kQuickGelu: return x / (1 + std::exp(-1.702 * x));
   }
   return NAN;
 }
@@ -216,6 +217,19 @@ void activations(const Kernels& k) {
     std::vector<float> own = x;
     k.activate(kind, false, own.data(), 2 * kTiles, own.data());
     for (size_t i = 0; i < own.size(); i++) check(x[i], 1, own[i]);
+  }
+}
+
+void limits(const Kernels& k) {
+  const std::vector<float> x = {-9, 9, 7, NAN, -7, 0.5f, -kInfinity, kInfinity};
+  std::vector<float> tile(2 * 2 * kTile);
+  for (size_t i = 0; i < tile.size(); i++) tile[i] = x[i % x.size()];
+  k.limit_gated(7, 1, 2, tile.data());
+  const float gates[] = {-9, 7, 7, NAN, -7, 0.5f, -kInfinity, 7}, ups[] = {-6, 8, 8, NAN, -6, 1.5f, -6, 8};
+  for (size_t i = 0; i < tile.size(); i++) {
+    const float wanted = (i / kTile % 2 ? ups : gates)[i % x.size()];
+    CHECK(std::isnan(wanted) ? std::isnan(tile[i]) : tile[i] == wanted, "%s: %g within limits is %g", k.name,
+          x[i % x.size()], tile[i]);
   }
 }
 
@@ -368,6 +382,7 @@ void all_of(const Kernels& k) {
   causal(k);
   norms(k);
   activations(k);
+  limits(k);
   gates(k);
   exponentials(k);
   sums(k);

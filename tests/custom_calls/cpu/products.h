@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "bf12.h"
+#include "packing/bf12.h"
 #include "check.h"
 #include "kernels/kernels.h"
 

@@ -23,9 +23,11 @@ from infer.bench.latency import weight_bytes
 from infer.engine import cpu
 from infer.engine.backend import ModelSource, Request
 from infer.engine.cpu import CpuBackend
+from infer.engine.native import RoundedSource, plan_of
 from infer.sampling import sample
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.precision import Precision
+from tests.support import small
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
 from tests.support.paths import DENSE, MOE, ORACLE
 
@@ -354,11 +356,43 @@ def test_unsupported_options_are_refused():
         CpuBackend(ModelSource(model()), instructions="sse9")
 
 
-def test_experts_run_on_backend_xla():
-    """No kernel knows them yet: auto takes backend xla, and asking for another is one line."""
-    source, io = laneformer.load(MOE / "qwen3_moe_1", dtype="float32"), np.load(MOE / "qwen3_moe_1" / "io.npz")
-    engine = Engine(source)
-    result = engine.generate(io["greedy_prompt"].tolist(), max_new_tokens=12, stop_tokens=()).result
-    assert engine.backend == "xla" and [*result.tokens] == io["greedy_ids"].tolist()
-    with pytest.raises(ConfigError, match="its layers have experts"):
-        Engine(source, "cpu")
+@pytest.mark.parametrize(
+    ("case", "lanes", "options"),
+    [
+        ("mixtral", 1, {"threads": 1}),
+        ("mixtral", 4, {"threads": 3}),
+        ("qwen3_moe_1", 2, {}),
+        ("qwen3_moe_1", 4, {"dtype": "bfloat16", "weights": "bf12"}),
+        ("qwen3_moe_2", 1, {}),
+        ("qwen3_moe_2", 2, {"threads": 3}),
+        ("qwen3_moe_mixed", 1, {}),
+    ],
+)
+def test_mixtures_of_experts(case, lanes, options):
+    """Logits of every position, one at a time and all at once, and greedy tokens; FP8 stays so."""
+    io, dtype = np.load(MOE / case / "io.npz"), options.get("dtype", "float32")
+    engine = Engine.load(MOE / case, "cpu", num_lanes=lanes, **{"dtype": dtype} | options)
+    assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
+    assert ("fp8" in str(engine.conditions.get("quantized_formats"))) == (case == "qwen3_moe_2")
+    ids, config = io["input_ids"][0], engine.config
+    call = small.jitted(engine.session, room=len(ids), logits=True)
+    found, state = [], small.make_state(config, 64)
+    for position, token in enumerate(ids):
+        inputs = small.make_inputs([token], 1, start=position, room=len(ids))
+        outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
+        found.append(np.asarray(outputs.logits[0]))
+    assert np.abs(found - io["logits"][0]).max() < 5e-5
+    whole, after = call(small.make_inputs(ids, 1), small.make_state(config, 64))
+    assert small.same([found[-1], state.keys, state.values], [whole.logits[0], after.keys, after.values])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_experts_have_the_answer_of_backend_xla(weights):
+    folder = MOE / "qwen3_moe_1"
+    prompt, source = np.load(folder / "io.npz")["greedy_prompt"], ModelSource(laneformer.load(folder))
+    rounded = RoundedSource(source, plan_of(source), weights)
+    engines = (Engine(rounded, "xla"), Engine(rounded, "cpu"), Engine(source, "cpu", weights=weights))
+    expected, *found = (engine.generate(prompt, max_new_tokens=12, stop_tokens=()).result for engine in engines)
+    for result in found:
+        assert result.tokens == expected.tokens
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)

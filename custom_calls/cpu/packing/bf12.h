@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/kernels.h"
+#include "../kernels/kernels.h"
 
 namespace laneformer {
 

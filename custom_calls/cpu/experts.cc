@@ -1,0 +1,175 @@
+// A mixture of experts: the experts that each position uses, and products with these alone. Positions are grouped by
+// expert, so that a worker reads its rows of an expert once for all of a block. A position's sums have the same bits in
+// any company: its products depend on its vector alone, and are added in the order of its experts' shares.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "worker.h"
+
+namespace laneformer {
+
+void Worker::run(const Router& op, int module) {
+  run(op.logits, module);
+  router_ = &op;
+}
+
+// Which of count things in a lane are this worker's: its lanes are first .. last of all workers' shares of them.
+Worker::Part Worker::part_of(int lane, int64_t count) const {
+  const auto before = [&](int index) {  // the share of the lane that workers have before this one
+    const int64_t share = std::clamp<int64_t>((int64_t)m_.lanes * index - (int64_t)lane * count_, 0, count_);
+    return count * share / count_;
+  };
+  return {before(index_), before(index_ + 1)};
+}
+
+namespace {
+
+bool larger(float a, float b) { return a > b || (a != a && b == b); }  // NaN is noticed where it weighs most
+
+// The numbers of the largest logits, of equal ones the lowest first.
+void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
+  int count = 0;
+  for (int e = 0; e < experts; e++) {
+    if (count == used && !larger(logits[e], logits[numbers[used - 1]])) continue;
+    int at = count < used ? count++ : used - 1;
+    for (; at > 0 && larger(logits[e], logits[numbers[at - 1]]); at--) numbers[at] = numbers[at - 1];
+    numbers[at] = e;
+  }
+}
+
+}  // namespace
+
+// From the logits of all positions their experts and shares, and the positions of each expert.
+void Worker::choose(const Product& product, int lane) {
+  const int used = product.used, experts = product.experts;
+  const int64_t uses = (int64_t)positions_ * used;
+  Routes& routes = routes_[lane - first_lane_];
+  for (auto* numbers : {&routes.experts, &routes.members, &routes.places}) numbers->resize(uses);
+  routes.shares.resize(uses);
+  int64_t stride;
+  const float* logits = target(plan::Value::routes, 0, lane, &stride);
+  for (int p = 0; p < positions_; p++, logits += stride) {
+    int32_t* const numbers = routes.experts.data() + p * used;
+    float* const shares = routes.shares.data() + p * used;
+    largest_of(logits, experts, used, numbers);
+    const float largest = logits[numbers[0]];
+    float sum = 0;
+    for (int j = 0; j < used; j++) {
+      shares[j] = std::exp(logits[numbers[j]] - largest);
+      if (router_->normalized) sum += shares[j];
+    }
+    for (int e = 0; e < experts && !router_->normalized; e++) sum += std::exp(logits[e] - largest);
+    for (int j = 0; j < used; j++) shares[j] /= sum;
+  }
+  for (int64_t i = 0; i < uses; i++) routes.members[i] = (int32_t)i;
+  std::sort(routes.members.begin(), routes.members.end(),
+            [&](int32_t a, int32_t b) { return std::pair(routes.experts[a], a) < std::pair(routes.experts[b], b); });
+  routes.groups.clear();
+  for (int64_t i = 0; i < uses; i++) {
+    const int expert = routes.experts[routes.members[i]];
+    routes.places[routes.members[i]] = (int32_t)i;
+    if (routes.groups.empty() || routes.groups.back().expert != expert) routes.groups.push_back({expert, i, i});
+    routes.groups.back().last = i + 1;
+  }
+}
+
+void Worker::run_experts(const Product& product, int module) {
+  for (int lane = first_lane_; lane < last_lane_; lane++) {
+    if (router_) choose(product, lane);
+    product.summed ? write_sum(product, lane, module) : write_each(product, lane, module);
+  }
+  router_ = nullptr;
+}
+
+// What a group's members read, from vectors of all positions: `step` floats from one rank to the next.
+Worker::Vectors Worker::read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step,
+                                int64_t columns) {
+  const auto from = [&](int64_t member) {
+    const int32_t use = routes.members[member];
+    return x.x + use / used * x.stride + use % used * step;
+  };
+  const int count = (int)(group.last - group.first);
+  if (count == 1) return {from(group.first), 0, 1};
+  for (int i = 0; i < count; i++)
+    std::memcpy(own_.data() + i * columns, from(group.first + i), columns * sizeof(float));
+  return {own_.data(), columns, count};
+}
+
+// Units of all chosen experts are shared out as if they were one matrix. A unit costs its reading, as much as a few
+// positions, and its positions.
+void Worker::write_each(const Product& product, int lane, int module) {
+  constexpr int64_t kReading = 8;
+  const Routes& routes = routes_[lane - first_lane_];
+  const int64_t units = product.units(), of = product.unit_tiles();
+  const auto cost = [&](const Group& group) { return kReading + group.last - group.first; };
+  int64_t all = 0;
+  for (const Group& group : routes.groups) all += units * cost(group);
+  const Part part = part_of(lane, all);
+  if (part.first == part.last) return;
+  const Vectors x = vectors_of(product, lane);
+  int64_t stride, before = 0;
+  float* const to = target(product.writes, module, lane, &stride);
+  for (const Group& group : routes.groups) {
+    const auto unit_at = [&](int64_t place) {
+      return std::clamp<int64_t>((place - before + cost(group) - 1) / cost(group), 0, units);
+    };
+    const Share share{lane * product.experts + group.expert, unit_at(std::max(part.first, before)),
+                      unit_at(std::max(part.last, before))};
+    before += units * cost(group);
+    if (share.first == share.last) continue;
+    const int64_t own = share.last - share.first, ldy = own * of * kTile,
+                  tile = (share.matrix * units + share.first) * of;
+    const Vectors read = read_by(routes, group, product.used, x, 0, product.columns);
+    times(product, share, tile, read, y_.data(), ldy);
+    add_biases(product, lane, share, read.positions, y_.data(), ldy);
+    for (int i = 0; i < read.positions; i++) {
+      const int32_t use = routes.members[group.first + i];
+      activate(product, own, y_.data() + i * ldy,
+               to + use / product.used * stride + use % product.used * product.written_step() + share.first * kTile);
+    }
+  }
+}
+
+// Rows are shared out, the same of all experts.
+void Worker::write_sum(const Product& product, int lane, int module) {
+  const Routes& routes = routes_[lane - first_lane_];
+  const Part part = part_of(lane, product.units());
+  const int64_t units = product.units(), rows = (part.last - part.first) * kTile, used = product.used;
+  if (rows == 0) return;
+  Vectors x{nullptr, 0, positions_};
+  x.x = target(product.reads, 0, lane, &x.stride);
+  for (const Group& group : routes.groups) {
+    const Share share{lane * product.experts + group.expert, part.first, part.last};
+    float* const y = each_.floats() + group.first * rows;
+    const Vectors read = read_by(routes, group, product.used, x, product.read_step(), product.columns);
+    times(product, share, share.matrix * units + part.first, read, y, rows);
+    add_biases(product, lane, share, read.positions, y, rows);
+  }
+  int64_t stride;
+  float* const to = target(product.writes, module, lane, &stride) + part.first * kTile;
+  for (int p = 0; p < positions_; p++) {
+    std::memset(to + p * stride, 0, rows * sizeof(float));
+    for (int64_t use = p * used; use < (p + 1) * used; use++)
+      k_.add_scaled(to + p * stride, each_.floats() + routes.places[use] * rows, routes.shares[use], rows);
+  }
+}
+
+// What this worker reads for a position that uses experts far from each other.
+uint64_t Worker::read_experts(const Product& product) const {
+  const int64_t units = product.units();
+  uint64_t sum = 0;
+  for (int lane = first_lane_; lane < last_lane_; lane++) {
+    const Part rows = part_of(lane, units), all = part_of(lane, product.used * units);
+    for (int64_t j = 0; j < product.used; j++) {
+      const int64_t first = product.summed ? rows.first : std::clamp<int64_t>(all.first - j * units, 0, units);
+      const int64_t last = product.summed ? rows.last : std::clamp<int64_t>(all.last - j * units, 0, units);
+      const int matrix = lane * product.experts + (int)(j * product.experts / product.used);
+      if (first < last)
+        sum += read_tiles(product, {matrix, first, last}, (matrix * units + first) * product.unit_tiles());
+    }
+  }
+  return sum;
+}
+
+}  // namespace laneformer
