@@ -4,9 +4,9 @@
 #include <limits>
 #include <vector>
 
-#include "packing/bf12.h"
 #include "check.h"
 #include "kernels/kernels.h"
+#include "packing/bf12.h"
 
 using namespace laneformer;
 
