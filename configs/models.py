@@ -76,6 +76,29 @@ LANEFORMER_2B = ModelConfig(
     sliding_window=512,  # ours: 512 or 2,048 fit what is published; the smaller reads fewer keys per token
 )
 
+# The model of `make run` with 8 experts of half the columns in each layer, of which a token uses two: as many weights
+# per token.
+MOE_TINY = STDLIB.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+
+# 1.03 billion weights, of which a token uses a fifth. The proportions of OLMoE (arXiv 2409.02060), 64 small experts of
+# which a token uses 8, in 8 lanes.
+MOE_1B_A200M = ModelConfig(
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+    num_lanes=8,
+    layout="laneformer",
+    broadcast_delay=2,
+    qk_norm=True,
+    num_experts=64,
+    num_experts_per_tok=8,
+    moe_intermediate_size=256,
+)
+
 # By the name of the recipe that trains it, as its last phase leaves it.
 MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
@@ -84,4 +107,6 @@ MODELS: dict[str, ModelConfig] = {
     "laneformer_120m": LANEFORMER_120M,
     "laneformer_350m": LANEFORMER_350M_LONG,
     "laneformer_2b": LANEFORMER_2B,
+    "moe_tiny": MOE_TINY,
+    "moe_1b_a200m": MOE_1B_A200M,
 }

@@ -10,7 +10,7 @@ Every lane has an equal share of each matrix, [l, out, in], and its own residual
 
 from contextlib import nullcontext
 from functools import partial, reduce
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,12 @@ from laneformer.loss import cross_entropy
 from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, sharding
 from laneformer.precision import Precision, widen
 from laneformer.quantized import WHOLE, Quantized
+from laneformer.routing import RouterSums, Routing, in_common, load_of, router_losses, router_sums
 from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 
 Remat = Literal["none", "block", "dots"]
+BY_LANE = P(None, LANE)  # of arrays [n, l, ...]
 # What the backward pass keeps of a module beside its input: nothing, or the results of its matrix products.
 REMAT = {
     "block": jax.checkpoint_policies.nothing_saveable,
@@ -144,19 +146,27 @@ class Laneformer(nnx.Module):
         remat: Remat = "none",
         z_loss: float = 0.0,
         chunk: int | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        load_balance: float = 0.0,
+        router_z: float = 0.0,
+        load_nle: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """The training objective, summed over tokens: sum of weight * (nll + z_loss * lse^2), float32, and its parts.
 
         nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], by default 1. The
         caller divides by their sum. Parts, without gradient: nll, lse_squared (weighted sums) and weight. chunk:
         positions whose logits are in memory at a time, by default all.
+
+        With experts the losses of laneformer/routing.py are added, times load_balance and router_z, and the parts have
+        `routers`, a RouterSums. load: of the whole batch, float32, where this is a part of it.
         """
+        config = self.config
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
-        def local(model, ids_bs, targets_bs, weights_bs, segments_bs):
-            x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat)
+        def local(model, ids_bs, targets_bs, weights_bs, segments_bs, load_nle):
+            routings = []
+            x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat, routings=routings)
             operands = model._head_operands(x_lbsd)
-            return cross_entropy(
+            total, *tokens = cross_entropy(
                 *operands,
                 targets_bs,
                 weights_bs,
@@ -166,23 +176,62 @@ class Laneformer(nnx.Module):
                 axis=LANE if self._head_is_split() else None,
                 add_lanes=self.config.lm_head_type == "lane",
             )
+            routers = router_sums(routings, weights_bs)
+            if routers is None:
+                return total, *tokens, None
+            load_nle = load_of(routers.chosen_nle, config.num_experts_per_tok) if load_nle is None else load_nle
+            balance, z = router_losses(routers, load_nle, config.num_lanes)
+            more = load_balance * balance + router_z * z
+            return total + (jax.lax.psum(more, LANE) if self._lanes_are_split() else more), *tokens, routers
 
-        total, nll_bs, lse_bs = self._on_lanes(local, (ids_bs, targets_bs, weights_bs, segments_bs))
+        total, nll_bs, lse_bs, routers = self._on_lanes(
+            local,
+            (ids_bs, targets_bs, weights_bs, segments_bs, load_nle),
+            (P(), P(), P(), P(), BY_LANE),
+            (P(), P(), P(), BY_LANE),
+        )
         parts = {"nll": nll_bs, "lse_squared": jnp.square(lse_bs), "weight": jnp.ones_like(nll_bs)}
-        return total, {name: (weights_bs * x).sum() for name, x in parts.items()}
+        sums = {name: (weights_bs * x).sum() for name, x in parts.items()}
+        return total, sums if routers is None else sums | {"routers": routers}
+
+    def routers(
+        self, ids_bs: jax.Array, weights_bs: jax.Array | None = None, *, segments_bs: jax.Array | None = None
+    ) -> RouterSums:
+        """What the routers decide for a batch, without the head; arguments as in `loss`."""
+        weights_bs = jnp.ones(ids_bs.shape, jnp.float32) if weights_bs is None else weights_bs
+
+        def local(model, ids_bs, weights_bs, segments_bs):
+            routings = []
+            model._streams(ids_bs, None, segments_bs, "none", routings=routings)
+            return router_sums(routings, weights_bs)
+
+        return self._on_lanes(local, (ids_bs, weights_bs, segments_bs), out_specs=BY_LANE)
 
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
         """Differences between lanes by time in the schedule (float32, means over all tokens).
 
         similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last
         landings; nan with one lane. own, landed [2N + 1]: root mean square of the additions to a stream at time m, by
-        its own lane and by the others.
+        its own lane and by the others. With experts also in_common [n], by layer with experts: see routing.in_common.
         """
+        config = self.config
+
+        def users(model, routing: Routing) -> jax.Array:
+            used_lbse = jax.nn.one_hot(routing.chosen_lbsj, config.num_experts).sum(-2)
+            return model._sum_lanes(used_lbse)[0]
 
         def local(model, ids_bs, segments_bs):
-            times = []
-            model._streams(ids_bs, None, segments_bs, "none", lambda *seen: times.append(model._lane_statistics(*seen)))
-            return {name: jnp.stack([values[name] for values in times]) for name in times[0]}
+            times, routings = [], []
+
+            def observe(*seen):
+                times.append(model._lane_statistics(*seen))
+
+            model._streams(ids_bs, None, segments_bs, "none", observe, routings)
+            found = {name: jnp.stack([values[name] for values in times]) for name in times[0]}
+            if not routings:
+                return found
+            shared = [in_common(users(model, x), config.num_lanes, config.num_experts_per_tok) for x in routings]
+            return found | {"in_common": jnp.stack(shared)}
 
         return self._on_lanes(local, (ids_bs, segments_bs))
 
@@ -221,10 +270,11 @@ class Laneformer(nnx.Module):
         }
         return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
 
-    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None):
+    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None, routings=None):
         """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
-        All exchange between lanes goes through `_sum_lanes`. observe: see `run_schedule`.
+        All exchange between lanes goes through `_sum_lanes`. observe: see `run_schedule`. routings: list that gets what
+        each router decides.
         """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
@@ -250,7 +300,9 @@ class Laneformer(nnx.Module):
             n, layer = m // 2, self.layers[m // 2]
             with jax.named_scope(f"layer_{n}_{'mlp' if m % 2 else 'attention'}"):
                 if m % 2:
-                    o = feed_forward(layer, x)
+                    o, routing = feed_forward(layer, x)
+                    if routing is not None and routings is not None:
+                        routings.append(routing)
                 else:
                     memory = None if cache is None else (cache.keys[n], cache.values[n], start)
                     o, kept[n] = attention(layer, x, memory)

@@ -25,9 +25,10 @@ class Options:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or metrics.jsonl files."""
-    panels: tuple[Literal["loss", "optimizer", "speed", "lanes"], ...] = ("loss",)
+    panels: tuple[Literal["loss", "optimizer", "speed", "lanes", "experts"], ...] = ("loss",)
     """loss: training and validation loss; optimizer: learning rate and gradient norm; speed: tokens per second and, if
-    recorded, model FLOPs utilization; lanes: similarity of the lanes' streams and size of landed parts, by depth.
+    recorded, model FLOPs utilization; lanes: similarity of the lanes' streams and size of landed parts, by depth;
+    experts: load of the fullest expert, and entropy of the routers, means over layers.
     """
     out: Path | None = None
     """Picture to write, .png or .svg (default: named after the panels, such as loss.png, in the first run's folder)."""
@@ -208,7 +209,28 @@ def _lanes(runs: list[Run], window: int) -> list[Part]:
     return [part("similarity", "Mean cosine between lanes"), part("landed_over_own", "Parts of other lanes / own part")]
 
 
-_ROWS = {"loss": _loss, "optimizer": _optimizer, "speed": _speed, "lanes": _lanes}
+def _experts(runs: list[Run], window: int) -> list[Part]:
+    def part(key: str, title: str) -> Part:
+        def draw(axes):
+            for run in recorded:
+                found = _columns((line["tokens"], np.mean(line["experts"][key])) for line in run.steps)
+                _faint_and_mean(axes, *found, window, run.color, run.name)
+            _mark_borders_and_skips(axes, recorded)
+            _tokens_below(axes)
+            axes.set(title=title)
+            axes.legend(fontsize="small")
+
+        return draw
+
+    recorded = [run for run in runs if "experts" in run.steps[0]]
+    if not recorded:
+        raise InputError(
+            f"{', '.join(str(run.file) for run in runs)}: no record of experts; choose runs whose model has num_experts"
+        )
+    return [part("fullest", "Fullest expert / even load"), part("entropy", "Entropy of the routers, nats")]
+
+
+_ROWS = {"loss": _loss, "optimizer": _optimizer, "speed": _speed, "lanes": _lanes, "experts": _experts}
 
 
 def _faint_and_mean(axes, tokens: np.ndarray, values: np.ndarray, window: int, color: str, label: str) -> None:

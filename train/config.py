@@ -278,6 +278,14 @@ class TrainConfig(PhaseConfig):
     """Weight in the loss of the mean squared log-sum-exp of the logits (arXiv 2204.02311), which keeps them from
     drifting.
     """
+    load_balance_loss: float = field(default=0.01, metadata=LATER)
+    """Weight in the loss of the routers' load-balancing loss (arXiv 2101.03961), which makes a model's experts equally
+    busy; without experts it has no effect.
+    """
+    router_z_loss: float = field(default=0.001, metadata=LATER)
+    """Weight in the loss of the mean squared log-sum-exp of the routers' logits (arXiv 2202.08906); without experts it
+    has no effect.
+    """
     loss_chunk: int = 4096
     """Tokens per device whose logits are in memory at once."""
     compute_dtype: ComputeDtype = "auto"
@@ -306,13 +314,14 @@ class TrainConfig(PhaseConfig):
         _require_positive({**positive, **{name: value for name, value in optional.items() if value is not None}})
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
-        if self.keep_every < 0 or not 0 <= self.z_loss < math.inf:
-            raise ConfigError(f"keep_every and z_loss must be at least 0, got {self.keep_every} and {self.z_loss}")
+        for name in ("keep_every", "z_loss", "load_balance_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         _check_choices(self)
-        if self.model.num_experts is not None:
+        if self.model.num_experts is not None and self.distill.teacher is not None:
             raise ConfigError(
-                f"model.num_experts = {self.model.num_experts}: experts cannot be trained yet, as nothing balances"
-                " their load; leave it out"
+                f"distill.teacher with model.num_experts = {self.model.num_experts} is not supported: distillation does"
+                " not balance experts; leave one of them out"
             )
         if FIRST in self.then:
             raise ConfigError(f"then.{FIRST} has the name of the first phase; choose another name")
@@ -396,6 +405,11 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
     if data.batch_size % shares:
         raise ConfigError(
             f"{where}data.batch_size must be a multiple of accumulate x mesh.data = {shares}, got {data.batch_size}"
+        )
+    if phase.weights != "float32" and phase.model.num_experts is not None:
+        raise ConfigError(
+            f"{where}weights = {phase.weights} with model.num_experts = {phase.model.num_experts} is not supported:"
+            f" experts are trained in float32; leave {where}weights out"
         )
     if phase.weights != "float32":
         try:

@@ -26,7 +26,8 @@ class Evaluation:
     def __init__(self, config: TrainConfig, phase: Phase, trainer: Trainer, sets: dict[str, HeldOut]):
         """sets: held-out text by tag. Raises InputError for prompts that do not fit the model."""
         self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
-        self.bf12 = Bf12Statistic(phase.model, trainer.mesh)
+        # No kernel holds experts in 12 bits.
+        self.bf12 = Bf12Statistic(phase.model, trainer.mesh) if phase.model.num_experts is None else None
         watch, run = config.watch, config.run_folder
         live = LiveEngine(phase.model, trainer.mesh, trainer.precision, run / "tokenizer.json")
         self.samples = Samples(live, watch.prompts, max_new_tokens=watch.sample_tokens) if watch.samples_every else None
@@ -45,7 +46,8 @@ class Evaluation:
         """Runs the measurements that are due after this step, and logs them."""
         if self.sets and self._due(step, self.config.validate_every):
             log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
-            log.record(step, {"bf12": self.bf12(params)})
+            if self.bf12 is not None:
+                log.record(step, {"bf12": self.bf12(params)})
             if self.config.watch.lanes and self.phase.model.num_lanes > 1:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):
@@ -75,11 +77,12 @@ class Evaluation:
         return found
 
     def _lanes(self, params: Params) -> dict[str, list[float | None]]:
-        """Statistics by time in the schedule: see `Laneformer.lane_statistics`."""
+        """Statistics by time in the schedule, of experts by layer: see `Laneformer.lane_statistics`."""
         rows = next(iter(self.sets.values())).batches[0]
         found = {name: x.tolist() for name, x in jax.device_get(self.trainer.lanes(params, self._put(rows))).items()}
         ratio = [landed / own if own else None for landed, own in zip(found["landed"], found["own"], strict=True)]
-        return {"similarity": found["similarity"], "landed_over_own": ratio}
+        experts = {"experts_in_common": found["in_common"]} if "in_common" in found else {}
+        return {"similarity": found["similarity"], "landed_over_own": ratio, **experts}
 
     def _put(self, rows: Rows):
         return self.trainer.put_batch(lambda span: {key: values[span] for key, values in rows.items()}, rows)

@@ -204,7 +204,7 @@ class _Loop:
 
     def _fetch(self, step: int, values: dict, wait: float) -> None:
         """Waits for a step and records it."""
-        values = {name: value.item() for name, value in jax.device_get(values).items()}
+        values = jax.tree.map(lambda value: value.tolist(), jax.device_get(values))
         self.asked_by_any |= bool(values.pop("asked"))
         self.log.step(self.phase, step, values, self.batches.epochs_at(step - self.phase.first_step), wait)
 
@@ -229,10 +229,13 @@ def _mesh(config: TrainConfig) -> Mesh:
 
 def _greeting(config: TrainConfig, stores: Stores, mesh: Mesh, first: int) -> str:
     devices, schedule = mesh.devices, config.model.schedule
+    read = f" ({lf.parameters_per_token(config.model):,} per token)"
+    per_token = "" if config.model.num_experts is None else read
     lines = [
         (
-            f"{config.name}: {lf.parameter_count(config.model):,} parameters, {config.model.num_lanes} lanes, layout"
-            f" {config.model.layout} ({schedule.num_reductions} reductions per pass for {schedule.num_modules} modules)"
+            f"{config.name}: {lf.parameter_count(config.model):,} parameters{per_token}, {config.model.num_lanes}"
+            f" lanes, layout {config.model.layout} ({schedule.num_reductions} reductions per pass for"
+            f" {schedule.num_modules} modules)"
         ),
         (
             f"on {devices.size} x {devices.flat[0].device_kind} (data {devices.shape[0]} x lane {devices.shape[1]}), "

@@ -6,7 +6,9 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from laneformer.blocks.block import Weight
 from laneformer.config import ModelConfig
+from laneformer.mesh import LANE
 from laneformer.weights import parameter_table
 from train.config import OptimizerConfig
 
@@ -28,14 +30,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
     """Clipping by the norm over all weights, AdamW or Muon, and decay of matrices and embeddings; at learning rate 1.
 
-    muon orthogonalises each lane's share of a matrix separately and scales the result to the size of an AdamW update,
-    so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head, norms and biases use AdamW.
+    muon orthogonalises each lane's share of a matrix, and of each expert's, separately and scales the result to the
+    size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head,
+    routers, norms and biases use AdamW.
     """
     table = parameter_table(model)
     decays = {path: weight.group != "vector" for path, weight in table.items()}
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":
-        labels = {path: "muon" if weight.group == "matrix" else "adam" for path, weight in table.items()}
+        labels = {path: "muon" if _per_lane(weight) else "adam" for path, weight in table.items()}
         rule = optax.partition({"muon": _muon(config), "adam": rule}, labels)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -45,14 +48,19 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
     )
 
 
+def _per_lane(weight: Weight) -> bool:
+    """Whether it is a matrix in each lane; a router, which all lanes share, is none."""
+    return weight.group == "matrix" and weight.spec[0] == LANE
+
+
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Muon for weights [l, out, in]."""
+    """Muon for weights [l, out, in] and [l, e, out, in]."""
 
     def dimensions(params):
-        return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=2, output_axis=1), params)
+        return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=-1, output_axis=-2), params)
 
     def to_adam_size(updates, _):
-        return jax.tree.map(lambda u: 0.2 * math.sqrt(max(u.shape[1:])) * u, updates)
+        return jax.tree.map(lambda u: 0.2 * math.sqrt(max(u.shape[-2:])) * u, updates)
 
     orthogonal = scale_by_muon(beta=config.momentum, eps=config.eps, weight_dimension_numbers=dimensions)
     return optax.chain(orthogonal, optax.stateless(to_adam_size))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from laneformer.config import ExpertsOptions
 from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
+from laneformer.routing import load_of, router_figures, router_losses
 from laneformer.weights import initial_weights, parameter_table
 from train.config import Phase, TrainConfig
 from train.distill import TEACHER, distilled_sums, final_delay
@@ -156,7 +159,9 @@ class Trainer:
 
         return jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._init))
 
-    def _sums(self, params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _sums(
+        self, params: dict[str, jax.Array], batch: Batch, load: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """The objective and its parts, summed over the batch's tokens, as in Laneformer.loss."""
         if TEACHER in batch:
             distill, also = self.config.distill, {"z_loss": self.config.z_loss, "remat": self.config.remat}
@@ -173,7 +178,25 @@ class Trainer:
             remat=self.config.remat,
             z_loss=self.config.z_loss,
             chunk=max(1, self.config.loss_chunk // rows),
+            load_balance=self.config.load_balance_loss,
+            router_z=self.config.router_z_loss,
+            load_nle=load,
         )
+
+    def _load(self, params: dict[str, jax.Array], parts: Batch) -> jax.Array | None:
+        """The experts' load in a batch of several parts, by a forward pass of its own: the load-balancing loss is a
+        product of means over the batch, no sum over parts. None where there is nothing to balance.
+        """
+        experts = [layer for layer in self.phase.model.layers if isinstance(layer.feed_forward, ExpertsOptions)]
+        if not experts or not self.config.load_balance_loss:
+            return None
+
+        def chosen(part: Batch) -> jax.Array:
+            segments = part.get("segments")
+            segments = None if segments is None else segments[:, :-1]
+            return self.model(params).routers(part["ids"][:, :-1], part.get("weights"), segments_bs=segments).chosen_nle
+
+        return load_of(jax.lax.map(chosen, parts).sum(0), experts[0].feed_forward.used)
 
     def _lanes(self, params: dict[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
         segments = batch.get("segments")
@@ -181,9 +204,10 @@ class Trainer:
             batch["ids"][:, :-1], segments_bs=None if segments is None else segments[:, :-1]
         )
 
-    def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, Any]]:
         """Updates by the gradients of the mean objective over the batch, unless they are not finite."""
         accumulate, differentiate = self.phase.accumulate, jax.value_and_grad(self._sums, has_aux=True)
+        model = self.phase.model
 
         def parts_of(x: jax.Array) -> jax.Array:  # every part has rows of every data shard
             parts = x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1)
@@ -193,9 +217,10 @@ class Trainer:
         if accumulate == 1:
             (_, sums), grads = differentiate(state.params, jax.tree.map(lambda x: x[0], parts))
         else:
+            load = self._load(state.params, parts)
 
             def add(total, part):
-                (_, sums), grads = differentiate(state.params, part)
+                (_, sums), grads = differentiate(state.params, part, load)
                 return jax.tree.map(jnp.add, total, (sums, grads)), None
 
             zeros = jax.tree.map(
@@ -215,8 +240,15 @@ class Trainer:
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "skipped": ~finite, "asked": asked.max()}
         if self.config.z_loss:
             metrics["z_loss"] = self.config.z_loss * sums["lse_squared"] / tokens
+        if "routers" in sums:
+            routers, used = sums["routers"], model.num_experts_per_tok
+            losses = router_losses(routers, load_of(routers.chosen_nle, used), model.num_lanes)
+            weights = {"load_balance_loss": self.config.load_balance_loss, "router_z_loss": self.config.router_z_loss}
+            for (name, weight), total in zip(weights.items(), losses, strict=True):
+                metrics |= {name: weight * total / tokens} if weight else {}
+            metrics["experts"] = router_figures(routers, used)
         if "kl" in sums:
             metrics["kl"] = sums["kl"] / tokens
         if self.config.distill.anneal_steps:
-            metrics["delay"] = jnp.float32(final_delay(self.phase.model))
+            metrics["delay"] = jnp.float32(final_delay(model))
         return State(params, optimizer, state.step + 1), metrics

@@ -3,6 +3,7 @@
 # Name -> MODULE:FUNCTION, imported when asked for.
 RECIPES = {
     "tiny": "configs.ablations.tiny:tiny",
+    "tiny_moe": "configs.ablations.tiny:tiny_moe",
     "30m": "configs.ablations.small:web_30m",
     "120m": "configs.ablations.small:web_120m",
     "350m": "configs.ablations.ladder:ladder_350m",

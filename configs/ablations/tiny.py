@@ -1,5 +1,6 @@
-"""A grid for a laptop: a model of 0.6 million parameters on Python's standard library."""
+"""Grids for a laptop: small models on Python's standard library."""
 
+import dataclasses
 from pathlib import Path
 
 from configs.ablations.variants import layouts
@@ -49,4 +50,21 @@ def tiny() -> Grid:
         projected=LANEFORMER_2B,
         probe={"tp": (2, 8), "dtp(2)": (0,), "dtp(4)": (0,), "dtp(8)": (0,)},
         minutes=1.2,
+    )
+
+
+def tiny_moe() -> Grid:
+    """tiny with 8 experts per layer, of which a token uses two, as many weights per token: what delay costs experts.
+
+    Projected is the speed of the dense model of 2 billion parameters.
+    """
+    dense = tiny()
+    model = dense.base.model.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+    return dataclasses.replace(
+        dense,
+        name="tiny_moe",
+        base=dataclasses.replace(dense.base, name="tiny_moe", model=model),
+        variants=layouts(),
+        probe={},
+        minutes=None,
     )

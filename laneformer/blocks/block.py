@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer import ops
 from laneformer.ops import Norm, Op, Rotary
 from laneformer.quantized import Quantized
+from laneformer.routing import Routing
 
 PARTS = ("attention", "MLP", "norms", "head")
 """What reports of bytes distinguish, in their order."""
@@ -100,6 +101,10 @@ class Block(nnx.Module):
 
     The static methods state its facts for given options, without an instance; a kind must define the abstract ones.
     """
+
+    def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing | None]:
+        """Its output [l, b, s, d], and what its router decided; by default it has none."""
+        return self(h_lbsd), None
 
     @staticmethod
     @abstractmethod

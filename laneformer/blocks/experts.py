@@ -6,6 +6,7 @@ Every lane has its columns of every expert, so that all lanes read as much. The 
 rounding changes is another model.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, QuantizedParam, Weight, hold, weight_of_op
 from laneformer.blocks.mlp import FUNCTIONS
 from laneformer.config import ExpertsOptions
+from laneformer.mesh import DATA
 from laneformer.ops import Chosen, Matrix, Norm, Op, Product, ProductName, Rotary, Route, Value
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
+from laneformer.routing import Routing
 
 
 class Experts(Block):
@@ -30,27 +33,35 @@ class Experts(Block):
         self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
-        shares_lbsj, chosen_lbsj = self.route(h_lbsd)
+        return self.routed(h_lbsd)[0]
+
+    def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
+        shares_lbsj, routing = self.route(h_lbsd)
+        weights = [_leaves(getattr(self, name)[...]) for name in ("w1", "w3", "w2")]
+        return _by_rows(self._of_lanes, h_lbsd, shares_lbsj, routing.chosen_lbsj, weights), routing
+
+    def _of_lanes(self, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
         lanes, used = len(h_lbsd), self.options.used
         o_ltd = jax.vmap(self._lane)(
             h_lbsd.reshape(lanes, -1, h_lbsd.shape[-1]),
             shares_lbsj.reshape(lanes, -1, used),
             chosen_lbsj.reshape(lanes, -1, used),
-            *(_leaves(getattr(self, name)[...]) for name in ("w1", "w3", "w2")),
+            *weights,
         )
         return o_ltd.reshape(h_lbsd.shape)
 
-    def route(self, h_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], and their numbers,
-        int32; of equal logits the lower number is chosen.
+    def route(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
+        """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], with their numbers
+        and the logits; of equal logits the lower number is chosen. A lane routes from its own stream.
         """
         router_ed = self.router[...].astype(jnp.float32)
         h_lbsd = h_lbsd.astype(jnp.float32)
         logits_lbse = jnp.einsum("lbsd,ed->lbse", h_lbsd, router_ed, precision=jax.lax.Precision.HIGHEST)
         best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
         if self.options.normalized:
-            return jax.nn.softmax(best_lbsj), chosen_lbsj
-        return jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True)), chosen_lbsj
+            return jax.nn.softmax(best_lbsj), Routing(logits_lbse, chosen_lbsj)
+        shares_lbsj = jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True))
+        return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
 
     def _lane(self, h_td, shares_tj, chosen_tj, w1_efd, w3_efd, w2_edf) -> jax.Array:
         """The output of one lane [t, d]. Tokens are sorted by expert, into blocks that zeros fill up; a matrix is read
@@ -74,8 +85,8 @@ class Experts(Block):
         x_ncd = x_ncd.reshape(blocks, size, -1)
 
         def times(name: str, x: jax.Array, w) -> jax.Array:
-            record = getattr(self, name)[...]
-            facts = (record.kind, record.group, record.columns) if isinstance(record, Quantized) else None
+            own = getattr(self, name)
+            facts = own.facts if isinstance(own, QuantizedParam) else None
             return chosen_product(self.precision, facts, x, w, expert_n)
 
         gate_ncf = checkpoint_name(times("w1", x_ncd, w1_efd), "product")
@@ -127,6 +138,45 @@ class Experts(Block):
 
 def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:
     return weight.arrays if isinstance(weight, Quantized) else weight
+
+
+def _by_rows(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
+    """of_lanes(...), where the batch is split over the mesh axis "data": each device sorts its own tokens, and gathers
+    the weights once.
+    """
+    data = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
+    if data == 1 or h_lbsd.shape[1] % data:
+        return of_lanes(h_lbsd, shares_lbsj, chosen_lbsj, weights)
+    return _on_devices(of_lanes, h_lbsd, shares_lbsj, chosen_lbsj, weights)
+
+
+ROWS = P(None, DATA)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _on_devices(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
+    """Its derivative computes of_lanes again: JAX (0.10) has none of a shard_map within another one."""
+    specs = {"in_specs": (ROWS, ROWS, ROWS, P()), "out_specs": ROWS}
+    return jax.shard_map(of_lanes, axis_names={DATA}, **specs)(h_lbsd, shares_lbsj, chosen_lbsj, weights)
+
+
+def _devices_forward(of_lanes, *kept):
+    return _on_devices(of_lanes, *kept), kept
+
+
+def _devices_backward(of_lanes, kept, g_lbsd):
+    def local(h_lbsd, shares_lbsj, chosen_lbsj, weights, g_lbsd):
+        weights = jax.tree.map(lambda w: jax.lax.pcast(w, DATA, to="varying"), weights)
+        _, pull = jax.vjp(lambda h, shares, w: of_lanes(h, shares, chosen_lbsj, w), h_lbsd, shares_lbsj, weights)
+        *rows, gradients = pull(g_lbsd)
+        return *rows, jax.tree.map(lambda w: jax.lax.psum(w, DATA), gradients)
+
+    specs = {"in_specs": (ROWS, ROWS, ROWS, P(), ROWS), "out_specs": (ROWS, ROWS, P())}
+    h_lbsd, shares_lbsj, weights = jax.shard_map(local, axis_names={DATA}, **specs)(*kept, g_lbsd)
+    return h_lbsd, shares_lbsj, None, weights
+
+
+_on_devices.defvjp(_devices_forward, _devices_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -10,6 +10,7 @@ from laneformer.blocks.norm import RMSNorm
 from laneformer.config import LayerOptions, NormOptions, Norms
 from laneformer.ops import Norm, Rotary
 from laneformer.precision import Precision
+from laneformer.routing import Routing
 
 BEFORE = {"attention": "attention_norm", "feed_forward": "ffn_norm"}
 """For each block of a layer the name of the norm through which it reads the stream, as in the weights' paths."""
@@ -35,9 +36,10 @@ class Layer(nnx.Module):
         o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), *args)
         return self._write(o_lbsd, "attention"), kept
 
-    def feed(self, x_lbsd: jax.Array) -> jax.Array:
-        """The feed-forward block's output [l, b, s, d]."""
-        return self._write(self.feed_forward(self._read(x_lbsd, "feed_forward")), "feed_forward")
+    def feed(self, x_lbsd: jax.Array) -> tuple[jax.Array, Routing | None]:
+        """The feed-forward block's output [l, b, s, d], and what its router decided, where it has one."""
+        o_lbsd, routing = self.feed_forward.routed(self._read(x_lbsd, "feed_forward"))
+        return self._write(o_lbsd, "feed_forward"), routing
 
     def _read(self, x_lbsd: jax.Array, name: str) -> jax.Array:
         norm = getattr(self, BEFORE[name])

@@ -103,6 +103,15 @@ def test_all_panels(run, figures):
     assert [line.get_ydata()[2] for line in landed.lines] == [1, 2, 3, 4]
 
 
+def test_experts_are_means_over_layers(run, tmp_path, figures):
+    experts = {"fullest": [1.5, 2.5], "dead": [0.0, 1.0], "entropy": [1.0, 0.5]}
+    records = [line | ({"experts": experts} if "loss" in line else {}) for line in lines()]
+    draw(Options(runs=(run, write(tmp_path / "experts", records)), panels=("experts",)))
+    fullest, entropy = (drawn(axes)["experts"].get_ydata() for axes in figures[0].axes)
+    np.testing.assert_allclose(fullest, 2.0)
+    np.testing.assert_allclose(entropy, 0.75)
+
+
 def test_several_runs_share_a_picture(run, tmp_path, figures):
     other = write(tmp_path / "other", (line for line in lines(shift=1.0) if "validation" not in line))
     draw(Options(runs=(run, other), panels=tuple(PANELS)))
@@ -159,6 +168,7 @@ def test_runs_without_records_raise(run, tmp_path, capsys):
         [str(tmp_path)],
         [],
         [str(bare), "--panels", "lanes"],
+        [str(run), "--panels", "experts"],
         [str(run), "--window", "0"],
         [str(run), "--out", "a.pdf"],
     ):

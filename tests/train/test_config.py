@@ -245,8 +245,3 @@ def test_added_and_removed_fields_are_named():
     before["gone"] = before.pop("seed")
     with pytest.raises(ConfigError, match=r"gone \(was 0, now None\), seed \(was None, now 0\)"):
         check_same_run(before, tiny(), Path("run"))
-
-
-def test_experts_are_refused():
-    with pytest.raises(ConfigError, match=r"model\.num_experts = 4"):
-        changed(tiny(), model__num_experts=4)

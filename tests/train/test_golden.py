@@ -17,24 +17,12 @@ from train.step import Trainer
 
 FILE = Path(__file__).with_name("golden_losses.json")
 TOLERANCE = 1e-4  # float32 on other processors
+NAMES = ["tp", "parallel", "ladder", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(2)", "dtp(3)", "dtp(1.5)"]
+NAMES += ["laneformer", "none"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CASES = {
-    **{
-        layout: {"layout": layout}
-        for layout in (
-            "tp",
-            "parallel",
-            "ladder",
-            "desync(2)",
-            "spd(1)",
-            "caat(0.5)",
-            "kraken",
-            "track(2)",
-            "dtp(3)",
-            "dtp(1.5)",
-            "laneformer",
-            "none",
-        )
-    },
+    **{layout: {"layout": layout} for layout in NAMES},
+    **{f"{layout}, experts": {"layout": layout, **EXPERTS} for layout in NAMES},
     "laneformer, not early": {"layout": "laneformer", "use_early_comm": False},
     "laneformer, corrected": {"layout": "laneformer", "early_lands_twice": False},
 }
@@ -55,7 +43,7 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-FAST = ("laneformer",)  # the others with -m slow
+FAST = ("laneformer", "laneformer, experts")  # the others with -m slow
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])

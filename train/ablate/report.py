@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,18 @@ from laneformer.errors import InputError
 from train.ablate import plots
 from train.ablate.grid import Grid
 from train.ablate.listing import others
-from train.ablate.results import CONTEXT, DEVICES, PER_NODE, RESULTS, Result, Summary, collect, read_measured, summarize
+from train.ablate.results import (
+    CONTEXT,
+    DEVICES,
+    LAST,
+    PER_NODE,
+    RESULTS,
+    Result,
+    Summary,
+    collect,
+    read_measured,
+    summarize,
+)
 
 REPORT = "report.md"
 
@@ -162,6 +174,25 @@ def _diagnostics(found: Sequence[Summary]) -> list[str]:
                 f"| {s.name} | {similarity[1]:.3f} | {similarity[len(similarity) // 2]:.3f} | {similarity[-1]:.3f} |"
                 f" {landed} |"
             )
+    rows = [(s, [result.experts for result in s.results if result.experts]) for s in found]
+    if rows := [(s, experts) for s, experts in rows if experts]:
+        lines += [
+            "",
+            "## Experts",
+            "",
+            (
+                f"Means over layers, lanes and the last {LAST} steps of training: load of the fullest expert over the"
+                " even load, experts of a layer that no token of a batch uses, entropy of the routers in nats; and, at"
+                " the last validation, the share of a token's experts that two lanes both use."
+            ),
+            "",
+            "| layout | fullest / even | unused | entropy | in common |",
+            "|---|---|---|---|---|",
+        ]
+        for s, experts in rows:
+            names = ("fullest", "dead", "entropy", "in_common")
+            cells = [f"{statistics.mean(x[name] for x in experts):.2f}" if name in experts[0] else "" for name in names]
+            lines.append(f"| {s.name} | {' | '.join(cells)} |")
     probes = [(s, result.probe) for s in found for result in s.results if result.probe]
     if probes:
         layers = len(next(iter(probes[0][1]["by_layer"].values())))

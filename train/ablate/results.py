@@ -25,6 +25,7 @@ DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # to project the speed on
 PER_NODE = 8
 # 97.5 % quantile of Student's t by number of seeds.
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
+LAST = 20  # steps that figures of experts are a mean of
 CONTEXT = 1536  # positions before the projected token, as in `infer roofline`
 
 
@@ -51,6 +52,10 @@ class Result:
     """[tokens, loss] of every validation on the first set."""
     similarity: list[float | None]
     landed_over_own: list[float | None]
+    experts: dict[str, float] | None
+    """Means over layers of the last steps' figures in metrics.jsonl, and of the last `experts_in_common`; None for a
+    model without experts.
+    """
     probe: dict | None
     """Content of probe.json (train/ablate/probe.py)."""
     seconds: float
@@ -87,10 +92,21 @@ def read_result(cell: Cell) -> Result | None:
         curve=[[tokens[step], found[first]["loss"]] for step, found in checks if first in found],
         similarity=lanes[-1]["similarity"] if lanes else [],
         landed_over_own=lanes[-1]["landed_over_own"] if lanes else [],
+        experts=_experts(lines, lanes),
         probe=json.loads(probe.read_text(encoding="utf-8")) if probe.exists() else None,
         seconds=sum(sum(line["time"].values()) for line in lines if "time" in line),
         folder=cell.folder.name,
     )
+
+
+def _experts(lines: Sequence[dict], lanes: Sequence[dict]) -> dict[str, float] | None:
+    """lines: records of a run; lanes: its statistics of the lanes."""
+    last = [line["experts"] for line in lines if "experts" in line][-LAST:]
+    if not last:
+        return None
+    found = {name: statistics.mean(x for step in last for x in step[name]) for name in last[0]}
+    shared = lanes[-1].get("experts_in_common") if lanes else None
+    return found | ({"in_common": statistics.mean(shared)} if shared else {})
 
 
 def collect(grid: Grid) -> list[Result]:

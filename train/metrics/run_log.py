@@ -87,8 +87,8 @@ class RunLog:
             self._write(step, {"time": self.clock.interval()})
             left = (phase.last_step - step) * phase.tokens_per_step / speed
             self._print(
-                f"step {step}/{self.config.total_steps}  loss {values['loss']:.4f}  {speed:,.0f} tok/s  {left:.0f} s"
-                " left"
+                f"step {step}/{self.config.total_steps}  loss {values['loss']:.4f}  {_experts(values)}{speed:,.0f}"
+                f" tok/s  {left:.0f} s left"
             )
         self.divergence.update({"step": step, **record})
 
@@ -145,3 +145,13 @@ class RunLog:
             self._stack.callback(sink.close)
             self._print(f"also logging to {sink.where}")
         return sinks
+
+
+def _experts(values: dict) -> str:
+    """What a line about a step says of its experts: of the layer with the fullest one, and of all layers the number of
+    experts that no token uses.
+    """
+    if "experts" not in values:
+        return ""
+    fullest, dead = max(values["experts"]["fullest"]), sum(values["experts"]["dead"])
+    return f"fullest expert {fullest:.2f} x even{f', {dead:.3g} unused' if dead else ''}  "

@@ -62,8 +62,8 @@ def test_float64_reference(changes, tokens):
 def test_equal_logits_choose_the_lower_number():
     own = block(options())
     own.router[...] = jnp.zeros_like(own.router[...])
-    shares, chosen = own.route(jnp.ones((2, 1, 3, 8)))
-    assert (chosen == jnp.array([0, 1])).all() and (shares == 0.5).all()
+    shares, routing = own.route(jnp.ones((2, 1, 3, 8)))
+    assert (routing.chosen_lbsj == jnp.array([0, 1])).all() and (shares == 0.5).all()
 
 
 def test_gradients_equal_those_of_all_experts():
@@ -118,7 +118,8 @@ def test_routes_of_a_reference_model():
     def routes(model, ids_bs):
         layer, x_lbsd = model.layers[0], model.tok_embeddings[...][ids_bs][None]
         x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary_tables(model.config, jnp.arange(ids_bs.shape[1])), None, None)[0]
-        return layer.feed_forward.route(layer.ffn_norm(x_lbsd))
+        shares, routing = layer.feed_forward.route(layer.ffn_norm(x_lbsd))
+        return shares, routing.chosen_lbsj
 
     shares, chosen = (np.asarray(x)[0, 0] for x in routes(model, io["input_ids"][:1]))
     wanted = np.argsort(io["router_indices_row0"][0], -1)

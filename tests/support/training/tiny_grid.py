@@ -30,14 +30,22 @@ def registered() -> Grid:
     return grid()
 
 
-def pretend(cell: Cell, losses: list[float], *, lanes: dict | None = None, probe: dict | None = None) -> None:
+def pretend(
+    cell: Cell,
+    losses: list[float],
+    *,
+    lanes: dict | None = None,
+    probe: dict | None = None,
+    experts: dict | None = None,
+) -> None:
     """Writes the files of a finished cell, with these validation losses, evenly spaced over its steps."""
     total = cell.config.total_steps
     (cell.folder / "checkpoints" / str(total)).mkdir(parents=True)
     records = []
     for i, loss in enumerate(losses, 1):
         step = total * i // len(losses)
-        records.append({"step": step, "loss": 9.0, "tokens": 100 * step, "step_seconds": 0.5})
+        more = {"experts": experts} if experts else {}
+        records.append({"step": step, "loss": 9.0, "tokens": 100 * step, "step_seconds": 0.5, **more})
         records.append({"step": step, "validation": {"store": {"loss": loss, "bits_per_byte": 2 * loss}}})
     records += [{"step": total, "lanes": lanes}] if lanes else []
     records.append({"step": total, "time": {"step": 30.0, "other": 30.0}})

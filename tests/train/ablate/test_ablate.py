@@ -166,11 +166,14 @@ def test_report_of_known_numbers(tmp_path):
     made = at(tmp_path, variants=variants, seeds=(0, 1, 2), probe={})
     known = {"tp": (3.0, 3.1, 3.2), "dtp(1)": (3.5, 3.6, 3.7), "dtp(1), 2 lanes": (3.2, 3.0, 3.4)}
     lanes = {"similarity": [1.0, 0.5, 0.25, 0.125, 0.0625], "landed_over_own": [None, 2.0, 2.0, 2.0, None]}
+    experts = {"fullest": [1.5, 2.5], "dead": [0.0, 1.0], "entropy": [1.0, 0.5]}
     probe = {"loss": 3.0, "tokens": 10.0, "by_layer": {"2": [3.5, 3.001]}}
     for cell in made.cells:
         if cell.variant.name in known:
             end = known[cell.variant.name][cell.seed]
-            pretend(cell, [5.0, end], lanes=lanes, probe=probe if cell.name == "tp #0" else None)
+            shared = lanes | ({"experts_in_common": [0.5, 1.0]} if cell.variant.name == "tp" else {})
+            own = experts if cell.variant.name == "tp" else None
+            pretend(cell, [5.0, end], lanes=shared, probe=probe if cell.name == "tp #0" else None, experts=own)
     expected = write_report(made)
     rows = {}
     for line in expected.splitlines():
@@ -187,6 +190,7 @@ def test_report_of_known_numbers(tmp_path):
     assert "9 of 12 cells are finished; **3 are missing**" in written and "projected" in written
     assert "| tp | 0.500 | 0.250 | 0.062 | 2.00 |" in written
     assert "| tp | 2 | +500.0 | +1.0 |" in written
+    assert "| tp | 2.00 | 0.50 | 0.75 | 0.75 |\n\n## Sensitivity" in written, "a row for models with experts alone"
     raw = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(r["variant"], r["seed"], r["loss"], r["bits_per_byte"], r["seconds"]) for r in raw[:2]] == [
         ("tp", 0, 3.0, 6.0, 60.0),

@@ -1,0 +1,33 @@
+"""Laneformers with a mixture of experts: every lane routes from its own stream, see docs/training.md."""
+
+import dataclasses
+
+from configs.models import MOE_1B_A200M, MOE_TINY
+from configs.small import CONTEXT, DATA
+from configs.stdlib import stdlib
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+
+def moe_tiny() -> TrainConfig:
+    """stdlib with 8 experts per layer, of which a token uses two: minutes on two CPU cores.
+
+    Needs data/stdlib from `make run`.
+    """
+    return dataclasses.replace(stdlib(), name="moe_tiny", steps=400, model=MOE_TINY)
+
+
+def moe_1b_a200m() -> TrainConfig:
+    """1.03B parameters, 204M per token, 18 layers in 8 lanes, 20B tokens: a node of 8 GPUs. Not run yet."""
+    return TrainConfig(
+        name="moe_1b_a200m",
+        model=MOE_1B_A200M,
+        data=DataConfig(path=(DATA,), sequence_length=CONTEXT, batch_size=256),
+        steps=20_000_000_000 // (256 * CONTEXT),
+        optimizer=OptimizerConfig(learning_rate=8e-4, warmup_steps=1000, decay_fraction=0.2, final_fraction=0.1),
+        accumulate=8,
+        mesh=MeshConfig(data=1, lane=8),
+        z_loss=1e-4,
+        remat="block",
+        validate_every=500,
+        save_every=500,
+    )

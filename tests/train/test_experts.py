@@ -1,0 +1,191 @@
+"""Training models with experts: steps on meshes and in parts, Muon by expert, records, resumed runs."""
+
+import json
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from laneformer import ConfigError, Laneformer, load, make_mesh, parameter_count
+from laneformer.weights import initial_weights, matmul_parameters, parameter_table, parameters_per_token
+from tests.support.tiny_recipe import changed, losses, records, tiny
+from train.config import LaterPhase, OptimizerConfig
+from train.flops import train_flops_per_token
+from train.optimizer import make_optimizer
+from train.step import Trainer
+
+MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FLAGS = [word for name, value in MODEL.items() for word in (f"--model.{name.replace('_', '-')}", str(value))]
+
+
+@cache
+def trainer(data=1, lane=8, **changes) -> Trainer:
+    config = changed(tiny(), **{f"model__{name}": value for name, value in MODEL.items()}, **changes)
+    return Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
+
+
+@cache
+def initial_state():
+    return jax.device_get(trainer(2, 4).init())
+
+
+def put(trainer: Trainer, seed: int):
+    """A batch whose rows have unequally many tokens that count, some none, and the same in NumPy."""
+    random = np.random.default_rng(seed)
+    weights = random.integers(0, 2, (8, 16)).astype(np.float32)
+    weights[:3] = 0
+    rows = {"ids": random.integers(1, 64, (8, 17)).astype(np.int32), "weights": weights}
+    return trainer.put_batch(lambda span: {key: x[span] for key, x in rows.items()}, rows), rows
+
+
+def run(trainer: Trainer, steps: int = 3):
+    """Of the first steps: losses, gradient norms, losses of the routers, loads."""
+    state, found = jax.tree.map(jax.device_put, initial_state(), trainer.state_shardings), []
+    for n in range(steps):
+        state, values = trainer.step(state, put(trainer, n)[0], trainer.put_asked(False))
+        names = ("loss", "grad_norm", "load_balance_loss", "router_z_loss")
+        found.append([*(float(values[name]) for name in names), *values["experts"]["fullest"].tolist()])
+    return np.array(found)
+
+
+@cache
+def usual():
+    return run(trainer(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "lane", "changes"),
+    [
+        (2, 4, {"accumulate": 4}),
+        (1, 1, {}),
+        pytest.param(1, 8, {}, marks=pytest.mark.slow),
+        pytest.param(8, 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, 4, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param(1, 2, {"accumulate": 2, "remat": "dots"}, marks=pytest.mark.slow),
+    ],
+)
+def test_meshes_parts_and_recomputation_change_no_loss(data, lane, changes):
+    np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
+
+
+def test_validation_is_the_cross_entropy_alone():
+    t = trainer(2, 4)
+    state = jax.tree.map(jax.device_put, initial_state(), t.state_shardings)
+    batch, rows = put(t, 0)
+    ids, weights = rows.values()
+    sums = t.evaluate(state.params, batch)
+    logits = np.float64(Laneformer(t.config.model, state.params, t.precision)(ids[:, :-1]))
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+    assert float(sums["nll"]) == pytest.approx((weights * nll).sum(), rel=1e-5)
+    assert usual()[0, 0] == pytest.approx((weights * nll).sum() / weights.sum(), rel=1e-5), "so is the reported loss"
+
+
+def test_without_weight_the_router_losses_have_no_effect():
+    """And are not reported; gradients are those of the cross-entropy."""
+    t = trainer(1, 1, load_balance_loss=0.0, router_z_loss=0.0)
+    state = jax.tree.map(jax.device_put, initial_state(), t.state_shardings)
+    batch, rows = put(t, 0)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, ids, weights):
+        logits = jax.nn.log_softmax(Laneformer(t.config.model, params, t.precision)(ids[:, :-1]))
+        nll = -jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+        return (weights * nll).sum() / weights.sum()
+
+    found = gradient(initial_state().params, **rows)
+    norm = math.sqrt(sum(float((np.float64(g) ** 2).sum()) for g in found.values()))
+    _, values = t.step(state, batch, t.put_asked(False))
+    assert float(values["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert not {"load_balance_loss", "router_z_loss"} & values.keys()
+
+
+def test_muon_orthogonalises_each_expert_and_leaves_routers_to_adam():
+    """One expert's update depends on its own gradient alone, and has singular values of one size."""
+    config = trainer(2, 4).config
+    o = OptimizerConfig(kind="muon", weight_decay=0.0, clip_norm=1e9)
+    muon, adam = (
+        make_optimizer(o.__class__(**{**o.__dict__, "kind": kind}), config.model) for kind in ("muon", "adamw")
+    )
+    params = initial_weights(config.model, 0)
+    random = np.random.default_rng(1)
+    grads = {path: jnp.float32(random.standard_normal(p.shape)) for path, p in params.items()}
+    path = "layers.0.feed_forward.w1"
+    scaled = grads | {path: grads[path].at[:, 1].multiply(100.0)}
+
+    def updates(rule, grads):
+        return jax.jit(lambda g: rule.update(g, rule.init(params), params)[0])(grads)
+
+    found, other, by_adam = updates(muon, grads), updates(muon, scaled), updates(adam, grads)
+    sizes = np.linalg.svd(np.asarray(found[path]), compute_uv=False) / (0.2 * math.sqrt(32))
+    assert sizes.shape == (8, 4, 4) and (sizes > 0.6).all() and (sizes < 1.3).all()
+    np.testing.assert_allclose(other[path], found[path], atol=1e-3)
+    router = "layers.0.feed_forward.router"
+    np.testing.assert_allclose(found[router], by_adam[router], rtol=1e-6)
+
+
+def test_routers_and_experts_decay():
+    config = changed(trainer(2, 4).config, optimizer__weight_decay=0.5)
+    params = {path: jnp.ones(p.shape) for path, p in parameter_table(config.model).items()}
+    rule = make_optimizer(config.optimizer, config.model)
+    updates = jax.jit(lambda p: rule.update(jax.tree.map(jnp.zeros_like, p), rule.init(p), p)[0])(params)
+    for name in ("router", "w1", "w2", "w3"):
+        assert (updates[f"layers.1.feed_forward.{name}"] == -0.5).all(), name
+
+
+def test_a_token_counts_the_experts_that_it_uses():
+    """By hand: attention, 2 of 4 experts of 32 columns, the router, the head."""
+    model = trainer(2, 4).config.model
+    layer = 4 * 32 * 32 + 4 * 32
+    used = 2 * (layer + 2 * 3 * 32 * 32) + 64 * 32
+    assert matmul_parameters(model) == used
+    assert parameter_count(model) == used + 2 * 2 * 3 * 32 * 32 + 64 * 32 + 5 * 32
+    assert parameters_per_token(model) == used + 5 * 32
+    assert train_flops_per_token(model, 16) == 6 * used + 3 * 2 * 4 * 32 * 17 / 2
+
+
+def test_a_run_reports_its_experts_and_resumes_bitwise(tmp_path, command, stop_at, monkeypatch):
+    """Then its checkpoint loads."""
+    options = [*FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    status, out, err = command(whole, *options)
+    assert (status, err) == (0, "") and " per token), 8 lanes" in out
+    assert "step 10/20  loss " in out and "  fullest expert " in out
+    found = records(whole)
+    step = next(line for line in found if line["step"] == 20 and "loss" in line)
+    assert {name: len(x) for name, x in step["experts"].items()} == {"fullest": 2, "dead": 2, "entropy": 2}
+    assert all(1 <= x <= 2 for x in step["experts"]["fullest"]) and set(step["experts"]["dead"]) == {0.0}
+    assert all(0 < x <= math.log(4) for x in step["experts"]["entropy"])
+    assert step["load_balance_loss"] == pytest.approx(0.01 * 2, rel=0.1) and step["router_z_loss"] > 0
+    lanes = next(line["lanes"] for line in found if "lanes" in line)
+    assert len(lanes["experts_in_common"]) == 2 and all(0 < x <= 1 for x in lanes["experts_in_common"])
+    assert not any("bf12" in line for line in found)
+    stop_at(11)
+    assert command(run, *options)[0] == 143
+    monkeypatch.undo()
+    assert command(run, *options)[0] == 0
+    assert records(run) == found and losses(run)[-1] < losses(run)[0] - 0.5
+    for (path, weight), other in zip(load(run).weights().items(), load(whole).weights().values(), strict=True):
+        np.testing.assert_array_equal(weight, other, err_msg=path)
+    assert json.loads((run / "run.json").read_text())["config"]["model.num_experts"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"distill__teacher": "teacher"}, "distill.teacher"),
+        ({"weights": "int4"}, "weights = int4"),
+        (
+            {"then": {"last": LaterPhase(steps=1, data=tiny().data, weights="int8")}},
+            r"then\.last\.weights = int8 with model\.num_experts = 4",
+        ),
+        ({"load_balance_loss": -1.0}, "load_balance_loss"),
+        ({"router_z_loss": math.nan}, "router_z_loss"),
+    ],
+)
+def test_bad_values_are_named(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        changed(trainer(2, 4).config, **changes)
