@@ -127,6 +127,10 @@ class AttentionOptions(AttentionVariant):
     """q and k are rotated by their positions."""
     qkv_bias: bool
     """Biases on the q, k and v projections, and on that of the gate."""
+    out_bias: bool = False
+    """A bias on the output projection; each lane has its own."""
+    sinks: bool = False
+    """Every query head has a logit of its own among its scores, a key without a value."""
     qk_norm: Literal["head", "projection"] | None
     """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
@@ -160,6 +164,14 @@ class ExpertsOptions:
     normalized: bool
     """The shares of the chosen experts sum to 1; otherwise they are the softmax over all."""
     activation: Activation
+    router_bias: bool = False
+    """A bias on the router's logits."""
+    biases: bool = False
+    """Biases on all matrices of the experts; each lane has its own of w2."""
+    limit: float | None = None
+    """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
+    alpha: float = 1.702
+    """Clamped SwiGLU: factor on the gate in its sigmoid."""
 
 
 BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
@@ -191,7 +203,7 @@ class ModelConfig(AttentionVariant):
     num_attention_heads: int
     """Query heads over all lanes (H)."""
     num_key_value_heads: int
-    """Key/value heads over all lanes (K); lanes must divide it."""
+    """Key/value heads over all lanes (K). Lanes divide it, or it divides them: then L / K lanes have a copy of each."""
     head_dim: int | None = None
     """Channels of one head (e); by default hidden_size / num_attention_heads."""
     max_position_embeddings: int = 4096
@@ -252,6 +264,10 @@ class ModelConfig(AttentionVariant):
     """Added to the mean square in every RMSNorm."""
     qkv_bias: bool = False
     """Biases on the q, k and v projections (Qwen2), and on that of the gate."""
+    out_bias: bool = dataclasses.field(default=False, metadata=LATER)
+    """A bias on the output projection of attention (gpt-oss); each lane has its own."""
+    attention_sinks: bool = dataclasses.field(default=False, metadata=LATER)
+    """Every query head has a logit of its own among its scores, a key without a value (gpt-oss; arXiv 2309.17453)."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
@@ -274,6 +290,16 @@ class ModelConfig(AttentionVariant):
     """The shares of a token's experts sum to 1; false leaves them as the softmax over all experts has them."""
     mlp_only_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
     """Layers that have an MLP of intermediate_size instead of experts."""
+    router_bias: bool = dataclasses.field(default=False, metadata=LATER)
+    """A bias on the logits by which experts are chosen."""
+    expert_bias: bool = dataclasses.field(default=False, metadata=LATER)
+    """Biases on all matrices of the experts; each lane has its own of the last."""
+    swiglu_limit: float | None = dataclasses.field(default=None, metadata=LATER)
+    """Clamped SwiGLU of the experts (gpt-oss): gate sigmoid(swiglu_alpha gate) (up + 1), the gate at most this, up
+    between minus this and this; none leaves activation(gate) up.
+    """
+    swiglu_alpha: float = dataclasses.field(default=1.702, metadata=LATER)
+    """Clamped SwiGLU: factor on the gate in its sigmoid."""
 
     bos_token_id: int | None = None
     """Token that begins a text; prepended to prompts where set."""
@@ -333,16 +359,20 @@ class ModelConfig(AttentionVariant):
 
     def _check_experts(self):
         if self.num_experts is None:
-            for name in ("moe_intermediate_size", "mlp_only_layers"):
+            for name in ("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
         _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+        if self.swiglu_limit is not None:
+            _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
+            if self.hidden_act != "silu":
+                raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
 
     def _check_lanes(self):
-        divided = ["num_key_value_heads", "num_attention_heads"]
+        divided = ["num_attention_heads"]
         sparse = self.num_experts is not None and self.moe_intermediate_size is not None
         divided += ["moe_intermediate_size"] if sparse else ["intermediate_size"]
         if sparse and self.mlp_only_layers:
@@ -351,15 +381,18 @@ class ModelConfig(AttentionVariant):
             raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
             divided.append("vocab_size")
-        for name in divided:
-            if getattr(self, name) % self.num_lanes:
-                fitting = [
-                    n for n in range(1, self.num_lanes) if all(getattr(self, other) % n == 0 for other in divided)
-                ]
-                raise ConfigError(
-                    f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}; smaller lane counts"
-                    f" that do: {', '.join(map(str, fitting))}"
-                )
+
+        def unfit(lanes: int) -> str | None:
+            wrong = [name for name in divided if getattr(self, name) % lanes]
+            copied = self.num_key_value_heads % lanes and lanes % self.num_key_value_heads
+            return "num_key_value_heads" if copied else wrong[0] if wrong else None
+
+        if name := unfit(self.num_lanes):
+            fitting = [n for n in range(1, self.num_lanes) if not unfit(n)]
+            raise ConfigError(
+                f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}; smaller lane counts"
+                f" that do: {', '.join(map(str, fitting))}"
+            )
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
             field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
             raise ConfigError(
@@ -423,11 +456,12 @@ class ModelConfig(AttentionVariant):
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
-            "kv_heads": self.num_key_value_heads // self.num_lanes,
+            "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),
             "head_dim": self.head_size,
         }
         qk_norm = self.qk_norm_over if self.qk_norm else None
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
+        variant |= {"out_bias": self.out_bias, "sinks": self.attention_sinks}
         return tuple(
             LayerOptions(
                 AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),
@@ -450,6 +484,10 @@ class ModelConfig(AttentionVariant):
             experts=self.num_experts,
             used=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
+            router_bias=self.router_bias,
+            biases=self.expert_bias,
+            limit=self.swiglu_limit,
+            alpha=self.swiglu_alpha,
         )
 
     @property

@@ -225,7 +225,8 @@ class Attend(AttentionVariant):
     q_norm: Norm | None = None
     """Over each query head; or over all of them together, if its gain has as many channels. k_norm likewise."""
     k_norm: Norm | None = None
-    # To come, in a commit that computes it: sinks.
+    sinks: Weight | None = None
+    """A logit [heads] beside each head's scores, not scaled: a key without a value, which takes its share (gpt-oss)."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.ATTENDED

@@ -242,6 +242,7 @@ class Reader {
             "a rotation has other channels than a head");
     check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
     check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
+    if (op.sinks) check_vector(*op.sinks, op.heads, "sinks");
     require(channels_of(Value::projected) == projected(op),
             "attention reads another number of channels than are projected");
     channels_of(Value::attended) = width(op);

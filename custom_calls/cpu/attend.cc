@@ -88,16 +88,20 @@ void Worker::attend(const plan::Attend& op, int layer, Keys part, Keys next, int
              cache(d_.call->values, next.lane) + ahead, next.last - next.first});
 }
 
-// Merges the chunks' parts, in their order, into a[p][heads][head_dim], and applies the gates.
+// Merges the chunks' parts, in their order, into a[p][heads][head_dim], and applies the gates. A sink is a first part
+// without a value.
 void Worker::merge(int lane) {
   const int64_t e = attend_->head_dim, heads = attend_->heads, stride = (int64_t)kBlock * heads * (e + 2);
   const float* parts = d_.parts.floats() + (int64_t)lane * kChunks * stride;
+  const float* sinks = attend_->sinks ? d_.small(*attend_->sinks, lane) : nullptr;
   for (int64_t row = 0; row < positions_ * heads; row++) {
     const float* part = parts + row * (e + 2);
     float* a = a_.data() + row * e;
-    float largest = -INFINITY, sum = 0;
+    const float sink = sinks ? sinks[row % heads] : -INFINITY;
+    float largest = sink, sum = 0;
     for (int c = 0; c < chunks_; c++) largest = std::max(largest, part[c * stride + e]);
     std::memset(a, 0, e * sizeof(float));
+    if (sinks) sum = std::exp(sink - largest);
     for (int c = 0; c < chunks_; c++) {
       if (part[c * stride + e] == -INFINITY) continue;  // other positions see its keys
       const float weight = std::exp(part[c * stride + e] - largest);

@@ -146,7 +146,8 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
 
     of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
     value or an enumeration is a constant, a number that may be None a function, 0 for None. A norm is constants ...ed,
-    ...Eps and ...Stride and the function of its gain's offset. Matrices, rotations and lists are the layout's.
+    ...Eps and ...Stride and the function of its gain's offset; a vector that may be None likewise, constants ...Given
+    and ...Stride. Matrices, rotations and lists are the layout's.
     """
     op = next(iter(of_layers.values()))
     constants, functions = {}, {}
@@ -159,6 +160,12 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
             constants[f"{title}Stride"] = layout.plan.places[value.gain.path].stride if value else 0
             functions[field] = {
                 layer: _at(layout, getattr(own, field).gain) if value else 0 for layer, own in of_layers.items()
+            }
+        elif kinds == [Weight] and optional:
+            constants[f"{title}Given"] = value is not None
+            constants[f"{title}Stride"] = layout.plan.places[value.path].stride if value else 0
+            functions[field] = {
+                layer: _at(layout, getattr(own, field)) if value else 0 for layer, own in of_layers.items()
             }
         elif kinds == [int] and optional:
             functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}

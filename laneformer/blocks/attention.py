@@ -48,19 +48,21 @@ class Attention(Block):
         if self.options.rotary:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q = q.astype(dtype)
+        sinks = self.sinks[...] if self.options.sinks else None
         if memory is None:
             kept = k.astype(dtype), v.astype(dtype)
-            a = attend(q, *kept, window=window, segments=segments_bs)
+            a = attend(q, *kept, window=window, segments=segments_bs, sinks=sinks)
         else:
             keys, values, start = memory
             kept = tuple(
                 jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
                 for c, new in ((keys, k), (values, v))
             )
-            a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start)
+            a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start, sinks=sinks)
         if self.options.attention_gate:
             a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
-        return self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...]), kept
+        o_lbsd = self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
+        return o_lbsd + self.wo_bias[...][:, None, None, :] if self.options.out_bias else o_lbsd, kept
 
     @staticmethod
     def table(options: AttentionOptions, path: str) -> dict[str, Weight]:
@@ -84,15 +86,19 @@ class Attention(Block):
             for name, channels in (("q_norm", queries), ("k_norm", keys)):
                 size = e if options.qk_norm == "head" else channels
                 add(name, f"{name}.weight", (size,), P(None), "ones")
+        if options.sinks:
+            add("sinks", "sinks", (l, options.heads), P("lane", None), "zeros")
         add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
+        if options.out_bias:
+            add("wo_bias", "wo.bias", (l, d), P("lane", None), "zeros")
         return found
 
     @staticmethod
     def ops(options: AttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         weight = partial(weight_of_op, Attention.table(options, path))
 
-        def matrix(name: str) -> Matrix:
-            return Matrix(weight(f"{path}.{name}"), weight(f"{path}.{name}_bias") if options.qkv_bias else None)
+        def matrix(name: str, biased: bool = options.qkv_bias) -> Matrix:
+            return Matrix(weight(f"{path}.{name}"), weight(f"{path}.{name}_bias") if biased else None)
 
         def head_norm(name: str) -> Norm | None:
             return Norm(weight(f"{path}.{name}"), options.norm_eps) if options.qk_norm else None
@@ -113,9 +119,10 @@ class Attention(Block):
             rotary=rotary if options.rotary else None,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
+            sinks=weight(f"{path}.sinks") if options.sinks else None,
             **options.attention_variant,
         )
-        wo = Matrix(weight(f"{path}.wo"))
+        wo = matrix("wo", options.out_bias)
         return qkv, attend, Product(ProductName.OUT, (wo,), reads=Value.ATTENDED, writes=Value.OUTPUT)
 
     @staticmethod

@@ -17,15 +17,22 @@ from jax.sharding import PartitionSpec as P
 from laneformer.blocks.block import Block, QuantizedParam, Weight, hold, weight_of_op
 from laneformer.blocks.mlp import FUNCTIONS
 from laneformer.config import ExpertsOptions
+from laneformer.errors import ConfigError
 from laneformer.mesh import DATA
-from laneformer.ops import Chosen, Matrix, Norm, Op, Product, ProductName, Rotary, Route, Value
+from laneformer.ops import Activation, Chosen, Matrix, Norm, Op, Product, ProductName, Rotary, Route, Value
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
 
+MATRICES = ("w1", "w3", "w2")
+BIASES = tuple(f"{name}_bias" for name in MATRICES)
+QUICK_GELU = 1.702  # alpha of that activation
+
 
 class Experts(Block):
-    """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h)."""
+    """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h), with biases on the router
+    and on each matrix where the options have them, and clamped where they have a limit (gpt-oss).
+    """
 
     def __init__(self, weights: dict[str, jax.Array], options: ExpertsOptions, precision: Precision):
         for name, weight in weights.items():
@@ -37,7 +44,7 @@ class Experts(Block):
 
     def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
         shares_lbsj, routing = self.route(h_lbsd)
-        weights = [_leaves(getattr(self, name)[...]) for name in ("w1", "w3", "w2")]
+        weights = {name: _leaves(getattr(self, name)[...]) for name in self._names}
         return _by_rows(self._of_lanes, h_lbsd, shares_lbsj, routing.chosen_lbsj, weights), routing
 
     def _of_lanes(self, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
@@ -46,7 +53,7 @@ class Experts(Block):
             h_lbsd.reshape(lanes, -1, h_lbsd.shape[-1]),
             shares_lbsj.reshape(lanes, -1, used),
             chosen_lbsj.reshape(lanes, -1, used),
-            *weights,
+            weights,
         )
         return o_ltd.reshape(h_lbsd.shape)
 
@@ -57,15 +64,30 @@ class Experts(Block):
         router_ed = self.router[...].astype(jnp.float32)
         h_lbsd = h_lbsd.astype(jnp.float32)
         logits_lbse = jnp.einsum("lbsd,ed->lbse", h_lbsd, router_ed, precision=jax.lax.Precision.HIGHEST)
+        if self.options.router_bias:
+            logits_lbse = logits_lbse + self.router_bias[...].astype(jnp.float32)
         best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
         if self.options.normalized:
             return jax.nn.softmax(best_lbsj), Routing(logits_lbse, chosen_lbsj)
         shares_lbsj = jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True))
         return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
 
-    def _lane(self, h_td, shares_tj, chosen_tj, w1_efd, w3_efd, w2_edf) -> jax.Array:
-        """The output of one lane [t, d]. Tokens are sorted by expert, into blocks that zeros fill up; a matrix is read
-        once for a block.
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Of the experts' weights."""
+        return MATRICES + BIASES if self.options.biases else MATRICES
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """What w2 multiplies, of two arrays of one shape."""
+        limit = self.options.limit
+        if limit is None:
+            return FUNCTIONS[self.options.activation](gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(self.options.alpha * gate) * (up + 1)
+
+    def _lane(self, h_td, shares_tj, chosen_tj, weights: dict) -> jax.Array:
+        """The output of one lane [t, d] with its weights by name. Tokens are sorted by expert, into blocks that zeros
+        fill up; a matrix is read once for a block.
         """
         tokens, used = chosen_tj.shape
         pairs, experts = tokens * used, self.options.experts
@@ -84,14 +106,14 @@ class Experts(Block):
         x_ncd = jnp.zeros((blocks * size, h_td.shape[1]), h_td.dtype).at[place_p].set(h_td[order_p // used])
         x_ncd = x_ncd.reshape(blocks, size, -1)
 
-        def times(name: str, x: jax.Array, w) -> jax.Array:
+        def times(name: str, x: jax.Array) -> jax.Array:
             own = getattr(self, name)
             facts = own.facts if isinstance(own, QuantizedParam) else None
-            return chosen_product(self.precision, facts, x, w, expert_n)
+            y = chosen_product(self.precision, facts, x, weights[name], expert_n)
+            return y + weights[f"{name}_bias"][expert_n][:, None] if self.options.biases else y
 
-        gate_ncf = checkpoint_name(times("w1", x_ncd, w1_efd), "product")
-        up_ncf = checkpoint_name(times("w3", x_ncd, w3_efd), "product")
-        o_ncd = times("w2", FUNCTIONS[self.options.activation](gate_ncf) * up_ncf, w2_edf)
+        gate_ncf, up_ncf = (checkpoint_name(times(name, x_ncd), "product") for name in ("w1", "w3"))
+        o_ncd = times("w2", self.hidden(gate_ncf, up_ncf))
         o_pd = jnp.zeros((pairs, h_td.shape[1]), o_ncd.dtype)
         o_pd = o_pd.at[order_p].set(o_ncd.reshape(blocks * size, -1)[place_p])
         return jnp.einsum("tj,tjd->td", shares_tj, o_pd.reshape(tokens, used, -1), precision=jax.lax.Precision.HIGHEST)
@@ -99,41 +121,61 @@ class Experts(Block):
     @staticmethod
     def table(options: ExpertsOptions, path: str) -> dict[str, Weight]:
         l, e, d, f = options.num_lanes, options.experts, options.hidden_size, options.columns
+        found = {}
 
-        def matrix(name: str, shape: tuple[int, ...], spec: P, initial: str, share: float) -> Weight:
-            file_name = f"model.{path}.{name}.weight"
-            return Weight(
-                file_name=file_name, shape=shape, spec=spec, initial=initial, group="matrix", part="MLP", share=share
+        def add(name: str, shape: tuple[int, ...], spec: P, initial: str, share: float, biased: bool) -> None:
+            usual = {"part": "MLP", "share": share}
+            file_name = f"model.{path}.{name}"
+            found[f"{path}.{name}"] = Weight(
+                file_name=f"{file_name}.weight", shape=shape, spec=spec, initial=initial, group="matrix", **usual
             )
+            if biased:
+                found[f"{path}.{name}_bias"] = Weight(
+                    file_name=f"{file_name}.bias",
+                    shape=shape[:-1],
+                    spec=P(*spec[:-2], None),
+                    initial="zeros",
+                    group="vector",
+                    **usual,
+                )
 
         read, written = P("lane", None, None, "data"), P("lane", None, "data", None)
         share = options.used / e
-        found = {
-            "router": matrix("router", (e, d), P(None, "data"), "normal", 1.0),
-            "w1": matrix("w1", (l, e, f, d), read, "normal", share),
-            "w3": matrix("w3", (l, e, f, d), read, "normal", share),
-            "w2": matrix("w2", (l, e, d, f), written, "output", share),
-        }
-        return {f"{path}.{name}": weight for name, weight in found.items()}
+        add("router", (e, d), P(None, "data"), "normal", 1.0, options.router_bias)
+        add("w1", (l, e, f, d), read, "normal", share, options.biases)
+        add("w3", (l, e, f, d), read, "normal", share, options.biases)
+        add("w2", (l, e, d, f), written, "output", share, options.biases)
+        return found
 
     @staticmethod
     def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
-        table = Experts.table(options, path)
-        w1, w3, w2 = (Matrix(weight_of_op(table, f"{path}.{name}", of_experts=True)) for name in ("w1", "w3", "w2"))
-        router = Matrix(weight_of_op(table, f"{path}.router"))
+        table, clamped = Experts.table(options, path), options.limit is not None
+        if clamped and options.alpha != QUICK_GELU:
+            raise ConfigError(f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU} alone; use backend xla")
+
+        def matrix(name: str, of_experts: bool) -> Matrix:
+            bias = f"{path}.{name}_bias"
+            return Matrix(
+                weight_of_op(table, f"{path}.{name}", of_experts),
+                weight_of_op(table, bias, of_experts) if bias in table else None,
+            )
+
+        w1, w3, w2 = (matrix(name, of_experts=True) for name in MATRICES)
         hidden = Product(
             ProductName.GATE_UP,
             (w1, w3),
             reads=Value.STREAM,
             writes=Value.HIDDEN,
             norm=norm,
-            activation=options.activation,
+            activation=Activation.QUICK_GELU if clamped else options.activation,
             gated=True,
+            limit=options.limit,
+            up_offset=float(clamped),
             chosen=Chosen(options.used, summed=False),
         )
         chosen = Chosen(options.used, summed=True)
         down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
-        return Route(router, options.used, options.normalized, norm), hidden, down
+        return Route(matrix("router", of_experts=False), options.used, options.normalized, norm), hidden, down
 
 
 def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:

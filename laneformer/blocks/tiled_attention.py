@@ -26,24 +26,26 @@ def attend(
     window: int | None = None,
     segments: jax.Array | None = None,
     start: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(head_dim)) v over the visible keys of each query, softmax in float32, for each lane.
 
     q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at
     position j, query i at start + i. Visible are the newest `window` keys up to the query's own position, within its
     segment. start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v have the same
-    positions (t = s). segments: int32 [b, s], for q, k and v at the same positions.
+    positions (t = s). segments: int32 [b, s], for q, k and v at the same positions. sinks: [l, h], a logit beside each
+    head's scores that has a share of the softmax and no value (gpt-oss).
 
     Memory is linear in s + t, also for gradients: these recompute the probabilities, tile by tile, from the
     log-sum-exp of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the
     query are skipped.
     """
-    if start is None and segments is None and _has_cudnn_kernel(q):
+    if start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
         if jax.sharding.get_abstract_mesh().size > 1:
             return _attend_on_mesh(window, q, k, v)
         return jax.vmap(_cudnn_kernel(window))(q, k, v)
     start = jnp.int32(0) if start is None else start
-    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start)
+    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start, sinks)
 
 
 def _device():
@@ -105,11 +107,11 @@ def _block_sizes(s: int, t: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_in_tiles(sizes, window, q, k, v, segments, start):
-    return _forward(sizes, window, q, k, v, segments, start)[0]
+def _attend_in_tiles(sizes, window, q, k, v, segments, start, sinks):
+    return _forward(sizes, window, q, k, v, segments, start, sinks)[0]
 
 
-def _forward(sizes, window, q, k, v, segments, start):
+def _forward(sizes, window, q, k, v, segments, start, sinks):
     """The output and the residuals, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
     tiles = _Tiles(sizes, window, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
@@ -127,21 +129,24 @@ def _forward(sizes, window, q, k, v, segments, start):
             return new_top, total * shrink + p.sum(-1, keepdims=True), o
 
         o = jnp.zeros_like(q_i, jnp.float32)
-        top, total, o = jax.lax.fori_loop(*tiles.range_of(i), tile, (o[..., :1] + _UNSEEN, o[..., :1], o))
+        first = o[..., :1] + _UNSEEN, o[..., :1]
+        if sinks is not None:  # the sum begins with its exponential
+            first = o[..., :1] + tiles.of_rows(sinks), o[..., :1] + 1.0
+        top, total, o = jax.lax.fori_loop(*tiles.range_of(i), tile, (*first, o))
         return (), (o / total, top + jnp.log(total))
 
     _, (o, lse) = jax.lax.scan(block, (), (jnp.arange(tiles.rows), tiles.query_blocks(q)))
     o = checkpoint_name(tiles.queries(o).astype(q.dtype), "product")
-    return o, (q, k, v, segments, start, o, checkpoint_name(lse, "product"))
+    return o, (q, k, v, segments, start, sinks, o, checkpoint_name(lse, "product"))
 
 
 def _backward(sizes, window, kept, do):
     """With p = exp(q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
     dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
-    ds.
+    ds. A sink's score has ds = -exp(sink - lse) sum(do o), as its value is 0.
     """
-    q, k, v, segments, start, o, lse = kept
+    q, k, v, segments, start, sinks, o, lse = kept
     tiles = _Tiles(sizes, window, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
     do_o = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1, keepdims=True)
@@ -170,7 +175,11 @@ def _backward(sizes, window, kept, do):
         tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale,
         tiles.keys(dv.swapaxes(-1, -2)),
     )
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    dsinks = None
+    if sinks is not None:
+        ds = tiles.queries(-jnp.exp(tiles.of_rows(sinks) - lse) * tiles.query_blocks(do_o))
+        dsinks = ds.sum((1, 2, 4)).astype(sinks.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, dsinks
 
 
 _attend_in_tiles.defvjp(_forward, _backward)
@@ -202,6 +211,11 @@ class _Tiles:
     def keys(self, blocks: jax.Array) -> jax.Array:
         """The inverse of key_blocks."""
         return _positions(blocks, self.key_size)[:, :, : self.t]
+
+    def of_rows(self, x: jax.Array) -> jax.Array:
+        """[l, h] -> float32 [l, 1, n, r, 1], as the rows of any block."""
+        rows = jnp.repeat(x.astype(jnp.float32).reshape(len(x), self.n, self.group), self.size, -1)
+        return rows[:, None, :, :, None]
 
     def range_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First and one past the last block of keys with positions visible to block i of queries."""

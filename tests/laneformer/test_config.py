@@ -126,6 +126,8 @@ def test_layers_are_the_shares_of_one_lane():
         norm_eps=1e-3,
         attention_gate=False,
     )
+    shared = make(num_lanes=8).layers[0].attention
+    assert (shared.heads, shared.kv_heads) == (1, 1), "two lanes have copies of a key/value head"
     assert [layer.attention.rotary for layer in make(nope_layers=[1]).layers] == [True, False, True]
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
 
@@ -177,7 +179,7 @@ WHOLE = (
     "max_position_embeddings",
     "num_lanes",
 )
-NUMBERS = ("rope_theta", "norm_eps")
+NUMBERS = ("rope_theta", "norm_eps", "swiglu_alpha")
 LISTS = ("unclamped_layers", "swa_layers", "nope_layers")
 BOOLEANS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.type is bool)
 NAN, INF = float("nan"), float("inf")
@@ -212,7 +214,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_every_boolean_is_in_the_table():
-    assert len(BOOLEANS) == 13 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
+    assert len(BOOLEANS) == 17 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
 
 
 OLD = {"factor": 2.0, "original_max_position_embeddings": 8}
@@ -243,7 +245,7 @@ TOGETHER = [
     ({"num_attention_heads": 6}, "num_attention_heads = 6 .*num_key_value_heads = 4"),
     ({"hidden_size": 30}, "hidden_size = 30 .*num_attention_heads = 8.*head_dim"),
     ({"hidden_size": 24}, "head_dim .*= 3 .*even"),
-    ({"num_lanes": 8}, "num_lanes = 8 .*num_key_value_heads = 4; .*: 1, 2, 4$"),
+    ({"num_lanes": 16}, "num_lanes = 16 .*num_attention_heads = 8; .*: 1, 2, 4, 8$"),
     ({"num_lanes": 3}, "num_lanes = 3 .*num_key_value_heads = 4; .*: 1, 2$"),
     ({"intermediate_size": 26}, "num_lanes = 4 .*intermediate_size = 26; .*: 1, 2$"),
     ({"lm_head_type": "vocab_parallel", "vocab_size": 41}, "num_lanes = 4 .*vocab_size = 41; .*: 1$"),

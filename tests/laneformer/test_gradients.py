@@ -57,6 +57,7 @@ CASES = {
     },
     "exact geglu": {"hidden_act": "gelu"},
     "gated attention": {"attention_gate": True},
+    "sinks, bias of the output": {"attention_sinks": True, "out_bias": True, "sliding_window": 4, "swa_layers": (0,)},
     "squared relu": {"hidden_act": "relu2", "gated_mlp": False},
     "desync(3), tied": {"layout": "desync(3)", "tie_word_embeddings": True},
     "norms of lanes after": {"norm_before": False, "norm_after": "lane", "replicated_rmsn_scale": False},

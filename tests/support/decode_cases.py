@@ -81,6 +81,14 @@ MODELS = {
     "biases and head norms": {"qkv_bias": True, "qk_norm": True, "lanes": 3},
     "biases": {"qkv_bias": True},
     "gated attention with biases and head norms": {"attention_gate": True, "qkv_bias": True, "qk_norm": True},
+    "sinks and biases": {"attention_sinks": True, "qkv_bias": True, "out_bias": True, "heads": 4, "kv_heads": 2},
+    "sinks of windows": {
+        "attention_sinks": True,
+        "sliding_window": 3,
+        "swa_layers": (0, 2),
+        "lanes": 3,
+        "layout": "tp",
+    },
     "layers without rotation": {"nope_layers": (0, 2), "sliding_window": 5, "swa_layers": (1, 2), "layout": "tp"},
     "norms over all heads": {
         "lanes": 1,

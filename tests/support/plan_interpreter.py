@@ -108,6 +108,9 @@ class Interpreter:
         distance = np.arange(s)[:, None] - np.arange(s)
         seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
         scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
+        if op.sinks is not None:  # keys without values
+            sinks = np.broadcast_to(self.vector(op.sinks, lane)[:, None, None], (op.heads, s, 1))
+            scores, v = np.concatenate([sinks, scores], -1), np.concatenate([np.zeros_like(v[:1]), v])
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
         return (attended / (1 + np.exp(-g)) if op.attention_gate else attended).reshape(s, -1)

@@ -165,8 +165,11 @@ def rotate(config, x):
     return rotated
 
 
-def attend(config, q, k, v, window):
-    """Causal grouped-query attention; q [b, s, H', e], k and v [b, s, K', e] -> [b, s, H' e] (H', K': heads given)."""
+def attend(config, q, k, v, window, sinks=None):
+    """Causal grouped-query attention; q [b, s, H', e], k and v [b, s, K', e] -> [b, s, H' e] (H', K': heads given).
+
+    sinks [H']: a score of each head that belongs to no key.
+    """
     b, s, heads, e = q.shape
     q, k = rotate(config, q), rotate(config, k)
     queries_per_key = heads // k.shape[2]
@@ -178,7 +181,8 @@ def attend(config, q, k, v, window):
     for j in range(heads):
         kv = j // queries_per_key
         scores = q[:, :, j] @ k[:, :, kv].swapaxes(1, 2) / math.sqrt(e)  # [b, s queries, s keys]
-        out[:, :, j] = softmax(np.where(visible, scores, -np.inf)) @ v[:, :, kv]
+        sink = np.full((b, s, 1), -np.inf if sinks is None else sinks[j])
+        out[:, :, j] = softmax(np.concatenate([np.where(visible, scores, -np.inf), sink], -1))[..., :-1] @ v[:, :, kv]
     return out.reshape(b, s, heads * e)
 
 
@@ -199,10 +203,12 @@ def attention(config, weights, n, l, x):
     h = read_stream(config, weights, f"{name}_norm", l, x)
     q, k, v = (h @ weights[f"{name}.{part}.weight"][l].T for part in ("wq", "wk", "wv"))
     q, k, v = (y.reshape(b, s, -1, head_size(config)) for y in (q, k, v))
-    a = attend(config, q, k, v, window_of_layer(config, n))
+    sinks = weights[f"{name}.sinks"][l] if config.get("attention_sinks") else None
+    a = attend(config, q, k, v, window_of_layer(config, n), sinks)
     if config.get("attention_gate"):
         a = a / (1 + np.exp(-h @ weights[f"{name}.wg.weight"][l].T))
-    return a @ weights[f"{name}.wo.weight"][l].T
+    o = a @ weights[f"{name}.wo.weight"][l].T
+    return o + weights[f"{name}.wo.bias"][l] if config.get("out_bias") else o
 
 
 def mlp(config, weights, n, l, x):
@@ -576,6 +582,10 @@ def random_weights(config, seed):
         normal(f"{name}.attention.wk.weight", 1.5 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wv.weight", 1 / math.sqrt(D), L, kv_rows, D)
         normal(f"{name}.attention.wo.weight", 1 / math.sqrt(L * q_rows), L, D, q_rows)
+        if config.get("out_bias"):
+            normal(f"{name}.attention.wo.bias", 0.5, L, D)
+        if config.get("attention_sinks"):
+            normal(f"{name}.attention.sinks", 1.0, L, config["num_attention_heads"] // L)
         if config.get("norm_before", True):
             norm(f"{name}.ffn_norm", shared)
         if config.get("norm_after"):

@@ -327,10 +327,12 @@ struct Attention {
       const float* own = factors + head * splits.count * 2;
       const u64* board = parts + head * kMaxSplits * kPartWords + element;
       float top = kMinusInfinity;
+      if constexpr (Op::kSinksGiven) top = sink(head);
       for (int s = 0; s < splits.count; s++) top = larger(top, own[2 * s]);
       const u64* gate = qkv + (kHeads + 2 * kKvHeads) * kHeadDim + at;
       const u64 early_gate = Op::kAttentionGate ? load_word(gate) : 0;  // arrives while the splits are merged
       float weight = 0, sum = 0;
+      if constexpr (Op::kSinksGiven) weight = exp2_of(sink(head) - top);
       constexpr int each = 8;
       for (int s0 = 0; s0 < splits.count; s0 += each) {
         float values[each];
@@ -361,6 +363,12 @@ struct Attention {
   }
 
  private:
+  // A head's sink in the units of scores.
+  LF_DEVICE float sink(int head) const {
+    constexpr float kLog2OfE = 1.44269504f;
+    return kLog2OfE * p.small[Op::sinks(layer) + (i64)(p.first_lane + lane_here) * Op::kSinksStride + head];
+  }
+
   LF_DEVICE float wait_for(const u64* word, Watch& watch, Waits where, int waited_for) const {
     u64 v;
     for (u32 spins = 0; !arrived(v = load_word(word), tag);)

@@ -150,7 +150,7 @@ HEADS = [
     {"lm_head_type": "lane", "vocab_size": 41},
     {"lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False},
     {"tie_word_embeddings": True, "pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
-    {"attention_gate": True, "gated_mlp": False, "hidden_act": "relu2"},
+    {"attention_gate": True, "gated_mlp": False, "hidden_act": "relu2", "attention_sinks": True, "out_bias": True},
 ]
 
 

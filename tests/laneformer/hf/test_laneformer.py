@@ -57,6 +57,8 @@ def configs(draw) -> ModelConfig:
                     "qk_norm",
                     "gated_mlp",
                     "attention_gate",
+                    "attention_sinks",
+                    "out_bias",
                 )
             },
             "pre_norm_lane_agg": whole_head and draw(st.booleans()),
