@@ -36,6 +36,15 @@ NO_EFFECT = frozenset(  # bookkeeping, dropout and training
     }
 )
 
+ROUTERS: dict[str, tuple] = {  # how experts are chosen, under the names of several families: what softmax routers have
+    **{"scoring_func": ("softmax",), "score_func": ("softmax",), "router_activation": ("softmax",)},
+    **{
+        "router_type": ("softmax", "topk", "top_k"),
+        "topk_method": ("greedy",),
+        "moe_router_activation_func": ("softmax",),
+    },
+    **{"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
+}
 SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # two names of one function
 
 
@@ -106,6 +115,12 @@ class Fields:
         """`hidden_act` under its name in ModelConfig, which checks it."""
         name = self.word("hidden_act", default)
         return SAME_ACTIVATION.get(name, name)
+
+    def refuse_other_routers(self) -> None:
+        """Raises ConfigError for a router that is not a softmax over its logits."""
+        for name, known in ROUTERS.items():
+            if (value := self.get(name, known[0])) not in known:
+                raise ConfigError(f"{name} = {value!r} is not supported here; experts are chosen with {known[0]!r}")
 
     def unread(self) -> list[str]:
         """Names of fields that have a value, were never asked for, and may matter."""

@@ -156,22 +156,19 @@ class HfFolder:
         return self.tensors[self.sources[path].name].dtype == QUANTIZED and not self._widened
 
     def _record(self, source: Source, tensor: QuantizedTensor | Stack) -> np.ndarray | Quantized:
-        if isinstance(tensor, Stack):
-            each = dataclasses.replace(source, shape=source.shape[1:], experts=None)
-            found = [self._record(each, part) for part in tensor.parts]
-            try:
-                return np.stack(found, 1) if self._widened else stack(found)
-            except ValueError as error:
-                raise CheckpointError(f"{tensor.file}: tensors {source.name}: {error}; {REMEDY}") from None
-        found = tensor.record()
+        parts = tensor.parts if isinstance(tensor, Stack) else (tensor,)
         if self._widened:
-            return np.ascontiguousarray(source.convert(found.dequantize(self.dtype)))
+            each = [part.record().dequantize(self.dtype) for part in parts]
+            whole = np.stack(each) if isinstance(tensor, Stack) else each[0]
+            return np.ascontiguousarray(dataclasses.replace(source, transposed=False).convert(whole))
+        found = [part.record() for part in parts]
         try:
-            if found.group[1] == 1:
+            if any(record.group[1] == 1 for record in found):
                 raise ValueError("its groups have different numbers of columns")
-            return source.convert_record(found)
+            return source.convert_record(stack(found) if isinstance(tensor, Stack) else found[0])
         except ValueError as error:
-            raise CheckpointError(f"{tensor.file}: tensor {tensor.name} ({found.name}): {error}; {REMEDY}") from None
+            name = f"{source.name} ({found[0].name})"
+            raise CheckpointError(f"{tensor.file}: tensor {name}: {error}; {REMEDY}") from None
 
 
 def _beginning(memory: np.ndarray, size: int) -> np.ndarray:

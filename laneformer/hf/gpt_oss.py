@@ -1,9 +1,32 @@
 """gpt-oss: grouped-query attention with sinks, every other layer in a window, experts in every layer."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, layers_of_type, routed_experts, router
-from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.llama import FULL, SLIDING, layer_types, make_family, without_layer
 from laneformer.hf.quantization import read_formats
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:
+    from laneformer.blocks.block import Weight
+
+ROPE = {  # where the config has neither rope_scaling nor rope_parameters
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+NAMES = llama.NAMES | {"feed_forward.router": "mlp.router"}
+# Tensor of all experts, and the rows in it: those of gate and up take turns.
+EXPERTS = {"w1": ("gate_up_proj", (0, 2)), "w3": ("gate_up_proj", (1, 2)), "w2": ("down_proj", None)}
 
 
 def dimensions(fields: Fields) -> Dimensions:
@@ -24,4 +47,78 @@ def dimensions(fields: Fields) -> Dimensions:
     )
 
 
-FAMILY = Family(name="gpt-oss", dimensions=dimensions)
+def more(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's fields; defaults are those of transformers."""
+    fields.refuse_other_routers()
+    fields.get("initial_context_length")  # repeats rope_scaling.original_max_position_embeddings
+    biased = fields.flag("attention_bias", True)
+    found = {
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "attention_sinks": True,
+        "num_experts": fields.size("num_local_experts", fields.size("num_experts", 128)),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", fields.size("experts_per_token", 4)),
+        "moe_intermediate_size": fields.size("intermediate_size"),
+        "router_bias": True,
+        "expert_bias": True,
+        "swiglu_limit": fields.get("swiglu_limit", 7.0),
+        "swiglu_alpha": fields.get("swiglu_alpha", 1.702),
+    }
+    if fields.is_null("head_dim"):
+        found["head_dim"] = None
+    if fields.is_null("num_key_value_heads"):
+        found["num_key_value_heads"] = fields.size("num_attention_heads")
+    return found
+
+
+def windows(fields: Fields) -> tuple[int | None, list[str]]:
+    """A window on the layers that `layer_types` names, by default on every other one, from the first."""
+    window = fields.optional_size("sliding_window", 128)
+    types = layer_types(fields, [FULL if n % 2 else SLIDING for n in range(fields.layers)])
+    if window is None and SLIDING in types:
+        raise ConfigError(f"sliding_window = null, but layer_types has {SLIDING}: give the keys that such a layer sees")
+    return window, types
+
+
+def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
+    """As a Llama's, but for sinks and experts."""
+    own = {path: source for path in table if (source := _source(config, path))}
+    rest = {path: weight for path, weight in table.items() if path not in own}
+    return llama.sources(config, rest, NAMES) | own
+
+
+def _source(config: ModelConfig, path: str) -> Source | None:
+    """None: as a Llama's."""
+    prefix, name = without_layer(path)
+    lanes, columns = config.num_lanes, config.moe_intermediate_size
+    if name == "attention.sinks":
+        return Source(f"{prefix}self_attn.sinks", (config.num_attention_heads,), cut="rows", lanes=lanes, vector=True)
+    matrix = name.removeprefix("feed_forward.").removesuffix("_bias")
+    if matrix not in EXPERTS:
+        return None
+    tensor, every = EXPERTS[matrix]
+    file_name, added = f"{prefix}mlp.experts.{tensor}", matrix == "w2"
+    size = (config.hidden_size, columns) if added else (2 * columns, config.hidden_size)
+    shared = {"lanes": lanes, "every": every}
+    if name.endswith("_bias"):
+        shape, cut = (config.num_experts, size[0]), "whole" if added else "rows"
+        return Source(f"{file_name}_bias", shape, cut=cut, vector=True, **shared)
+    cut = "columns" if added else "rows"
+    return Source(file_name, (config.num_experts, *size), cut=cut, transposed=True, **shared)
+
+
+FAMILY = replace(
+    make_family(
+        "gpt-oss",
+        NAMES,
+        dimensions=dimensions,
+        longest=131072,
+        defaults={"num_key_value_heads": 8, "head_dim": 64},
+        theta=150000.0,
+        norm_eps=1e-5,
+        windows=windows,
+        rope=ROPE,
+        more=more,
+    ),
+    sources=sources,
+)

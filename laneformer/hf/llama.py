@@ -72,8 +72,10 @@ class Dialect:
     """The window in positions and the type of each layer; also refuses what else the family may ask for."""
     nope_layers: Callable[[Fields], tuple[int, ...]] = lambda fields: ()
     """Layers without rotation."""
-    experts: Callable[[Fields], dict[str, Any]] = lambda fields: {}
-    """ModelConfig's fields of a mixture of experts."""
+    rope: Mapping[str, Any] | None = None
+    """rope_scaling where the config has none."""
+    more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    """ModelConfig's fields that the family has beside a Llama's or reads in another way, as those of experts."""
 
 
 def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
@@ -83,15 +85,14 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
             raise ConfigError(f"{name} = true: only checkpoints without these biases are supported")
     found = {"num_key_value_heads": fields.get("num_attention_heads")} | dict(dialect.defaults) | fields.given(*READ)
     longest = fields.size("max_position_embeddings", dialect.longest)
-    theta, scaling = read_rope(fields, longest, dialect.theta)
+    theta, scaling = read_rope(fields, longest, dialect.theta, dialect.rope)
     found["hidden_act"] = fields.activation(found.get("hidden_act", ModelConfig.hidden_act))
     window, types = dialect.windows(fields)
     sliding = tuple(n for n, kind in enumerate(types) if kind == SLIDING)
     if window is not None and sliding:
         found |= {"sliding_window": window, "swa_layers": sliding}
     return ModelConfig(
-        **found,
-        **dialect.experts(fields),
+        **found | dialect.more(fields),
         max_position_embeddings=longest,
         norm_eps=fields.get("rms_norm_eps", dialect.norm_eps),
         nope_layers=dialect.nope_layers(fields),
@@ -160,17 +161,23 @@ def smollm3_nope_layers(fields: Fields) -> tuple[int, ...]:
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]", names: Mapping[str, str] = NAMES) -> dict[str, Source]:
-    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down). names: as NAMES."""
+    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down). Where there are
+    fewer key/value heads than lanes, each is in the lanes whose query heads read it. names: as NAMES.
+    """
     return {path: _source(config, path, weight.shape, names) for path, weight in table.items()}
+
+
+def without_layer(path: str) -> tuple[str, str]:
+    """What the names of a layer's tensors begin with, and the rest of the weight's path; "" and the path elsewhere."""
+    if not path.startswith("layers."):
+        return "", path
+    _, n, name = path.split(".", 2)
+    return f"model.layers.{n}.", name
 
 
 def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Source:
     """shape: of the weight, lane-first."""
-
-    prefix, name = "", path
-    if path.startswith("layers."):
-        _, n, name = path.split(".", 2)
-        prefix = f"model.layers.{n}."
+    prefix, name = without_layer(path)
     kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
     names = names if config.gated_mlp else {**names, "feed_forward.w1": "mlp.up_proj"}
     of_experts = len(shape) == 4
@@ -181,12 +188,17 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
         size = (rows, lanes * columns) if matrix == "w2" else (lanes * rows, columns)
         cut = "columns" if matrix == "w2" else "rows"
         return Source(file_name, (experts, *size), cut=cut, lanes=lanes, experts=experts)
+    lanes = config.num_lanes
     match matrix:
+        case "wo" | "w2" if kind == "bias":
+            return Source(file_name, shape[1:], cut="whole", lanes=lanes, vector=True)
         case "wo" | "w2":
-            return Source(file_name, (shape[1], shape[0] * shape[2]), cut="columns", lanes=config.num_lanes)
+            return Source(file_name, (shape[1], lanes * shape[2]), cut="columns", lanes=lanes)
         case "wq" | "wk" | "wv" | "w1" | "w3":
             rotated = config.head_size if matrix in ("wq", "wk") else None
-            return Source(file_name, (shape[0] * shape[1], *shape[2:]), rotated, "rows", config.num_lanes)
+            copies = max(1, lanes // config.num_key_value_heads) if matrix in ("wk", "wv") else 1
+            size = (lanes // copies * shape[1], *shape[2:])
+            return Source(file_name, size, rotated, "rows", lanes, copies, vector=kind == "bias")
         case "q_norm" | "k_norm":
             return Source(file_name, shape, config.head_size)
     return Source(file_name, shape)

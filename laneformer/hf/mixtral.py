@@ -28,6 +28,7 @@ def dimensions(fields: Fields) -> Dimensions:
 
 def experts(fields: Fields) -> dict[str, Any]:
     """ModelConfig's fields; defaults are those of transformers."""
+    fields.refuse_other_routers()
     return {
         "num_experts": fields.size("num_local_experts", 8),
         "num_experts_per_tok": fields.size("num_experts_per_tok", 2),
@@ -56,5 +57,5 @@ FAMILY = make_family(
     theta=1e6,
     norm_eps=1e-5,
     windows=windows,
-    experts=experts,
+    more=experts,
 )

@@ -47,27 +47,30 @@ class QuantizedTensor(Tensor):
 class Module:
     """The tensors of a module, taken one by one out of those of the folder."""
 
-    def __init__(self, name: str, tensors: dict[str, Tensor], folder: Path, texts: Mapping[str, object]):
-        """texts: the metadata of the module's file."""
-        self.name, self.folder, self.texts, self._tensors = name, folder, texts, tensors
+    def __init__(
+        self, name: str, tensors: dict[str, Tensor], folder: Path, texts: Mapping[str, object], joint: str = "."
+    ):
+        """texts: the metadata of the module's file; joint: between its name and a tensor's suffix."""
+        self.name, self.folder, self.texts, self._tensors, self._joint = name, folder, texts, tensors, joint
 
     def find(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor | None:
         """The tensor with this suffix, in one of the dtypes and, if any are given, shapes. Raises CheckpointError."""
-        tensor = self._tensors.pop(f"{self.name}.{suffix}", None)
+        tensor = self._tensors.pop(f"{self.name}{self._joint}{suffix}", None)
         if tensor is None:
             return None
         for what, found, wanted in (("dtype", tensor.dtype, dtypes), ("shape", tensor.shape, shapes)):
             if wanted and found not in wanted:
                 given, *needed = (str(list(each) if what == "shape" else each) for each in (found, *wanted))
                 needs = " or ".join(dict.fromkeys(needed))
-                raise self.error(f"tensor {self.name}.{suffix} has {what} {given}, but this packing needs {needs}")
+                name = f"{self.name}{self._joint}{suffix}"
+                raise self.error(f"tensor {name} has {what} {given}, but this packing needs {needs}")
         return tensor
 
     def take(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor:
         """The same for a tensor that must be there."""
         tensor = self.find(suffix, dtypes, *shapes)
         if tensor is None:
-            raise self.error(f"tensor {self.name}.{suffix} is missing")
+            raise self.error(f"tensor {self.name}{self._joint}{suffix} is missing")
         return tensor
 
     def error(
@@ -166,6 +169,21 @@ def float4(module: Module, scheme: Scheme) -> Found:
     return shape, make
 
 
+def blocks(module: Module, scheme: Scheme) -> Found:
+    """gpt-oss's mxfp4: E2M1 in blocks of 32 columns, the even column in the low half; U8 [..., rows, blocks, 16]."""
+    packed = module.take("blocks", ("U8",))
+    if len(packed.shape) < 3 or packed.shape[-1] != 16:
+        raise module.error(f"tensor {module.name}_blocks has shape {list(packed.shape)}, not [..., rows, blocks, 16]")
+    scales = module.take("scales", ("U8", E8M0), packed.shape[:-1])
+    shape = (*packed.shape[:-2], 32 * packed.shape[-2])
+
+    def make() -> Quantized:
+        codes = packed.values().reshape(*shape[:-1], shape[-1] // 2)
+        return Quantized("mxfp4", codes, scales.values(), (1, 32), shape[-1])
+
+    return shape, make
+
+
 def gptq(module: Module, scheme: Scheme) -> Found:
     """GPTQ's qweight, packed along the columns; the zero points of its first version are one less."""
     bits, kind = scheme.bits, _integer_kind(module, scheme)
@@ -233,6 +251,7 @@ PACKINGS: dict[str, Callable[[Module, Scheme], Found]] = {
     "pack-quantized": words,
     "mxfp4-pack-quantized": float4,
     "nvfp4-pack-quantized": float4,
+    "mxfp4": blocks,
     "gptq": gptq,
     "awq": awq,
     "torchao": torchao,
@@ -303,15 +322,17 @@ def with_records(
     naming tensor and format, for one that does not fit its packing.
     """
     found, names = dict(tensors), {name for source in sources.values() for name in source.names}
-    files = {name.rpartition(".")[0]: tensor.file for name, tensor in tensors.items()}
+    files = {name.rpartition(joint)[0]: tensor.file for name, tensor in tensors.items() for joint in "._"}
     for name in sorted(names):
         module, _, kind = name.rpartition(".")
+        # A weight of all experts is a parameter of their module: NAME_blocks instead of NAME.weight_packed.
+        module, joint = (module, ".") if kind == "weight" else (name, "_")
         scheme = schemes.of(module)
-        if kind != "weight" or scheme is None or module not in files:
+        if scheme is None or module not in files:
             continue  # a weight that is missing is found by the check of all tensors
         if name in found and found[name].dtype in DTYPES:
             continue
-        own = Module(module, found, folder, metadata.get(files[module], {}))
+        own = Module(module, found, folder, metadata.get(files[module], {}), joint)
         if scheme.packing not in PACKINGS:
             raise own.error(
                 f"tensor {name} is in {scheme.packing}, which cannot be read",

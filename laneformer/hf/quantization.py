@@ -226,6 +226,10 @@ def _compressed_scheme(weights: Fields, form: str) -> Scheme:
     return Scheme(form, bits, _group(weights) if grouped else None, block)
 
 
+def _mxfp4(fields: Fields, method: str) -> Rules:
+    return [("*", Scheme("mxfp4"))]
+
+
 def _torchao(fields: Fields, method: str) -> Rules:
     return [("*", Scheme("torchao"))]
 
@@ -236,7 +240,7 @@ def _others(fields: Fields, method: str) -> Rules:
 
 _RULES = {
     **dict.fromkeys(FP8_METHODS, _fp8),
-    **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "torchao": _torchao},
+    **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "torchao": _torchao, "mxfp4": _mxfp4},
 }
 
 

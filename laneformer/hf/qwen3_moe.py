@@ -44,6 +44,7 @@ def num_experts(fields: Fields) -> int:
 
 def experts(fields: Fields) -> dict[str, Any]:
     """ModelConfig's fields; defaults are those of transformers."""
+    fields.refuse_other_routers()
     if fields.flag("use_sliding_window"):
         raise ConfigError("use_sliding_window = true: Qwen3-MoE is supported without windows only")
     step, dense = fields.size("decoder_sparse_step", 1), fields.sequence("mlp_only_layers") or []
@@ -63,5 +64,5 @@ FAMILY = make_family(
     longest=32768,
     defaults={"qk_norm": True},
     refused=("attention_bias",),
-    experts=experts,
+    more=experts,
 )

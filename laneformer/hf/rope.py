@@ -18,14 +18,16 @@ _NAMES = tuple(field.name for field in dataclasses.fields(RopeScaling))
 _OLD_NAMES = ("old_context_len", "old_context_length")  # of original_max_position_embeddings
 
 
-def read_rope(fields: Fields, longest: int, theta: float = THETA) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    fields: Fields, longest: int, theta: float = THETA, usual: Mapping[str, Any] | None = None
+) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
-    llama3). longest: the longest context in tokens; theta: the family's default base. Raises ConfigError.
+    llama3). longest: the longest context in tokens; theta: the family's default base; usual: its scaling where the
+    config has none. Raises ConfigError.
     """
     parameters, older, args = (_given(fields, f"rope_{name}") for name in ("parameters", "scaling", "scaling_args"))
-    scaling = parameters or older
-    usual = fields.get("rope_theta", theta)
-    theta = scaling.pop("rope_theta", usual)
+    scaling = parameters or older or dict(usual or {})
+    theta = scaling.pop("rope_theta", fields.get("rope_theta", theta))
     types = [scaling.pop(name, None) for name in ("rope_type", "type")]
     kind = types[0] or types[1] or ("llama3" if args else "default")
     scaling |= args

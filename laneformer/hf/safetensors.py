@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json, read_file
 from laneformer.hf.rope import interleave
-from laneformer.quantized import Quantized
+from laneformer.quantized import WHOLE, Quantized, split_axis
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PACKED = {  # what quantized weights are made of; of 8-bit floats the bits
@@ -50,14 +50,24 @@ class Source:
     name: str
     """Of the tensor in its file."""
     shape: tuple[int, ...]
-    """The tensor's shape there."""
+    """The tensor's shape there: [..., rows, columns] of a matrix, [..., rows] of a vector."""
     head_dim: int | None = None
     """Channels of a head whose rotary pairs the tensor has half-split; None: it has no such pairs."""
-    cut: Literal["rows", "columns"] | None = None
-    """What each lane has its share of; None: the tensor is lane-first already, or shared."""
+    cut: Literal["rows", "columns", "whole"] | None = None
+    """What each lane has its share of; whole: the first lane has all of it, the others zeros, for what is added up
+    over the lanes; None: the tensor is lane-first already, or shared.
+    """
     lanes: int = 1
+    copies: int = 1
+    """Lanes, one after the other, that have the same share."""
     experts: int | None = None
     """The tensor is one of each expert, whose number stands for the * of its name; None: it is one."""
+    vector: bool = False
+    """The last axis is that of the rows."""
+    every: tuple[int, int] | None = None
+    """The first row that the weight has, and the step to the next; None: it has all."""
+    transposed: bool = False
+    """An array has its columns before its rows; a record never has."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,22 +76,36 @@ class Source:
             return (self.name,)
         return tuple(self.name.replace("*", str(number)) for number in range(self.experts))
 
+    def shape_as(self, dtype: str) -> tuple[int, ...]:
+        """The shape of a tensor of this dtype, a key of DTYPES or QUANTIZED."""
+        transposed = self.transposed and dtype != QUANTIZED
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if transposed else self.shape
+
     def convert(self, w: np.ndarray) -> np.ndarray:
         """Makes it lane-first, with rotary pairs next to each other."""
-        if self.experts is not None:
-            each = dataclasses.replace(self, shape=self.shape[1:], experts=None)
-            return np.stack([each.convert(one) for one in w], 1)
+        w = w.swapaxes(-1, -2) if self.transposed else w
         w = interleave(w, self.head_dim) if self.head_dim else w
-        if self.cut == "rows":
-            return w.reshape(self.lanes, -1, *w.shape[1:])
-        return w.reshape(w.shape[0], self.lanes, -1).swapaxes(0, 1) if self.cut == "columns" else w
+        if self.every:
+            first, step = self.every
+            w = w[..., first::step] if self.vector else w[..., first::step, :]
+        if self.cut == "whole":
+            return np.concatenate([w[None], np.zeros((self.lanes - 1, *w.shape), w.dtype)])
+        if self.cut:
+            w = split_axis(w, -2 if self.cut == "rows" and not self.vector else -1, self.lanes // self.copies)
+        return np.repeat(w, self.copies, 0) if self.copies > 1 else w
 
     def convert_record(self, record: Quantized) -> Quantized:
         """The same of a quantized matrix. Raises ValueError if its columns cannot be cut."""
         if self.head_dim:
             record = record.take_rows(interleave(np.arange(record.shape[-2]), self.head_dim))
+        if self.every:
+            record = record.take_rows(np.arange(record.shape[-2])[self.every[0] :: self.every[1]])
         split = {"rows": record.split_rows, "columns": record.split_columns}.get(self.cut)
-        return split(self.lanes) if split else record
+        record = split(self.lanes // self.copies) if split else record
+        if self.copies == 1:
+            return record
+        arrays = {name: array for name, array in record.arrays.items() if name not in WHOLE}
+        return dataclasses.replace(record, **{name: np.repeat(array, self.copies, 0) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -307,10 +331,10 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
             )
     for source in sources.values():
         tensor = tensors[source.name]
-        if tensor.shape != source.shape:
+        if tensor.shape != (wanted := source.shape_as(tensor.dtype)):
             raise CheckpointError(
                 f"{folder}: tensor {source.name} has shape {list(tensor.shape)}, but config.json gives"
-                f" {list(source.shape)}: use the files of one model"
+                f" {list(wanted)}: use the files of one model"
             )
         if tensor.dtype not in (*DTYPES, QUANTIZED):
             raise CheckpointError(

@@ -2,6 +2,28 @@
 imported where JAX is not.
 """
 
-from laneformer.quantized.record import E2M1, E4M3, INT4_ZERO, WHOLE, Quantized, narrow_scales, pack4, stack, unpack4
+from laneformer.quantized.record import (
+    E2M1,
+    E4M3,
+    INT4_ZERO,
+    WHOLE,
+    Quantized,
+    narrow_scales,
+    pack4,
+    split_axis,
+    stack,
+    unpack4,
+)
 
-__all__ = ["E2M1", "E4M3", "INT4_ZERO", "WHOLE", "Quantized", "narrow_scales", "pack4", "stack", "unpack4"]
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "INT4_ZERO",
+    "WHOLE",
+    "Quantized",
+    "narrow_scales",
+    "pack4",
+    "split_axis",
+    "stack",
+    "unpack4",
+]

@@ -46,7 +46,9 @@ E2M1, E4M3 = _e2m1(), _e4m3()
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix [*lanes, rows, columns]; `lanes` is one axis or none. Arrays are NumPy's, or JAX's in a model."""
+    """A matrix [*lanes, rows, columns]; `lanes` is none, one axis, or two: lanes and experts. Arrays are NumPy's, or
+    JAX's in a model.
+    """
 
     kind: str
     """A row of laneformer/formats.py: int4, int8, fp8, mxfp4 or nvfp4."""
@@ -118,8 +120,8 @@ class Quantized:
 
     def _wrong_shape(self) -> str | None:
         codes, scales, (rows, columns) = self.codes, self.scales, self.group
-        if codes.dtype != DTYPES[self.kind] or codes.ndim not in (2, 3):
-            return f"codes are {codes.dtype} {list(codes.shape)}, not {DTYPES[self.kind]} of 2 or 3 axes"
+        if codes.dtype != DTYPES[self.kind] or codes.ndim not in (2, 3, 4):
+            return f"codes are {codes.dtype} {list(codes.shape)}, not {DTYPES[self.kind]} of 2, 3 or 4 axes"
         if codes.shape[-1] != (wanted := math.ceil(self.columns * self.format.bits / 8)):
             return f"a row of codes has {codes.shape[-1]} bytes, but {self.columns} columns need {wanted}"
         if rows < 1 or columns < 1:
@@ -218,28 +220,23 @@ class Quantized:
         return replace(self, scales=finer(self.scales), zero_points=finer(self.zero_points), group=(rows, columns))
 
     def split_rows(self, lanes: int) -> "Quantized":
-        """[rows, columns] as [lanes, rows / lanes, columns]."""
+        """[..., rows, columns] as [lanes, ..., rows / lanes, columns]."""
         rows = self.shape[-2] // lanes
         found = self._dividing(0, rows)
-
-        def split(array: np.ndarray | None) -> np.ndarray | None:
-            return None if array is None else array.reshape(lanes, -1, array.shape[-1])
-
+        arrays = {name: array for name, array in found.arrays.items() if name not in WHOLE}
         return replace(
-            found, codes=split(found.codes), scales=split(found.scales), zero_points=split(found.zero_points)
+            found, **{name: np.ascontiguousarray(split_axis(array, -2, lanes)) for name, array in arrays.items()}
         )
 
     def split_columns(self, lanes: int) -> "Quantized":
-        """[rows, columns] as [lanes, rows, columns / lanes]; it must have no order unless lanes is 1."""
+        """[..., rows, columns] as [lanes, ..., rows, columns / lanes]; it must have no order unless lanes is 1."""
         if self.order is not None and lanes > 1:
             raise ValueError(f"its columns are sorted by group, so that {lanes} lanes cannot have shares of them")
         columns = self.columns // lanes
         found = self._dividing(1, columns)
 
         def split(array: np.ndarray | None) -> np.ndarray | None:
-            if array is None:
-                return None
-            return np.ascontiguousarray(array.reshape(array.shape[0], lanes, -1).swapaxes(0, 1))
+            return None if array is None else np.ascontiguousarray(split_axis(array, -1, lanes))
 
         codes = split(found.each())
         return replace(
@@ -278,20 +275,30 @@ class Quantized:
         return self.regrouped(*((fitting, self.group[1]) if axis == 0 else (self.group[0], fitting)))
 
     def take_rows(self, rows: np.ndarray) -> "Quantized":
-        """[rows, columns] with these rows in their place, int [rows]."""
+        """[..., rows, columns] with these rows in their place, int [n]."""
         found = self
-        if self.group[0] > 1 and (rows // self.group[0] != np.arange(len(rows)) // self.group[0]).any():
+        if self.group[0] > 1 and (
+            len(rows) != self.shape[-2] or (rows // self.group[0] != np.arange(len(rows)) // self.group[0]).any()
+        ):
             found = self.regrouped(1, self.group[1])
 
         def take(grid: np.ndarray | None) -> np.ndarray | None:
-            return grid if grid is None or found.group[0] > 1 else grid[rows]
+            return grid if grid is None or found.group[0] > 1 else grid[..., rows, :]
 
-        return replace(found, codes=found.codes[rows], scales=take(found.scales), zero_points=take(found.zero_points))
+        return replace(
+            found, codes=found.codes[..., rows, :], scales=take(found.scales), zero_points=take(found.zero_points)
+        )
+
+
+def split_axis(array: np.ndarray, axis: int, lanes: int) -> np.ndarray:
+    """An axis, counted from the end, cut into equal shares: [..., n, ...] as [lanes, ..., n / lanes, ...]."""
+    axis += array.ndim
+    return np.moveaxis(array.reshape(*array.shape[:axis], lanes, -1, *array.shape[axis + 1 :]), axis, 0)
 
 
 def stack(records: Sequence[Quantized]) -> Quantized:
-    """Records [lanes, rows, columns] as one [lanes, n, rows, columns], which only decodes and computes. Raises
-    ValueError if they differ in format or have a global scale or an order.
+    """Records [rows, columns] as one [n, rows, columns]. Raises ValueError if they differ in format or have a global
+    scale or an order.
     """
     first = records[0]
     for record in records:
@@ -307,7 +314,7 @@ def stack(records: Sequence[Quantized]) -> Quantized:
             for record in records
         ]
     arrays = {name: [getattr(record, name) for record in records] for name in names}
-    return replace(first, **{name: np.stack(each, 1) for name, each in arrays.items() if each[0] is not None})
+    return replace(first, **{name: np.stack(each) for name, each in arrays.items() if each[0] is not None})
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:

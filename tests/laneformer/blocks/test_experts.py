@@ -32,23 +32,42 @@ def block(own: ExpertsOptions, seed: int = 0) -> Experts:
 
 def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
     """Float64, token by token."""
-    router, w1, w3, w2 = (np.float64(getattr(own, name)[...]) for name in ("router", "w1", "w3", "w2"))
+
+    def bias(name: str) -> np.ndarray:
+        found = getattr(own, f"{name}_bias", None)
+        return np.zeros(getattr(own, name)[...].shape[:-1]) if found is None else np.float64(found[...])
+
+    names, limit = ("router", "w1", "w3", "w2"), own.options.limit
+    router, w1, w3, w2 = (np.float64(getattr(own, name)[...]) for name in names)
+    br, b1, b3, b2 = map(bias, names)
     out = np.zeros_like(h_lbsd, np.float64)
     for place in np.ndindex(h_lbsd.shape[:3]):
         lane, h = place[0], np.float64(h_lbsd[place])
-        shares = np.exp(router @ h)
+        shares = np.exp(router @ h + br)
         shares /= shares.sum()
         chosen = np.argsort(-shares, kind="stable")[: own.options.used]
         total = shares[chosen].sum() if own.options.normalized else 1.0
         for e in chosen:
-            gate = w1[lane, e] @ h
-            out[place] += shares[e] / total * (w2[lane, e] @ (gate / (1 + np.exp(-gate)) * (w3[lane, e] @ h)))
+            gate, up = w1[lane, e] @ h + b1[lane, e], w3[lane, e] @ h + b3[lane, e]
+            if limit is None:
+                hidden = gate / (1 + np.exp(-gate)) * up
+            else:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+                hidden = gate / (1 + np.exp(-own.options.alpha * gate)) * (up + 1)
+            out[place] += shares[e] / total * (w2[lane, e] @ hidden + b2[lane, e])
     return out
 
 
 @pytest.mark.parametrize(
     ("changes", "tokens"),
-    [({}, 1), ({"normalized": False}, 3), ({"used": 5}, 4), ({"experts": 3, "used": 1}, 40), ({"columns": 1}, 29)],
+    [
+        ({}, 1),
+        ({"normalized": False}, 3),
+        ({"used": 5}, 4),
+        ({"experts": 3, "used": 1}, 40),
+        ({"columns": 1}, 29),
+        ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
+    ],
     ids=str,
 )
 def test_float64_reference(changes, tokens):
@@ -95,13 +114,17 @@ def test_gradients_equal_those_of_all_experts():
         ("qwen3_moe_2", 1, 0),
         ("mixtral", 2, 0),
         ("qwen3_moe_mixed", 1, 0),
+        ("gpt_oss_1", 8, 2),
+        ("gpt_oss_2", 1, 0),
         pytest.param("qwen3_moe_1", 1, 0, marks=pytest.mark.slow),
         pytest.param("qwen3_moe_2", 2, 2, marks=pytest.mark.slow),
         pytest.param("mixtral", 4, 4, marks=pytest.mark.slow),
+        *(pytest.param("gpt_oss_1", *cut, marks=pytest.mark.slow) for cut in ((1, 0), (2, 2), (4, 0))),
+        *(pytest.param("gpt_oss_2", *cut, marks=pytest.mark.slow) for cut in ((2, 0), (4, 4), (8, 8))),
     ],
 )
 def test_reference_models(case, lanes, devices):
-    """Logits, and greedy tokens from a cache. FP8 stays packed."""
+    """Logits, and greedy tokens from a cache. FP8 and MXFP4 stay packed; eight lanes share two key/value heads."""
     mesh = laneformer.make_mesh(lanes, lane=devices) if devices else None
     model = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
     io = np.load(MOE / case / "io.npz")
@@ -110,26 +133,35 @@ def test_reference_models(case, lanes, devices):
     assert greedy == io["greedy_ids"].tolist()
 
 
-def test_routes_of_a_reference_model():
-    """Experts and shares in the first layer."""
-    io, model = np.load(MOE / "qwen3_moe_1" / "io.npz"), laneformer.load(MOE / "qwen3_moe_1", dtype="float32")
+@pytest.mark.parametrize(
+    "case", ["gpt_oss_2", *(pytest.param(f"{kind}_1", marks=pytest.mark.slow) for kind in ("gpt_oss", "qwen3_moe"))]
+)
+def test_routes_of_a_reference_model(case):
+    """Experts and shares in every layer."""
+    io, model = np.load(MOE / case / "io.npz"), laneformer.load(MOE / case, dtype="float32")
 
     @jax.jit
     def routes(model, ids_bs):
-        layer, x_lbsd = model.layers[0], model.tok_embeddings[...][ids_bs][None]
-        x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary_tables(model.config, jnp.arange(ids_bs.shape[1])), None, None)[0]
-        shares, routing = layer.feed_forward.route(layer.ffn_norm(x_lbsd))
-        return shares, routing.chosen_lbsj
+        x_lbsd, found = model.tok_embeddings[...][ids_bs][None], []
+        rotary = rotary_tables(model.config, jnp.arange(ids_bs.shape[1]))
+        for layer in model.layers:
+            x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary, None, None)[0]
+            shares, routing = layer.feed_forward.route(layer.ffn_norm(x_lbsd))
+            found.append((shares, routing.chosen_lbsj))
+            x_lbsd = x_lbsd + layer.feed(x_lbsd)
+        return found
 
-    shares, chosen = (np.asarray(x)[0, 0] for x in routes(model, io["input_ids"][:1]))
-    wanted = np.argsort(io["router_indices_row0"][0], -1)
-    order = np.argsort(chosen, -1)
-    np.testing.assert_array_equal(
-        np.take_along_axis(chosen, order, -1), np.take_along_axis(io["router_indices_row0"][0], wanted, -1)
-    )
-    np.testing.assert_allclose(
-        np.take_along_axis(shares, order, -1), np.take_along_axis(io["router_weights_row0"][0], wanted, -1), atol=1e-5
-    )
+    for layer, found in enumerate(routes(model, io["input_ids"][:1])):
+        (chosen, shares), (experts, weights) = (
+            (np.take_along_axis(x, order, -1), np.take_along_axis(y, order, -1))
+            for x, y in (
+                (np.asarray(found[1])[0, 0], np.asarray(found[0])[0, 0]),
+                (io["router_indices_row0"][layer], io["router_weights_row0"][layer]),
+            )
+            for order in [np.argsort(x, -1)]
+        )
+        np.testing.assert_array_equal(chosen, experts)
+        np.testing.assert_allclose(shares, weights, atol=2e-5)
 
 
 def test_records_stay_packed():
@@ -181,6 +213,9 @@ def test_bad_values():
         ({"num_experts": 4, "mlp_only_layers": (2,)}, "mlp_only_layers"),
         ({"num_experts": 4, "moe_intermediate_size": 3, "num_lanes": 2}, "moe_intermediate_size = 3"),
         ({"num_experts": 4, "gated_mlp": False}, "gated_mlp"),
+        ({"expert_bias": True}, "expert_bias = True requires num_experts"),
+        ({"num_experts": 4, "swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
+        ({"num_experts": 4, "swiglu_limit": 7.0, "hidden_act": "gelu"}, "swiglu_limit requires"),
     ):
         with pytest.raises(ConfigError, match=words):
             ModelConfig(**usual | changes)

@@ -144,7 +144,7 @@ def test_columns_in_an_order_of_their_own():
 WRONG = {  # a record, its changes, what is said
     "kind": ("groups", {"kind": "int5"}, "kind 'int5' is not one of int4"),
     "codes": ("groups", {"codes": np.zeros((24, 48), np.int8)}, r"codes are int8 \[24, 48\], not uint8"),
-    "axes": ("groups", {"codes": np.zeros(48, np.uint8)}, "2 or 3 axes"),
+    "axes": ("groups", {"codes": np.zeros(48, np.uint8)}, "2, 3 or 4 axes"),
     "columns": ("groups", {"columns": 95 + 2}, "48 bytes, but 97 columns need 49"),
     "scales": ("groups", {"scales": np.ones((24, 2), np.float32)}, r"\[24, 2\], but groups of 1 x 32 need \[24, 3\]"),
     "dtype of scales": ("groups", {"scales": np.ones((24, 3))}, "scales are float64, not float32 or bfloat16"),
