@@ -34,15 +34,15 @@ def some(cases, fast):
 
 
 def mixed_plan(**options) -> Plan:
-    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, gates, activations, windows
-    and widths. Modules of one kind have a norm of their output; of the other, a norm over all heads, and biases where
+    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, gates, sinks, activations,
+    windows and widths. Modules of one kind have a norm of their output; of the other, a norm over all heads, and biases where
     no config has them.
     """
     shared = {"lanes": 3, "layout": "dtp(1)", "num_hidden_layers": 4, "pre_norm_lane_agg": True}
     one = {"qkv_bias": True, "qk_norm": True, "rope_theta": 50.0, "sliding_window": 4, "swa_layers": (0,)}
     one |= {"norm_after": "lane", "hidden_act": "relu2", "gated_mlp": False}
     other = {"heads": 4, "kv_heads": 2, "head_dim": 4, "ff": 17, "norm_eps": 1e-2}
-    other |= {"hidden_act": "gelu", "attention_gate": True}
+    other |= {"hidden_act": "gelu", "attention_gate": True, "attention_sinks": True, "out_bias": True}
     configs = [small.make_config(**shared, **changes) for changes in (one, other)]
     ops = [decoder_ops(config) for config in configs]
     layers = tuple(ops[layer % 2].layers[layer] for layer in range(4))
