@@ -13,7 +13,7 @@ def moe_tiny() -> TrainConfig:
 
     Needs data/stdlib from `make run`.
     """
-    return dataclasses.replace(stdlib(), name="moe_tiny", steps=400, model=MOE_TINY)
+    return dataclasses.replace(stdlib(), name="moe_tiny", steps=300, model=MOE_TINY)
 
 
 def moe_1b_a200m() -> TrainConfig:
