@@ -26,6 +26,9 @@ BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
 CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1"}
 SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
+# Per weight, by code and whether it has zero points, in the loops of an H200's kernel along their usual path: by vector
+# code, and by tensor cores
+INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.8)}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
 HALF_1024 = 0x6400  # bits of float16, whose last ones are a zero point beside a scale
 
@@ -46,18 +49,37 @@ class Codes:
     """Whether each row has a float32 that multiplies its sum."""
     selector_bits: int = 4
     """Of a byte in the device's byte permutation, whose order of nibbles E2M1 has; see Bf12."""
+    by_tensor: bool = False
+    """Whether tensor cores multiply it (kernel/tensor.h): 4 bits, groups of four threads."""
+    joined: int = 1
+    """Neighbouring vectors of a thread that share a scale, by tensor cores."""
 
     per = 8
 
     @property
     def struct(self) -> str:
         flags = f"{str(self.zeros).lower()}, {str(self.factors).lower()}"
-        return f"Codes<Code::k{self.code.title()}, Scale::k{str(self.scale).title()}, {flags}>"
+        codes = f"Codes<Code::k{self.code.title()}, Scale::k{str(self.scale).title()}, {flags}>"
+        return f"ByTensor<{codes}, {self.halves}, {self.joined}>" if self.by_tensor else codes
+
+    @property
+    def halves(self) -> int:
+        """Scales of a vector of a cluster's threads. By tensor cores it has 32 columns."""
+        return 2 if self.by_tensor and self.scale and self.block == 16 else 1
+
+    def scales(self, vectors: int) -> int:
+        """Scales of so many vectors of a cluster's threads."""
+        return vectors * self.halves // self.joined
 
     @property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """In 4 bits: the nibble of a word with the low three bits of each weight, and the one with its fourth."""
-        return Bf12.of(self.selector_bits).places if self.code == "e2m1" else (tuple(range(8)), tuple(range(8)))
+        own = tuple(range(8))
+        if self.by_tensor:
+            own = (0, 2, 4, 6, 1, 3, 5, 7) if self.code == "int4" else own
+        elif self.code == "e2m1":
+            return Bf12.of(self.selector_bits).places
+        return own, own
 
     @property
     def bits(self) -> int:
@@ -67,6 +89,16 @@ class Codes:
     def scale_bytes(self) -> int:
         return 4 if self.zeros else SCALE_BYTES[self.scale]
 
+    @property
+    def ways(self) -> tuple["Codes", ...]:
+        """In which a product may multiply it: by vector code, and 4 bits on NVIDIA by tensor cores."""
+        return (self, replace(self, by_tensor=True)) if self.bits == 4 and self.selector_bits == 4 else (self,)
+
+    @property
+    def instructions(self) -> float:
+        """Per weight, where there are several ways; otherwise 0."""
+        return INSTRUCTIONS[self.code, self.zeros][self.by_tensor] if len(self.ways) > 1 else 0.0
+
     def lines(self, vectors: int) -> int:
         return -(-vectors * self.bits // 16)
 
@@ -74,15 +106,19 @@ class Codes:
         return 0
 
     def cluster(self, group: int) -> int:
-        return min(group, self.block // self.per) if self.scale else group
+        return min(group, self.block // self.per) if self.scale and not self.by_tensor else group
+
+    def own_scales(self, vectors: int, cluster: int) -> int:
+        """Scales of a step that a thread has."""
+        return -(-self.scales(vectors) // cluster)
 
     def inside(self, vectors: int, cluster: int) -> bool:
         """Whether the scales of a step are in its lines."""
-        return -(-vectors // cluster) * self.scale_bytes <= 16 * self.lines(vectors) - self.bits * vectors
+        return self.own_scales(vectors, cluster) * self.scale_bytes <= 16 * self.lines(vectors) - self.bits * vectors
 
     def scale_lines(self, vectors: int, cluster: int) -> tuple[int, int]:
         """Lines of scales, and the steps that they serve; vectors: of a step."""
-        own = -(-vectors // cluster) * self.scale_bytes
+        own = self.own_scales(vectors, cluster) * self.scale_bytes
         lines = -(-own // 16)
         return lines, 16 * lines // own
 
@@ -98,7 +134,7 @@ class Codes:
             words = joined(steps, 4)
         else:
             words = jnp.zeros((*steps.shape[:-1], 1), jnp.uint32)
-            codes = steps.astype(jnp.uint32)
+            codes = steps.astype(jnp.uint32) ^ (8 if self.by_tensor and self.code == "int4" and not self.zeros else 0)
             for weight, (index, sign) in enumerate(zip(*self.places, strict=True)):
                 code = codes[..., weight, None]
                 words |= (code & 7) << 4 * index | (code >> 3) << 4 * sign + 3
@@ -108,19 +144,24 @@ class Codes:
         words = words.reshape(*words.shape[:-3], -1, per_line, *words.shape[-2:]).swapaxes(-3, -2)
         return words.reshape(*words.shape[:-2], 4)
 
+    def zero_bits(self, zeros: jax.Array | int) -> jax.Array | int:
+        """16 bits beside a scale, of zero points."""
+        return 256 - zeros & 0xFF if self.by_tensor else zeros | HALF_1024
+
     def with_scales(self, lines: jax.Array, scales: jax.Array, cluster: int) -> jax.Array:
         """Uint32 [..., all lines, threads, 4] of what `pack` made and the bits of the clusters' scales, uint32 [...,
-        steps, vectors, clusters].
+        steps, scales of the vectors, clusters].
         """
-        *lead, steps, vectors, clusters = scales.shape
-        own = -(-vectors // cluster)
+        *lead, steps, count, clusters = scales.shape
+        vectors = count * self.joined // self.halves
+        own = self.own_scales(vectors, cluster)
 
         def padded(array: jax.Array, axis: int, width: int) -> jax.Array:
             widths = [(0, 0)] * array.ndim
             widths[axis] = (0, width)
             return jnp.pad(array, widths)
 
-        scales = padded(scales, len(lead) + 1, cluster * own - vectors)
+        scales = padded(scales, len(lead) + 1, cluster * own - count)
         scales = scales.reshape(*lead, steps, cluster, own, clusters)
         scales = jnp.moveaxis(scales, -1, -3).reshape(*lead, steps, clusters * cluster, own)
         parts = scales[..., None] >> 8 * jnp.arange(self.scale_bytes, dtype=jnp.uint32) & 0xFF
@@ -171,7 +212,7 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
         bits = _scale_bits(each(record.scales), format.scale)
         if format.zeros:
             zeros = INT4_ZERO if record.zero_points is None else each(record.zero_points).astype(jnp.uint32)
-            bits |= (zeros | HALF_1024) << 16
+            bits |= format.zero_bits(zeros) << 16
         found["scales"] = bits
     if format.factors:
         if record.global_scale is not None:
@@ -182,6 +223,23 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
             factors = record.scales.astype(jnp.float32)[..., of_row, :1]
         found["factors"] = factors
     return found
+
+
+FILLED_SCALE = 2.0**-8  # of random codes, for measurements
+
+
+def random_codes(format: Codes) -> int:
+    """The bits that random codes may have: none of E4M3 is a NaN or -0."""
+    return {"int8": 0xFF, "e4m3": 0x77}.get(format.code, 0x0F)
+
+
+def equal_scales(format: Codes) -> int:
+    """The bits of `FILLED_SCALE`, and of a zero point, beside random codes."""
+    if format.scale == "e8m0":
+        return 127 - 8
+    dtype = "float8_e4m3fn" if format.scale == "e4m3" else format.scale
+    bits = int.from_bytes(np.array(FILLED_SCALE, dtype).tobytes(), "little")
+    return bits | int(format.zero_bits(INT4_ZERO)) << 16 if format.zeros else bits
 
 
 def _scale_bits(scales: jax.Array, dtype: str) -> jax.Array:

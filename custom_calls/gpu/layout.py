@@ -27,6 +27,11 @@ SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
 MAX_VECTORS = 4  # of a product's vector in a thread's registers
+MAX_TENSOR_VECTORS = 12  # the same by tensor cores, as bytes
+MAX_TENSOR_HELD = 24  # scales of weights in registers at the same time, by tensor cores
+# Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors of 4 schedulers at 1.98 GHz
+# and 4.3 TB/s, both assumed
+ISSUE_SLOTS = 121
 MAX_TOGETHER = 4  # rows of a thread in registers at the same time
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -130,24 +135,27 @@ class Tiling:
 
     @property
     def granule(self) -> int:
-        """Columns of a vector that a cluster has."""
-        return self.cluster * self.format.per
+        """Columns of a vector that a cluster has under one scale."""
+        return self.cluster * self.format.per * self.format.joined // self.format.halves
 
     def deal_granules(self, grid: jax.Array) -> jax.Array:
-        """[..., all rows, granules] -> [..., CTAs, warps, takes, vectors of each, clusters of a warp]: as `deal`, of
-        what the columns of a granule share.
+        """[..., all rows, granules] -> [..., CTAs, warps, takes, scales of each's vectors, clusters of a warp]: as
+        `deal`, of what the columns of a granule share.
         """
         *lead, rows, columns = grid.shape
-        granules = self.warps * self.segments * self.vectors * self.group // self.cluster
+        halves, clusters = self.format.halves, self.group // self.cluster
+        vectors = self.vectors // self.format.joined
+        granules = self.warps * self.segments * vectors * clusters * halves
         grid = jnp.pad(grid, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, granules - columns)])
         grid = grid.reshape(*lead, self.ctas, self.rows, granules)
         grid = jnp.pad(grid, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
         of_rows = (self.ctas, self.steps, self.warp_size // self.group)
-        parts = grid.reshape(*lead, *of_rows, self.warps, self.segments, self.vectors, self.group // self.cluster)
+        parts = grid.reshape(*lead, *of_rows, self.warps, self.segments, vectors, clusters, halves)
         n = len(lead)
-        cta, step, row, warp, segment, vector, cluster = range(n, n + 7)
-        parts = parts.transpose(*range(n), cta, warp, segment, step, vector, row, cluster)
-        return parts.reshape(*lead, self.ctas, self.warps, *self.dealt[:2], self.warp_size // self.cluster)
+        cta, step, row, warp, segment, vector, cluster, half = range(n, n + 8)
+        parts = parts.transpose(*range(n), cta, warp, segment, step, vector, half, row, cluster)
+        each = self.format.scales(self.together * self.vectors)
+        return parts.reshape(*lead, self.ctas, self.warps, self.dealt[0], each, self.warp_size // self.cluster)
 
     def deal_rows(self, values: jax.Array) -> jax.Array:
         """[..., all rows, 1] -> [..., CTAs, warps, n]: the rows of a CTA one after the other."""
@@ -165,6 +173,20 @@ class Tiling:
         return self.warps * self.padded_rows + factors * self.rows
 
     @property
+    def cost(self) -> float:
+        """Of quantized weights, to compare tilings: the longer of the time to read the lines and that to issue the
+        instructions of their codes. A segment more counts as a sixteenth, for it adds all sums once more.
+        """
+        codes = math.prod(self.dealt[:2]) * self.format.per
+        return max(self.lines, codes * self.format.instructions / ISSUE_SLOTS) * (15 + self.segments)
+
+    @property
+    def brought_floats(self) -> int:
+        """Floats by way of which warps bring the vector, as bytes and the power of two of each 32 columns."""
+        by_tensor = isinstance(self.format, Codes) and self.format.by_tensor
+        return by_tensor * self.warps * self.vectors * 25
+
+    @property
     def dealt(self) -> tuple[int, ...]:
         """Steps, vectors of each, threads, weights of a vector."""
         return self._takes, self.together * self.vectors, self.warp_size, self.format.per
@@ -178,27 +200,30 @@ def tile(
     """
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
+    by_tensor = isinstance(format, Codes) and format.by_tensor
 
     def with_group(group: int) -> Tiling:
         vectors = -(-vectors_per_warp // group)
-        segments = -(-vectors // MAX_VECTORS)
+        segments = -(-vectors // (MAX_TENSOR_VECTORS if by_tensor else MAX_VECTORS))
         vectors = -(-vectors // segments)
+        vectors += by_tensor * (vectors % 2)  # a tile has two
         steps = -(-rows // (machine.warp_size // group))
         return Tiling(
             *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),
-            format,
+            replace(format, joined=math.gcd(max(1, format.block // 32), vectors)) if by_tensor else format,
         )
 
     def taking(tiling: Tiling) -> list[Tiling]:
         return [
             replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
             for together in range(1, MAX_TOGETHER + 1)
+            if together == 1 or not by_tensor or together * tiling.vectors * format.halves <= MAX_TENSOR_HELD
         ]
 
-    groups = [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
-    if isinstance(format, Codes):  # a segment more counts as a sixteenth of the lines: it adds all sums once more
+    groups = [with_group(4)] if by_tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
+    if isinstance(format, Codes):
         options = itertools.chain(*map(taking, groups))
-        return min(options, key=lambda one: (one.lines * (15 + one.segments), -one.together))
+        return min(options, key=lambda one: (one.cost, -one.together))
     tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
     return min(taking(tiling), key=lambda one: (one.lines, -one.together))
 
@@ -300,7 +325,8 @@ class Layout:
         """The tiling of a product, by its number, in its format."""
         if number in self.codes:
             format = replace(self.codes[number], selector_bits=self.machine.selector_bits)
-            return tile(all_rows, columns, ctas, self.machine, format, unit)
+            tilings = (tile(all_rows, columns, ctas, self.machine, way, unit) for way in format.ways)
+            return min(tilings, key=lambda tiling: tiling.cost)
         if number in self.bf12:
             tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
             if 0 < tiling.units <= MOST_UNITS:
@@ -461,6 +487,7 @@ class Layout:
             + 2 * even(warps)
             + even(max(sampler, *map(self._attention_floats, self.attends)))
             + even(max(op.heads * op.head_dim for op in self.attends))
+            + even(max(tiling.brought_floats for tiling in self.tilings))
             + even(rows)
             + even(self.table.history * rows)
             + 2 * even(self.head.rows)

@@ -10,10 +10,13 @@ import pytest
 
 import custom_calls
 from custom_calls import ENDS, State
-from custom_calls.gpu.layout import Machine
+from custom_calls.gpu.codes import Header, arrays_of
+from custom_calls.gpu.layout import Machine, Tiling
 from custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Norm, Weight
+from laneformer.quantized import Quantized
+from laneformer.quantized.rounding import round_to
 from tests.support import small
 
 ROOM = 160
@@ -100,6 +103,83 @@ def same(a, b) -> bool:
         [x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)
     ]
     return small.same(*cut)
+
+
+def with_zero_points(record: Quantized) -> Quantized:
+    zeros = np.random.default_rng(1).integers(0, 16, record.scales.shape).astype(np.uint8)
+    return dataclasses.replace(record, zero_points=zeros, scales=record.scales.astype("bfloat16"))
+
+
+def with_scale(record: Quantized) -> Quantized:
+    return dataclasses.replace(record, global_scale=np.array(1.7 * record.global_scale, np.float32))
+
+
+def with_scales_of(dtype: str):
+    return lambda record: dataclasses.replace(record, scales=record.scales.astype(dtype))
+
+
+def with_groups_of(columns: int | None):
+    """Other groups of a row, or one, whose scales are bfloat16 or those of the first groups."""
+
+    def changed(record: Quantized) -> Quantized:
+        if columns is None:
+            return dataclasses.replace(record, scales=record.scales[..., :1], group=(1, record.columns))
+        shape = (*record.shape[:-1], -(-record.columns // columns))
+        scales = np.random.default_rng(3).uniform(0.001, 0.01, shape).astype("bfloat16")
+        return dataclasses.replace(record, scales=scales, group=(1, columns))
+
+    return changed
+
+
+def with_rows_of_16(record: Quantized) -> Quantized:
+    """Groups of 16 rows, whose scales are float16."""
+    rows = -(-record.shape[-2] // 16)
+    scales = np.random.default_rng(2).uniform(0.001, 0.01, (*record.shape[:-2], rows, 1)).astype(np.float16)
+    return dataclasses.replace(record, scales=scales, group=(16, record.columns))
+
+
+WAYS = {  # kind, what shares a scale, a change of the record
+    "int8": ("int8", "row", None),
+    "int8 group 32": ("int8", 32, None),
+    "int4": ("int4", 32, None),
+    "int4 group 128 float16": ("int4", 128, with_scales_of("float16")),
+    "int4 group 16": ("int4", 32, with_groups_of(16)),
+    "int4 row": ("int4", 32, with_groups_of(None)),
+    "int4 zeros": ("int4", 64, with_zero_points),
+    "int4 zeros group 16": ("int4", 32, lambda record: with_zero_points(with_groups_of(16)(record))),
+    "mxfp4": ("mxfp4", 32, None),
+    "nvfp4": ("nvfp4", 16, with_scale),
+    "fp8": ("fp8", "block", None),
+    "fp8 tensor": ("fp8", "tensor", None),
+    "fp8 rows of 16": ("fp8", "row", with_rows_of_16),
+}
+
+
+def rounded(weights: np.ndarray, way: str) -> Quantized:
+    kind, shared, change = WAYS[way]
+    record = round_to(weights, kind, shared, search=False)
+    record = change(record) if change else record
+    assert record.problem() is None
+    return record
+
+
+def packed(record: Quantized, tiling: Tiling) -> tuple:
+    """Lines, the number of each weight in them from 1 on, the rows' factors and these as they are dealt."""
+    format, header = tiling.format, Header(record.kind, record.group, record.columns)
+
+    @jax.jit
+    def pack(arrays):
+        found = arrays_of(
+            Quantized(record.kind, group=record.group, columns=record.columns, **arrays), header, format, tiling.granule
+        )
+        lines = format.pack(tiling.deal(found["codes"]))
+        if format.scale:
+            lines = format.with_scales(lines, tiling.deal_granules(found["scales"]), tiling.cluster)
+        factors = found.get("factors", jnp.ones((record.shape[0], 1)))
+        numbers = jnp.arange(1, record.shape[0] * record.columns + 1).reshape(record.shape)
+        return lines, tiling.deal(numbers), factors, tiling.deal_rows(factors)
+
+    return pack(record.arrays)
 
 
 REFUSED = {

@@ -198,16 +198,15 @@ struct Bench {
   // The same numbers of weights in all formats, which take fewer lines the fewer bits they have.
   void products() {
     const auto measured = [&](auto format, auto of_cluster, const char* name) {
-      using Weights = decltype(format);
-      constexpr int cluster = decltype(of_cluster)::value;  // threads that share a scale
+      using Shape = Multiplied<decltype(format), decltype(of_cluster)::value>;  // threads that share a scale
       job.steps = 4 * kLayerLines / 12;
       const int ctas = std::min(sms, 128);
       const Numbers us = repeat([&] {
-        launch(product<Weights, cluster>, ctas, true, "product");
+        launch(multiply<Shape>, ctas, true, "product");
         return span(0, 0, ctas, ctas);
       });
       print(conditions("product", "us", ctas, std::string("\"format\": \"") + name + "\", " + ring_fields()), us,
-            rate((i64)product_lines<Weights, cluster>(job.steps) * kWarps * kLineBytes * ctas, us));
+            rate((i64)Shape::lines_of(job.steps) * kWarps * kLineBytes * ctas, us));
     };
     const std::integral_constant<int, 2> two;
     const std::integral_constant<int, 4> four;
@@ -215,9 +214,15 @@ struct Bench {
     measured(Bf12{}, four, "bf12");
     measured(Codes<Code::kInt8, Scale::kNone, false, true>{}, four, "int8");
     measured(Codes<Code::kE4M3, Scale::kNone, false, true>{}, four, "fp8");
-    measured(Codes<Code::kInt4, Scale::kBfloat16, false, false>{}, four, "int4");
-    measured(Codes<Code::kE2M1, Scale::kE8M0, false, false>{}, four, "mxfp4");
-    measured(Codes<Code::kE2M1, Scale::kE4M3, false, true>{}, two, "nvfp4");
+    using Int4 = Codes<Code::kInt4, Scale::kBfloat16, false, false>;
+    using Mxfp4 = Codes<Code::kE2M1, Scale::kE8M0, false, false>;
+    using Nvfp4 = Codes<Code::kE2M1, Scale::kE4M3, false, true>;
+    measured(Int4{}, four, "int4");
+    measured(Mxfp4{}, four, "mxfp4");
+    measured(Nvfp4{}, two, "nvfp4");
+    measured(ByTensor<Int4, 1, 1>{}, four, "int4 by tensor cores");
+    measured(ByTensor<Mxfp4, 1, 1>{}, four, "mxfp4 by tensor cores");
+    measured(ByTensor<Nvfp4, 2, 1>{}, four, "nvfp4 by tensor cores");
   }
 
   void read_plain() {

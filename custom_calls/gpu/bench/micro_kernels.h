@@ -4,13 +4,11 @@
 #include <cooperative_groups.h>
 
 #include "exchange.h"
-#include "formats.h"
-#include "stream.h"
+#include "product.h"
 
 namespace laneformer {
 namespace gpu {
 
-constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kSharedBytes = kRingBytes + 8 * kWarps * kSlots;
 constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of a CTA
 constexpr int kTake = 4;                                        // lines that a warp takes at once
@@ -93,56 +91,51 @@ LF_KERNEL void ring(LF_PARAMS, const Job job) {
   stream.drain();
 }
 
-// The stream as steps of a product: four rows of three vectors for each thread, multiplied by a vector in registers.
-// One exception of bf12 in eight units, as in trained weights.
-constexpr int kProductRows = 4, kProductVectors = 3;
-template <class Weights, int cluster>
-using ProductBeside = Beside<Weights, kProductRows * kProductVectors, cluster>;
+// The stream as steps of a product, as product.h has it: four rows of three vectors for each thread, or, by tensor
+// cores, one of twelve. One exception of bf12 in eight units, as in trained weights.
+template <class Format, int cluster>
+struct Multiplied {
+  using Weights = Format;
+  static constexpr int kTogether = kByTensor<Format> ? 1 : 4, kVectors = 12 / kTogether, kSegments = 1,
+                       kColumns = 32 * kVectors * kWarps;
+  using Scales = Beside<Weights, kTogether * kVectors, cluster>;
+  static constexpr int kLines = Weights::template kLines<kTogether * kVectors>;
 
-template <class Weights, int cluster>
-constexpr int product_lines(int steps) {
-  return Weights::template kLines<kProductRows * kProductVectors> * steps +
-         ProductBeside<Weights, cluster>::lines_of(steps);
-}
+  static constexpr int lines_of(int steps) { return kLines * steps + Scales::lines_of(steps); }
+};
 
-template <class Weights, int cluster>
-LF_DEVICE void multiply(const Params& p, const Job& job, char* memory) {
-  constexpr int rows = kProductRows, vectors = kProductVectors, lines = Weights::template kLines<rows * vectors>;
+template <class Shape>
+__global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job job) {
+  LF_SHARED(product_memory);  // the kernels that are extern "C" have the name `memory`
+  __shared__ float brought[kBrought<Shape> + 1];
+  constexpr int rows = Shape::kTogether, vectors = rows * Shape::kVectors;
   begin(job, 0);
-  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
+  Stream stream(job.weights + cta() * kShare, product_memory, (u64*)(product_memory + kRingBytes), Passes{0});
   Lists lists(p);
   lists.begin(0);
-  typename Weights::Reader weights(p, lists, 0);
+  typename Shape::Weights::Reader weights(p, lists, 0);
   weights.begin();
-  float x[vectors][8], sums[rows] = {};
-  LF_UNROLL for (int v = 0; v < vectors; v++) LF_UNROLL for (int i = 0; i < 8; i++) x[v][i] = (float)(thread() + v * i);
-  ProductBeside<Weights, cluster> beside;
+  typename Operand<Shape>::Part x;
+  const auto load = [](int, auto& own) {
+    constexpr int n = sizeof own / sizeof own[0], per = sizeof own[0] / sizeof(float);
+    LF_UNROLL for (int v = 0; v < n; v++) LF_UNROLL for (int i = 0; i < per; i++) own[v][i] = (float)(thread() + v * i);
+  };
+  Operand<Shape>::bring(0, brought + warp() * (kBrought<Shape> / kWarps), load, x);
+  float sums[rows] = {};
+  typename Shape::Scales beside;
   for (int step = 0; step < job.steps; step++) {
-    Vec taken[lines];
+    Vec taken[Shape::kLines];
     beside.take(stream);
     stream.take(taken);
-    const auto scales = beside.scales(taken);
-    LF_UNROLL for (int at = 0; at < rows * vectors; at++) {
-      float& sum = sums[at / vectors];
-      if constexpr (kQuantized<Weights>) {
-        sum = Weights::template add<rows * vectors>(sum, taken, scales, at, x[at % vectors]);
-      } else {
-        float w[8];
-        weights.template read<rows * vectors>(taken, at, w);
-        LF_UNROLL for (int i = 0; i < 8; i++) sum += w[i] * x[at % vectors][i];
-      }
-    }
+    [[maybe_unused]] const auto scales = beside.scales(taken);
+    LF_UNROLL for (int r = 0; r < rows; r++) sums[r] +=
+        Operand<Shape>::template sum<vectors>(weights, taken, scales, r, x);
   }
   end(job, 0);
   stream.drain();
   float total = 0;
   LF_UNROLL for (int r = 0; r < rows; r++) total += sums[r];
   keep(job, float_to_bits(total));
-}
-template <class Weights, int cluster>
-__global__ void __launch_bounds__(kThreads, 1) product(LF_PARAMS p, const Job job) {
-  LF_SHARED(product_memory);  // the kernels that are extern "C" have the name `memory`
-  multiply<Weights, cluster>(p, job, product_memory);
 }
 
 // What bf12 has beside the stream: a table, and for each warp the exceptions.

@@ -84,10 +84,11 @@ struct Codes {
     u32 zero[n];
   };
 
-  // The scales of steps of n vectors: each thread of a cluster has those of `own` vectors, in the lowest words.
-  template <int n, int cluster>
+  // The scales of steps of n vectors, `count` of them: each thread of a cluster has `own`, in the lowest words.
+  // for_bytes: zero points are one byte, four times.
+  template <int n, int cluster, int count = n, bool for_bytes = false>
   class Scaled {
-    static constexpr int own = (n + cluster - 1) / cluster, bytes = own * kScaleBytes, lines = (bytes + 15) / 16,
+    static constexpr int own = (count + cluster - 1) / cluster, bytes = own * kScaleBytes, lines = (bytes + 15) / 16,
                          served = 16 * lines / bytes, words = 4 * lines, used = (bytes + 3) / 4;
     // Whether they are in the last words of the step's last line.
     static constexpr bool inside = bytes <= 16 * kLines<n> - 4 * kWords * n;
@@ -114,11 +115,11 @@ struct Codes {
     }
 
     // Of the step whose lines were taken last.
-    LF_DEVICE Scales<n> scales(const Vec (&taken)[kLines<n>]) const {
-      Scales<n> out;
+    LF_DEVICE Scales<count> scales(const Vec (&taken)[kLines<n>]) const {
+      Scales<count> out;
       constexpr int per = 4 / kScaleBytes;  // scales of a word
       const int first = warp_lane() & ~(cluster - 1);
-      LF_UNROLL for (int member = 0; member < cluster && member * own < n; member++) {
+      LF_UNROLL for (int member = 0; member < cluster && member * own < count; member++) {
         LF_UNROLL for (int word = 0; word * per < own; word++) {
           const u32 own_bits = inside ? taken[kLines<n> - 1].word[(4 - used + word) % 4] : words_[word];
           const u32 bits = shuffle_from(own_bits, first + member);
@@ -126,9 +127,10 @@ struct Codes {
           unpack_scales(bits, found);
           LF_UNROLL for (int i = 0; i < per; i++) {
             const int slot = word * per + i, at = member * own + slot;
-            if (slot < own && at < n) {
+            if (slot < own && at < count) {
               out.value[at] = found[i];
-              if constexpr (zeros) out.zero[at] = permute(bits, 0, selector(2, 3, 2, 3));
+              if constexpr (zeros)
+                out.zero[at] = permute(bits, 0, for_bytes ? selector(2, 2, 2, 2) : selector(2, 3, 2, 3));
             }
           }
         }

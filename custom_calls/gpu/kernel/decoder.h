@@ -23,6 +23,13 @@ struct Partials {
     return 0;
   }
 };
+struct BroughtFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kIsProduct) return kBrought<Op>;
+    return 0;
+  }
+};
 struct AttentionFloats {
   template <class Op>
   static constexpr int of() {
@@ -39,6 +46,7 @@ struct MergedFloats {
 };
 
 constexpr int kPartialFloats = larger_of(most_of<Partials>(Layers{}), kPartials<Head>);
+constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(Layers{}), kBrought<Head>);
 constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }
@@ -48,12 +56,12 @@ static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag
 
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
-  float *partial[2], *squares[2], *scratch, *merged, *x, *history, *logits, *z;
+  float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *logits, *z;
   int* end;
 
   static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) +
-                                 even(kMergedFloats) + even(kStreamRows) + even(kHistory * kStreamRows) +
-                                 2 * even(Head::kRows) + 2;
+                                 even(kMergedFloats) + even(kBroughtFloats) + even(kStreamRows) +
+                                 even(kHistory * kStreamRows) + 2 * even(Head::kRows) + 2;
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
 
@@ -67,6 +75,7 @@ struct Shared {
     partial[0] = take(kPartialFloats), partial[1] = take(kPartialFloats);
     squares[0] = take(kWarps), squares[1] = take(kWarps);
     merged = take(kMergedFloats);
+    brought = take(kBroughtFloats);
     x = take(kStreamRows), history = take(kHistory * kStreamRows);
     logits = take(Head::kRows), z = take(Head::kRows);
     end = (int*)take(1);
@@ -81,6 +90,12 @@ struct Control {
 
   LF_DEVICE explicit Control(const Params& p) : prompt(p.control[0]), start(p.control[1]), limit(p.control[2]) {}
 };
+
+LF_DEVICE float norm_factor(const float* squares, float eps) {
+  float sum = 0;
+  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
+  return rsqrt_of(sum / (float)kHidden + eps);
+}
 
 class Decoder {
  public:
@@ -137,13 +152,14 @@ class Decoder {
     constexpr bool normed = !kHeadOfAll || Head::kNormOfSum;
     float* partial = next_partial();
     const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
-    const FromBoard<Head> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
+    const FromBoard<Reading<Head>> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
     float* squares = this->squares(turn_);
     if constexpr (normed) {
       if constexpr (Head::kColumns == kHidden)
-        product<Head>(stream_, weights<Head>(0), partial, NormedFromBoard<Head>{board, final_gains(), squares});
+        product<Head>(stream_, weights<Head>(0), partial, shared_.brought,
+                      NormedFromBoard<Reading<Head>>{board, final_gains(), squares});
     } else {
-      product<Head>(stream_, weights<Head>(0), partial, board);
+      product<Head>(stream_, weights<Head>(0), partial, shared_.brought, board);
     }
     if (!kSteps) stream_.skip_padding(kHeadPadding);
     sync_cta();
@@ -283,17 +299,19 @@ class Decoder {
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
-      const FromBoard<Op> board = {stream_board(time), tag + time, watch_};
+      const FromBoard<Reading<Op>> board = {stream_board(time), tag + time, watch_};
       if constexpr (Op::kNormed) {
         const float* gains = small(Op::norm(layer), Op::kNormStride);
-        product<Op>(stream_, weights<Op>(layer), partial, NormedFromBoard<Op>{board, gains, squares(turn_)});
+        product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
+                    NormedFromBoard<Reading<Op>>{board, gains, squares(turn_)});
       } else {
-        product<Op>(stream_, weights<Op>(layer), partial, board);
+        product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, board);
       }
     } else if constexpr (Op::kReads == Value::kAttended) {
-      product<Op>(stream_, weights<Op>(layer), partial, FromShared<Op>{shared_.merged});
+      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, FromShared<Reading<Op>>{shared_.merged});
     } else {
-      product<Op>(stream_, weights<Op>(layer), partial, FromBoard<Op>{boards_ + kHiddenBoard, tag + layer, watch_});
+      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
+                  FromBoard<Reading<Op>>{boards_ + kHiddenBoard, tag + layer, watch_});
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {

@@ -13,10 +13,12 @@ enum class Code { kInt8, kE4M3, kInt4, kE2M1 };
 enum class Scale { kNone, kE8M0, kE4M3, kBfloat16, kFloat16, kFloat32 };
 
 template <Dtype dtype>
-struct Plain;  // formats.h and codes.h have them
+struct Plain;  // formats.h, codes.h and tensor.h have them
 struct Bf12;
 template <Code code, Scale scale, bool zeros, bool factors>
 struct Codes;
+template <class Codes, int halves, int joined>
+struct ByTensor;
 
 constexpr int bytes_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
 

@@ -44,6 +44,7 @@ constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (st
 #define LF_UNROLL _Pragma("unroll")
 #define LF_PARAMS const Params
 #define LF_BULK 0  // no bulk copies into shared memory: the stream goes through registers
+#define LF_TENSOR 0
 
 namespace laneformer {
 namespace gpu {
@@ -158,6 +159,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 #define LF_UNROLL _Pragma("unroll")
 #define LF_PARAMS const __grid_constant__ Params
 #define LF_BULK 1
+#define LF_TENSOR 1        // multiply_bytes and what goes with it
 
 namespace laneformer {
 namespace gpu {
@@ -254,6 +256,29 @@ LF_DEVICE void unpack_e4m3(u32 word, float* out) {
       : "r"(word));
   out[0] = half_to_float((u16)low), out[1] = half_to_float((u16)(low >> 16));
   out[2] = half_to_float((u16)high), out[3] = half_to_float((u16)(high >> 16));
+}
+// As permute; of a nibble of 8 or more the sign of byte nibble - 8, eight times.
+LF_DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+  return v;
+}
+LF_DEVICE int round_to_int(float v) { return __float2int_rn(v); }
+// The product of two matrices of signed bytes, added to the sums of 32 bits before: 16 x 32 (or 16 x 16) by 8 columns,
+// of a warp. Thread 4 g + t has, of rows g and g + 8 in turn, bytes 4 t to 4 t + 3 of each 16; the same of column g;
+// and sums of row g, columns 2 t and 2 t + 1, then of row g + 8.
+LF_DEVICE void multiply_bytes(const u32 (&a)[4], const u32 (&b)[2], const u32 (&before)[4], u32 (&sums)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(before[0]), "r"(before[1]),
+        "r"(before[2]), "r"(before[3]));
+}
+LF_DEVICE void multiply_bytes(const u32 (&a)[2], const u32 (&b)[1], const u32 (&before)[4], u32 (&sums)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+               : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(before[0]), "r"(before[1]), "r"(before[2]), "r"(before[3]));
 }
 LF_DEVICE float exp2_of(float v) { return exp2f(v); }
 LF_DEVICE float exp_of(float v) { return expf(v); }

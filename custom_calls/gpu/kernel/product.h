@@ -9,12 +9,13 @@
 //              read of a board together is contiguous, 64 bytes or more, and a cluster's columns may share a scale
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kTogether  steps whose lines are in registers at the same time
-//   Weights    the format of the lines (formats.h)
+//   Weights    the format of the lines (formats.h, tensor.h)
 #pragma once
 
 #include "edges.h"
 #include "formats.h"
 #include "stream.h"
+#include "tensor.h"
 
 namespace laneformer {
 namespace gpu {
@@ -60,12 +61,60 @@ LF_DEVICE int distance(int v, int i) {
   return v * kPer<Shape> * Shape::kGroup + i * Shape::kCluster;
 }
 
+// What a thread has of a vector: float32.
+template <class Shape>
+struct Floats {
+  static constexpr int kFloats = 0, per = kPer<Shape>, vectors = Shape::kVectors;
+  using Part = float[vectors][per];
+
+  template <class Load>
+  LF_DEVICE static void bring(int segment, float*, Load load, Part& x) {
+    load(segment, x);
+  }
+
+  // The products with row `at` of a step's lines.
+  template <int n, class Held>
+  LF_DEVICE static float sum(typename Shape::Weights::Reader& weights,
+                             const Vec (&lines)[Shape::Weights::template kLines<n>], const Held& scales, int at,
+                             const Part& x) {
+    float sum = 0;
+    LF_UNROLL for (int v = 0; v < vectors; v++) {
+      if constexpr (kQuantized<typename Shape::Weights>) {
+        sum = Shape::Weights::template add<n>(sum, lines, scales, at * vectors + v, x[v]);
+      } else {
+        float w[per];
+        weights.template read<n>(lines, at * vectors + v, w);
+        LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
+      }
+    }
+    return sum;
+  }
+};
+
+template <class Shape, bool by_tensor>
+struct OperandOf {
+  using Type = Floats<Shape>;
+};
+#if LF_TENSOR
+template <class Shape>
+struct OperandOf<Shape, true> {
+  using Type = Digits<Shape>;
+};
+#endif
+template <class Shape>
+using Operand = typename OperandOf<Shape, kByTensor<typename Shape::Weights>>::Type;
+
+// Floats of a CTA in shared memory by way of which its warps bring a vector.
+template <class Shape>
+constexpr int kBrought = kWarps * Operand<Shape>::kFloats;
+
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
-// vector, while the first weights are on their way.
+// vector, while the first weights are on their way; brought: kBrought floats.
 template <class Shape, class Load>
-LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, Load load) {
+LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, float* brought,
+                       Load load) {
   constexpr int together = Shape::kTogether, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
-                owners = kOwners<Shape>, per = kPer<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
+                owners = kOwners<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
   float* out = partial + opaque(warp() * kPaddedRows<Shape>);
   [[maybe_unused]] float factors[kFactors<Shape>];  // read while the vector is awaited
   if constexpr (kHasFactors<typename Shape::Weights>) weights.template load_factors<Shape::kRows>(factors);
@@ -76,8 +125,8 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
     beside.take(stream);
     stream.take(lines);
 #endif
-    float x[vectors][per];
-    load(segment, x);
+    typename Operand<Shape>::Part x;
+    Operand<Shape>::bring(segment, brought + warp() * (kBrought<Shape> / kWarps), load, x);
     if (segment == 0) {
       weights.begin();
       if constexpr (kHasFactors<typename Shape::Weights>) {
@@ -90,19 +139,8 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
     const auto multiply = [&](int step) {
       float sums[together];
       [[maybe_unused]] const auto scales = beside.scales(lines);
-      LF_UNROLL for (int t = 0; t < together; t++) {
-        float sum = 0;
-        LF_UNROLL for (int v = 0; v < vectors; v++) {
-          if constexpr (kQuantized<typename Shape::Weights>) {
-            sum = Shape::Weights::template add<together * vectors>(sum, lines, scales, t * vectors + v, x[v]);
-          } else {
-            float w[per];
-            weights.template read<together * vectors>(lines, t * vectors + v, w);
-            LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
-          }
-        }
-        sums[t] = sum;
-      }
+      LF_UNROLL for (int t = 0; t < together; t++) sums[t] =
+          Operand<Shape>::template sum<together * vectors>(weights, lines, scales, t, x);
       // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends
       // with sum i % owners.
       LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
@@ -204,12 +242,6 @@ struct NormedFromBoard {
     if (warp_lane() == 0) squares[warp()] = segment == 0 ? sum : squares[warp()] + sum;
   }
 };
-
-LF_DEVICE float norm_factor(const float* squares, float eps) {
-  float sum = 0;
-  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
-  return rsqrt_of(sum / (float)kHidden + eps);
-}
 
 // A vector in shared memory.
 template <class Shape>

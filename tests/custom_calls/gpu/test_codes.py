@@ -5,12 +5,12 @@ of the dequantized weights.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from custom_calls import NativeError
-from custom_calls.gpu.codes import CodesChoice, Header, arrays_of, format_of
+from custom_calls.gpu import codes
+from custom_calls.gpu.codes import CodesChoice, format_of
 from custom_calls.gpu.formats import product_weights
 from custom_calls.gpu.layout import H200, MI300X, tile
 from custom_calls.plan import make_plan
@@ -18,51 +18,18 @@ from laneformer.decoder import decoder_ops
 from laneformer.quantized import E2M1, E4M3, Quantized
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.gpu_cases import AMD, jitted
+from tests.support.gpu_cases import AMD, WAYS, jitted, packed, rounded, with_zero_points
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
 
-def with_zero_points(record: Quantized) -> Quantized:
-    zeros = np.random.default_rng(1).integers(0, 16, record.scales.shape).astype(np.uint8)
-    return dataclasses.replace(record, zero_points=zeros, scales=record.scales.astype("bfloat16"))
-
-
-def with_scale(record: Quantized) -> Quantized:
-    return dataclasses.replace(record, global_scale=np.array(1.7 * record.global_scale, np.float32))
-
-
-def with_scales_of(dtype: str):
-    return lambda record: dataclasses.replace(record, scales=record.scales.astype(dtype))
-
-
-def with_rows_of_16(record: Quantized) -> Quantized:
-    """Groups of 16 rows, whose scales are float16."""
-    rows = -(-record.shape[-2] // 16)
-    scales = np.random.default_rng(2).uniform(0.001, 0.01, (*record.shape[:-2], rows, 1)).astype(np.float16)
-    return dataclasses.replace(record, scales=scales, group=(16, record.columns))
-
-
-WAYS = {
-    "int8": ("int8", "row", None),
-    "int8 group 32": ("int8", 32, None),
-    "int4": ("int4", 32, None),
-    "int4 group 128 float16": ("int4", 128, with_scales_of("float16")),
-    "int4 zeros": ("int4", 64, with_zero_points),
-    "mxfp4": ("mxfp4", 32, None),
-    "nvfp4": ("nvfp4", 16, with_scale),
-    "fp8": ("fp8", "block", None),
-    "fp8 tensor": ("fp8", "tensor", None),
-    "fp8 rows of 16": ("fp8", "row", with_rows_of_16),
-}
-
-
-def made(weights: np.ndarray, way: str) -> Quantized:
-    kind, shared, change = WAYS[way]
-    record = round_to(weights, kind, shared, search=False)
-    record = change(record) if change else record
-    assert record.problem() is None
-    return record
+def scale_values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """Float64 of bytes [threads, bytes of a scale]."""
+    if dtype == "e8m0":
+        return np.exp2(bits.astype(float) - 127)
+    if dtype == "e4m3":
+        return E4M3[bits].astype(float)
+    return np.ascontiguousarray(bits).view(dtype).astype(float)
 
 
 def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
@@ -70,7 +37,7 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     uint32 [lines, threads, 4].
     """
     format, (takes, vectors, threads, per) = tiling.format, tiling.dealt
-    own = -(-vectors // tiling.cluster)
+    own, halves = format.own_scales(vectors, tiling.cluster), format.halves
     taken = iter(stream)
     found = np.zeros((takes, vectors, threads, per))
     beside = np.zeros((threads, 0), np.uint8)
@@ -86,20 +53,6 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
         for vector in range(vectors):
             line, place = divmod(vector, 128 // (8 * format.bits))
             words = lines[line].view(np.uint8)[:, place * format.bits : (place + 1) * format.bits]
-            value = 1.0
-            zero = np.full(threads, 8)
-            if format.scale:
-                holder = np.arange(threads) // tiling.cluster * tiling.cluster + vector // own
-                bits = scales[holder].reshape(threads, own, -1)[:, vector % own]
-                if format.zeros:
-                    zero = (np.ascontiguousarray(bits[:, 2:]).view(np.uint16)[:, 0] & 0x3FF).astype(int)
-                    bits = np.ascontiguousarray(bits[:, :2])
-                if format.scale == "e8m0":
-                    value = np.exp2(bits.astype(float) - 127)
-                elif format.scale == "e4m3":
-                    value = E4M3[bits].astype(float)
-                else:
-                    value = np.ascontiguousarray(bits).view(format.scale).astype(float)
             if format.code == "int8":
                 numbers = words.astype(float) - 128
             elif format.code == "e4m3":
@@ -107,33 +60,27 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
                 numbers = E4M3[words].astype(float)
             else:
                 nibbles = np.stack([words & 15, words >> 4], -1).reshape(threads, 8)
-                if format.code == "int4":
-                    numbers = nibbles.astype(float) - zero[:, None]
-                else:
-                    index, sign = format.places
-                    numbers = E2M1[nibbles[:, list(index)] & 7 | nibbles[:, list(sign)] & 8].astype(float)
-            found[take, vector] = numbers * value
+                index, sign = format.places
+                four = nibbles[:, list(index)] & 7 | nibbles[:, list(sign)] & 8
+                numbers = E2M1[four].astype(float) if format.code == "e2m1" else four.astype(float)
+            for half in range(halves):
+                here = slice(half * per // halves, (half + 1) * per // halves)
+                value, zero = 1.0, np.full(threads, 8)
+                if format.scale:
+                    holder, slot = np.divmod((vector * halves + half) // format.joined, own)
+                    holder = np.arange(threads) // tiling.cluster * tiling.cluster + holder
+                    bits = scales[holder].reshape(threads, own, -1)[:, slot]
+                    if format.zeros:
+                        zero = np.ascontiguousarray(bits[:, 2:]).view(np.uint16)[:, 0]
+                        zero = (256 - zero & 0xFF if format.by_tensor else zero & 0x3FF).astype(int)
+                        bits = np.ascontiguousarray(bits[:, :2])
+                    value = scale_values(bits, format.scale)
+                if format.code == "int4" and format.by_tensor and not format.zeros:
+                    numbers[:, here] = (numbers[:, here] + 8) % 16  # stored in two's complement
+                less = zero[:, None] if format.code == "int4" else 0
+                found[take, vector, :, here] = (numbers[:, here] - less) * np.reshape(value, (-1, 1))
     assert next(taken, None) is None, "no line is left"
     return found
-
-
-def packed(record: Quantized, tiling) -> tuple:
-    """Lines, the number of each weight in them from 1 on, the rows' factors and these as they are dealt."""
-    format, header = tiling.format, Header(record.kind, record.group, record.columns)
-
-    @jax.jit
-    def pack(arrays):
-        found = arrays_of(
-            Quantized(record.kind, group=record.group, columns=record.columns, **arrays), header, format, tiling.granule
-        )
-        lines = format.pack(tiling.deal(found["codes"]))
-        if format.scale:
-            lines = format.with_scales(lines, tiling.deal_granules(found["scales"]), tiling.cluster)
-        factors = found.get("factors", jnp.ones((record.shape[0], 1)))
-        numbers = jnp.arange(1, record.shape[0] * record.columns + 1).reshape(record.shape)
-        return lines, tiling.deal(numbers), factors, tiling.deal_rows(factors)
-
-    return pack(record.arrays)
 
 
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
@@ -141,21 +88,27 @@ def packed(record: Quantized, tiling) -> tuple:
 def test_packing_gives_every_weight_back(machine, way):
     for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
         weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
-        record = made(weights, way)
+        record = rounded(weights, way)
         format = dataclasses.replace(format_of(["w"], {"w": record}, False), selector_bits=machine.selector_bits)
-        tiling = tile(rows, columns, 2, dataclasses.replace(machine, warps=warps), format)
-        lines, numbers, factors, dealt = (np.asarray(array) for array in packed(record, tiling))
-        streams = lines.reshape(2, warps, tiling.lines, machine.warp_size, 4)
-        exact = record.dequantize()
-        if format.factors:
-            assert (dealt.reshape(2, -1)[:, : tiling.rows].reshape(-1)[:rows] == factors[:, 0]).all()
-            exact = record.dequantize() / factors.astype(np.float64)
-        padded = np.concatenate([[0], exact.reshape(-1)])
-        for cta in range(2):
-            for warp in range(warps):
-                found, own = unpacked(streams[cta, warp], tiling), numbers[cta, warp]
-                assert np.isfinite(found).all()
-                np.testing.assert_allclose(found[own > 0], padded[own][own > 0], rtol=1e-6 * format.factors)
+        for each in format.ways:
+            tiling = tile(rows, columns, 2, dataclasses.replace(machine, warps=warps), each)
+            check_packing(record, tiling)
+
+
+def check_packing(record: Quantized, tiling) -> None:
+    format, rows, warps = tiling.format, len(record.codes), tiling.warps
+    lines, numbers, factors, dealt = (np.asarray(array) for array in packed(record, tiling))
+    streams = lines.reshape(2, warps, tiling.lines, tiling.warp_size, 4)
+    exact = record.dequantize()
+    if format.factors:
+        assert (dealt.reshape(2, -1)[:, : tiling.rows].reshape(-1)[:rows] == factors[:, 0]).all()
+        exact = record.dequantize() / factors.astype(np.float64)
+    padded = np.concatenate([[0], exact.reshape(-1)])
+    for cta in range(2):
+        for warp in range(warps):
+            found, own = unpacked(streams[cta, warp], tiling), numbers[cta, warp]
+            assert np.isfinite(found).all()
+            np.testing.assert_allclose(found[own > 0], padded[own][own > 0], rtol=1e-6 * format.factors)
 
 
 SIZES = {"hidden_size": 64, "head_dim": 8, "ff": 48, "num_hidden_layers": 2, "vocab_size": 72, "lm_head_type": "lane"}
@@ -166,9 +119,9 @@ def model_of(**changes):
     config = small.make_config(**SIZES | {"lanes": 2} | changes)
     weights = small.make_weights(config)
     groups = [paths for paths, _ in product_weights(plan_of(config))]
-    ways = [name for name in WAYS if name != "fp8 tensor"]
+    ways = [name for name in WAYS if name not in ("fp8 tensor", "int4 group 16", "int4 row", "int4 zeros group 16")]
     records = {
-        path: made(weights[path], ways[number % len(ways)]) for number, paths in enumerate(groups) for path in paths
+        path: rounded(weights[path], ways[number % len(ways)]) for number, paths in enumerate(groups) for path in paths
     }
     return config, weights, records
 
@@ -185,9 +138,13 @@ def choice_of(records, config=None) -> CodesChoice:
     return CodesChoice.of(plan_of(config or CONFIG), records.items())
 
 
-def opened(records, config=CONFIG, weights=WEIGHTS, **options):
+def opened(records, config=CONFIG, weights=WEIGHTS, by_tensor=True, **options):
+    """by_tensor: 4 bits by tensor cores, also where the rule of the layout prefers vector code."""
     choice = choice_of(records, config)
-    return emulated.open_session(plan_of(config), weights | records, codes=choice, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if by_tensor:
+            patch.setattr(codes, "INSTRUCTIONS", dict.fromkeys(codes.INSTRUCTIONS, (1e6, 0.0)))
+        return emulated.open_session(plan_of(config), weights | records, codes=choice, **options)
 
 
 def answer(session, config=CONFIG, mesh=None):
@@ -209,6 +166,7 @@ def check(outputs, config, weights, records) -> None:
     "options",
     [
         {},
+        pytest.param({"by_tensor": False}, marks=pytest.mark.exhaustive),
         pytest.param({"machine": AMD}, marks=emulated.only_emulated),
         pytest.param({"launch": "graph"}, marks=pytest.mark.exhaustive),
         pytest.param({"launch": "graph", "machine": AMD}, marks=[emulated.only_emulated, pytest.mark.exhaustive]),
@@ -218,6 +176,9 @@ def check(outputs, config, weights, records) -> None:
 def test_logits_are_those_of_the_dequantized_weights(options):
     session = opened(RECORDS, **options)
     check(answer(session), CONFIG, WEIGHTS, RECORDS)
+    formats = [tiling.format for tiling in session.layout.tilings]
+    if not options:
+        assert all(format.by_tensor == (format.bits == 4) for format in formats)
     facts = session.quantized_weights
     assert facts["quantized_formats"] == sorted({record.name for record in RECORDS.values()})
     assert facts["quantized_weights"] == sum(WEIGHTS[path].size for path in RECORDS)
@@ -254,14 +215,14 @@ def test_all_codes_of_a_row():
     """Every code and the largest sums: the kernels of `test_logits_are_those_of_the_dequantized_weights`."""
     records = dict(RECORDS)
     for path, record in RECORDS.items():
-        codes = record.codes.copy()
-        row = codes.reshape(-1, codes.shape[-1])
+        changed = record.codes.copy()
+        row = changed.reshape(-1, changed.shape[-1])
         every = np.arange(256).astype(np.uint8)
         if record.kind == "fp8":
             every = every[every & 0x7F != 0x7F]
-        row[:8] = np.resize(every, row[:8].shape).view(codes.dtype)
+        row[:8] = np.resize(every, row[:8].shape).view(changed.dtype)
         row[8] = 0x7F if record.kind == "int8" else 0x7E if record.kind == "fp8" else 0x77
-        records[path] = dataclasses.replace(record, codes=codes)
+        records[path] = dataclasses.replace(record, codes=changed)
         assert records[path].problem() is None
     check(answer(opened(records)), CONFIG, WEIGHTS, records)
 

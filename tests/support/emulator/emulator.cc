@@ -160,11 +160,11 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
-    blocks[c] = {kThreads, 0, 0, {}};
+    blocks[c] = {kThreads, 0, 0, {}, {}};
     shared[c] = (char*)std::aligned_alloc(
         128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer detects accesses beyond
     std::memset(shared[c], 0xff, shared_bytes);
-    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}};
+    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}, {}};
   }
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];

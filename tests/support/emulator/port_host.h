@@ -43,6 +43,7 @@ struct Group {  // threads that meet
   int size, arrived;
   uint64_t generation;
   uint32_t values[2][64];
+  uint32_t matrices[2][64][6];  // registers of multiply_bytes
 };
 
 extern thread_local Fiber* self;
@@ -90,6 +91,40 @@ LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // of NVIDIA or AMD
     found |= zero ? 0 : (u32)(bytes >> 8 * which & 0xff) << 8 * i;
   }
   return found;
+}
+
+#define LF_TENSOR (LF_WARP_SIZE == 32)
+LF_DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) {
+  u32 found = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 which = selector >> 4 * i & 15, byte = permute(a, b, which & 7) & 255;
+    found |= (which < 8 ? byte : byte >> 7 ? 255 : 0) << 8 * i;
+  }
+  return found;
+}
+LF_DEVICE int round_to_int(float v) {  // to even
+  if (v != v) return 0;
+  return std::fabs(v) < 2147483648.0f ? (int)std::nearbyint(v) : v < 0 ? INT32_MIN : INT32_MAX;
+}
+template <int of_a>
+LF_DEVICE void multiply_bytes(const u32 (&a)[of_a], const u32 (&b)[of_a / 2], const u32 (&before)[4], u32 (&sums)[4]) {
+  emulator::Group* warp = emulator::self->warp;
+  const int lane = emulator::self->thread % kWarpSize, side = (int)(warp->generation & 1);
+  auto* all = warp->matrices[side];
+  for (int i = 0; i < of_a; i++) all[lane][i] = a[i];
+  for (int i = 0; i < of_a / 2; i++) all[lane][4 + i] = b[i];
+  emulator::meet(warp);
+  const auto byte = [](u32 word, int i) { return (int)(int8_t)(word >> 8 * i); };
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+    u32 sum = before[i];
+    for (int k = 0; k < 8 * of_a; k++) {
+      const u32 weights = all[row * 4 + k % 16 / 4][k / 16 * 2 + i / 2],
+                numbers = all[column * 4 + k % 16 / 4][4 + k / 16];
+      sum += (u32)(byte(weights, k % 4) * byte(numbers, k % 4));
+    }
+    sums[i] = sum;
+  }
 }
 
 LF_DEVICE u64 load_word(const u64* p) { return *(const volatile u64*)p; }

@@ -1,0 +1,205 @@
+// Weights of 4 bits times a vector by tensor cores that multiply bytes; custom_calls/gpu/codes.py packs them as the
+// codes of threads in groups of four. docs/quantized.md states the scheme, its order of sums and its bounds.
+//
+// Of 32 columns, a block, the vector is whole numbers of 24 bits times a power of two, each number three bytes with
+// signs; codes become bytes with signs. A tile of weights is eight rows of two blocks, the second block as rows 8 to
+// 15, and of the vector's matrix, columns 0, 2 and 4 are the bytes of the first block, 1, 3 and 5 those of the second.
+// So thread t of a group has the sums of byte t of its row: with the first block in register 0, with the second in
+// register 3; what the other two have is of no use. Sums are exact. Where 16 columns have a scale, the two parts of a
+// tile are the halves of one block.
+#pragma once
+
+#include "codes.h"
+
+namespace laneformer {
+namespace gpu {
+
+template <class Format>
+constexpr bool kByTensor = false;
+template <class Codes, int halves, int joined>
+constexpr bool kByTensor<ByTensor<Codes, halves, joined>> = true;
+
+// How a warp brings a vector for Digits: each thread has other columns. As a shape of product.h.
+template <class Shape>
+struct Spread {
+  struct Weights {
+    static constexpr int kPer = Shape::kVectors % 4 == 0 ? 4 : 2;
+  };
+  static constexpr int kGroup = kWarpSize, kCluster = 4, kVectors = Shape::kVectors / Weights::kPer,
+                       kSegments = Shape::kSegments, kColumns = Shape::kColumns;
+};
+
+template <class Shape, bool by_tensor>
+struct ReadingOf {
+  using Type = Shape;
+};
+template <class Shape>
+struct ReadingOf<Shape, true> {
+  using Type = Spread<Shape>;
+};
+// The shape by which a product reads its vector.
+template <class Shape>
+using Reading = typename ReadingOf<Shape, kByTensor<typename Shape::Weights>>::Type;
+
+#if LF_TENSOR
+
+// Codes as terms whose sum, times kStep, they are. halves: scales of a block, 1 or 2; joined: blocks of a scale.
+template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined>
+struct ByTensor<Codes<code, scale, zeros, factors>, halves, joined> : Codes<code, scale, zeros, factors> {
+  static_assert(code == Code::kInt4 || code == Code::kE2M1, "bytes need no tensor cores");
+  static_assert(halves == 1 || joined == 1, "a scale is of halves or of blocks");
+  static constexpr bool kZeros = zeros;
+  static constexpr int kHalves = halves, kJoined = joined, kTerms = code == Code::kE2M1 || zeros ? 2 : 1;
+  static constexpr float kStep = code == Code::kE2M1 ? 0.5f : zeros ? 1.0f : 0.0625f;
+
+  // The first and the second four of eight codes.
+  //
+  //   int4  weight k in nibble 2 k, weight 4 + k in nibble 2 k + 1; less 8, 16 times; or as it is, then less its zero
+  //   point, which `less` has four times for each four
+  //   E2M1  weight k in nibble k: twice the size, which a nibble with a sign has not, minus once the size
+  LF_DEVICE static void terms(u32 word, const u32 (&less)[2], u32 (&first)[kTerms], u32 (&second)[kTerms]) {
+    if constexpr (code == Code::kE2M1) {
+      const u32 sizes = word & 0x77777777;
+      first[0] = permute_or_sign(0x06040200, 0x18100c08, word);
+      second[0] = permute_or_sign(0x06040200, 0x18100c08, word >> 16);
+      first[1] = permute_or_sign(0xfdfeff00, 0xf4f8fafc, sizes);
+      second[1] = permute_or_sign(0xfdfeff00, 0xf4f8fafc, sizes >> 16);
+    } else if constexpr (zeros) {
+      first[0] = word & 0x0f0f0f0f, second[0] = word >> 4 & 0x0f0f0f0f;
+      first[1] = less[0], second[1] = less[1];
+    } else {
+      first[0] = word << 4 & 0xf0f0f0f0, second[0] = word & 0xf0f0f0f0;
+    }
+  }
+};
+
+// A warp's columns of a vector, as bytes in the registers of multiply_bytes.
+template <class Shape>
+class Digits {
+  using Weights = typename Shape::Weights;
+  using Read = Spread<Shape>;
+  static constexpr int vectors = Shape::kVectors, per = Read::Weights::kPer, units = Read::kVectors,
+                       halves = Weights::kHalves, tiles = vectors * halves / 2, words = 24;
+  static constexpr u32 zero_sum = 0x4b400000;  // 1.5 2^23: a sum below it in size is a float's last bits
+
+ public:
+  static constexpr int kFloats = vectors * (words + 1);  // in shared memory, of a warp: the bytes and powers of blocks
+
+  struct Part {
+    u32 digits[tiles][3 - halves];
+    float power[vectors], less[vectors];  // of each block, and what takes zero_sum away
+  };
+
+  template <class Load>
+  LF_DEVICE static void bring(int segment, float* shared, Load load, Part& part) {
+    float x[units][per];
+    load(segment, x);
+    u32* bytes = (u32*)shared;
+    float* powers = shared + vectors * words;
+    constexpr int threads = 32 / per;  // of a block
+    const int lane = opaque(warp_lane());
+    sync_warp();  // those of the segment before are read
+    LF_UNROLL for (int u = 0; u < units; u++) {
+      u32 largest = 0;
+      LF_UNROLL for (int i = 0; i < per; i++) {
+        const u32 size = float_to_bits(x[u][i]) & 0x7fffffff;
+        largest = largest > size ? largest : size;
+      }
+      LF_UNROLL for (int mask = 1; mask < threads; mask *= 2) {
+        const u32 other = shuffle_bits(largest, mask);
+        largest = largest > other ? largest : other;
+      }
+      // 2^(exponent - 149): no number is above 0x7f7f7f, the most that three bytes with signs have
+      const int found = (int)((largest + 0x10200) >> 23), exponent = larger(found, 27);
+      const float inverse = bits_to_float((u32)(276 - exponent) << 23);
+      u32 number[per];
+      LF_UNROLL for (int i = 0; i < per; i++) number[i] = ((u32)round_to_int(x[u][i] * inverse) + 0x808080) ^ 0x808080;
+      const int block = u * per + lane / threads;
+      store(number, bytes + block * words + lane % 4 * 2, lane % threads / 4);
+      if (lane % threads == 0) powers[block] = bits_to_float(found < 254 ? (u32)(exponent - 22) << 23 : 0x7fc00000);
+    }
+    sync_warp();
+    const int column = lane / 4, digit = column / 2, second = column % 2, own = digit * 8 + lane % 4 * 2;
+    LF_UNROLL for (int tile = 0; tile < tiles; tile++) {
+      const u32* from = bytes + own + (halves == 1 ? (2 * tile + second) * words : tile * words + second);
+      LF_UNROLL for (int i = 0; i < 3 - halves; i++) part.digits[tile][i] = digit < 3 ? from[i] : 0;
+    }
+    LF_UNROLL for (int v = 0; v < vectors; v++) {
+      part.power[v] = powers[v] * Weights::kStep;
+      part.less[v] = -bits_to_float(zero_sum) * part.power[v];
+    }
+  }
+
+  // The products of the thread's byte with row `at` of the lines; over the group's threads they add up to the row's.
+  template <int n, class Held>
+  LF_DEVICE static float sum(typename Weights::Reader&, const Vec (&lines)[Weights::template kLines<n>],
+                             const Held& scales, int at, const Part& part) {
+    constexpr int terms = Weights::kTerms;
+    float sum = 0;
+    LF_UNROLL for (int tile = 0; tile < tiles; tile++) {
+      u32 first[2][terms], second[2][terms], sums[terms + 1][4] = {{zero_sum, zero_sum, zero_sum, zero_sum}};
+      LF_UNROLL for (int i = 0; i < 3 - halves; i++) {
+        const int vector = at * vectors + (3 - halves) * tile + i;
+        u32 less[2] = {};
+        if constexpr (Weights::kZeros) {
+          LF_UNROLL for (int half = 0; half < 2; half++) less[half] =
+              scales.zero[(vector * halves + half * (halves - 1)) / Weights::kJoined];
+        }
+        Weights::terms(lines[vector / 4].word[vector % 4], less, first[i], second[i]);
+      }
+      LF_UNROLL for (int i = 0; i < terms; i++) {
+        if constexpr (halves == 1) {
+          multiply_bytes({first[0][i], first[1][i], second[0][i], second[1][i]}, part.digits[tile], sums[i],
+                         sums[i + 1]);
+        } else {
+          multiply_bytes({first[0][i], second[0][i]}, part.digits[tile], sums[i], sums[i + 1]);
+        }
+      }
+      LF_UNROLL for (int i = 0; i < 2; i++) {
+        const int block = halves == 1 ? 2 * tile + i : tile;
+        const float product = bits_to_float(sums[terms][3 * i]) * part.power[block] + part.less[block];
+        if constexpr (Weights::kScaled) {
+          sum += product * scales.value[(at * tiles * 2 + 2 * tile + i) / Weights::kJoined];
+        } else {
+          sum += product;
+        }
+      }
+    }
+    return sum * bits_to_float((u32)(127 + 8 * (warp_lane() % 4)) << 23);
+  }
+
+ private:
+  // The bytes of neighbours, as the words (or halves of words) of a block.
+  LF_DEVICE static void store(const u32 (&number)[per], u32* to, int part) {
+    u32 low[per / 2], high[per / 2];  // of pairs: bytes 0 and 1, and 2
+    LF_UNROLL for (int i = 0; i < per / 2; i++) {
+      low[i] = permute(number[2 * i], number[2 * i + 1], selector(0, 4, 1, 5));
+      high[i] = permute(number[2 * i], number[2 * i + 1], selector(2, 6, 2, 6));
+    }
+    if constexpr (per == 4) {
+      to += part;
+      to[0] = permute(low[0], low[1], selector(0, 1, 4, 5));
+      to[8] = permute(low[0], low[1], selector(2, 3, 6, 7));
+      to[16] = permute(high[0], high[1], selector(0, 1, 4, 5));
+    } else {
+      u16* half = (u16*)to + part;
+      half[0] = (u16)low[0], half[16] = (u16)(low[0] >> 16), half[32] = (u16)high[0];
+    }
+  }
+};
+
+#endif
+
+template <class Codes, int halves, int joined>
+constexpr bool kQuantized<ByTensor<Codes, halves, joined>> = true;
+template <class Codes, int halves, int joined>
+constexpr bool kHasFactors<ByTensor<Codes, halves, joined>> = kHasFactors<Codes>;
+
+template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined, int n, int cluster>
+struct Beside<ByTensor<Codes<code, scale, zeros, factors>, halves, joined>, n, cluster>
+    : Codes<code, scale, zeros, factors>::template Scaled<n, cluster, n * halves / joined, true> {};
+template <Code code, bool zeros, bool factors, int halves, int joined, int n, int cluster>
+struct Beside<ByTensor<Codes<code, Scale::kNone, zeros, factors>, halves, joined>, n, cluster> : NothingBeside {};
+
+}  // namespace gpu
+}  // namespace laneformer

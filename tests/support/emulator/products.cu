@@ -1,0 +1,51 @@
+// In place of the decode kernel, for the emulator: the products of model.h's shapes, one after the other. Vectors are
+// in Params::small, sums of rows go to Params::logits.
+#include "product.h"
+
+namespace laneformer {
+namespace gpu {
+
+template <class... Shape>
+struct Shapes {};
+
+template <class Shape>
+void multiply(const Params& p, Stream& stream, Lists& lists, float* shared) {
+  float* brought = shared + kPartials<Shape> + kPartials<Shape> % 2;
+  product<Shape>(stream, typename Shape::Weights::Reader(p, lists, Shape::kProduct), shared, brought,
+                 FromShared<Reading<Shape>>{p.small + Shape::kVector});
+  sync_cta();
+  for (int r = thread(); r < Shape::kRows; r += kThreads)
+    p.logits[Shape::kSums + cta() * Shape::kRows + r] = row_sum<Shape>(shared, r);
+  sync_cta();
+}
+
+template <class... Shape>
+void multiply_all(Shapes<Shape...>, const Params& p, Stream& stream, Lists& lists, float* shared) {
+  (multiply<Shape>(p, stream, lists, shared), ...);
+}
+
+LF_KERNEL void laneformer_decode(LF_PARAMS p) {
+  LF_SHARED(memory);
+  Stream stream((const char*)p.weights + (i64)cta() * kWarps * kLayerLines * kLineBytes, memory,
+                (u64*)(memory + kRingBytes), Passes{0});
+  Lists lists(p);
+  multiply_all(AllShapes{}, p, stream, lists, (float*)(memory + kRingBytes + 8 * kWarps * kSlots));
+  stream.skip_padding(kPadding);
+  stream.drain();
+}
+
+LF_KERNEL void laneformer_read(LF_PARAMS) {}
+
+extern "C" int laneformer_emulate(const Params*, int grid, int64_t shared_bytes, uint64_t seed);
+
+// Returns as laneformer_emulate.
+extern "C" int laneformer_products(const void* weights, const float* vectors, const unsigned* coding,
+                                   const unsigned* listed, int listed_words, float* sums, int grid, uint64_t seed) {
+  Params p = {};
+  p.weights = weights, p.small = vectors, p.coding = coding, p.listed = listed, p.listed_words = listed_words;
+  p.logits = sums;
+  return laneformer_emulate(&p, grid, kRingBytes + 8 * kWarps * kSlots + 4 * kFloats, seed);
+}
+
+}  // namespace gpu
+}  // namespace laneformer
