@@ -148,7 +148,7 @@ def test_routes_of_a_reference_model(case):
             x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary, None, None)[0]
             shares, routing = layer.feed_forward.route(layer.ffn_norm(x_lbsd))
             found.append((shares, routing.chosen_lbsj))
-            x_lbsd = x_lbsd + layer.feed(x_lbsd)
+            x_lbsd = x_lbsd + layer.feed(x_lbsd)[0]
         return found
 
     for layer, found in enumerate(routes(model, io["input_ids"][:1])):
