@@ -38,8 +38,8 @@ def some(cases, fast):
 
 def mixed_plan(**options) -> Plan:
     """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, gates, sinks, activations,
-    windows and widths. Modules of one kind have a norm of their output; of the other, a norm over all heads, and biases where
-    no config has them.
+    windows and widths. Modules of one kind have a norm of their output; of the other, a norm over all heads, and biases
+    where no config has them.
     """
     shared = {"lanes": 3, "layout": "dtp(1)", "num_hidden_layers": 4, "pre_norm_lane_agg": True}
     one = {"qkv_bias": True, "qk_norm": True, "rope_theta": 50.0, "sliding_window": 4, "swa_layers": (0,)}

@@ -366,14 +366,19 @@ def test_unsupported_options_are_refused():
         ("qwen3_moe_2", 1, {}),
         ("qwen3_moe_2", 2, {"threads": 3}),
         ("qwen3_moe_mixed", 1, {}),
+        ("gpt_oss_1", 1, {}),
+        ("gpt_oss_1", 8, {"threads": 3}),
+        ("gpt_oss_2", 2, {"threads": 1}),
+        ("gpt_oss_2", 8, {}),
     ],
 )
 def test_mixtures_of_experts(case, lanes, options):
-    """Logits of every position, one at a time and all at once, and greedy tokens; FP8 stays so."""
+    """Logits of every position, one at a time and all at once, and greedy tokens; FP8 and MXFP4 stay so."""
     io, dtype = np.load(MOE / case / "io.npz"), options.get("dtype", "float32")
     engine = Engine.load(MOE / case, "cpu", num_lanes=lanes, **{"dtype": dtype} | options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
-    assert ("fp8" in str(engine.conditions.get("quantized_formats"))) == (case == "qwen3_moe_2")
+    formats = {"qwen3_moe_2": "fp8", "gpt_oss_2": "mxfp4"}
+    assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
     ids, config = io["input_ids"][0], engine.config
     call = small.jitted(engine.session, room=len(ids), logits=True)
     found, state = [], small.make_state(config, 64)
