@@ -1,4 +1,6 @@
-"""Named models. `python -m infer bench --checkpoint NAME` runs them with random weights; recipes train them."""
+"""Named models. `python -m infer bench --checkpoint NAME` runs them with random weights; recipes train ours."""
+
+from typing import NamedTuple
 
 from laneformer.config import ModelConfig, RopeScaling
 
@@ -99,6 +101,75 @@ MOE_1B_A200M = ModelConfig(
     moe_intermediate_size=256,
 )
 
+# Published mixtures of experts, as one lane; their routing is uniform where weights are random.
+GPT_OSS_20B = ModelConfig(
+    vocab_size=201_088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=24,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131_072,
+    layout="tp",
+    sliding_window=128,
+    swa_layers=tuple(range(0, 24, 2)),
+    rope_theta=150_000.0,
+    rope_scaling=RopeScaling(
+        type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
+    ),
+    norm_eps=1e-5,
+    qkv_bias=True,
+    out_bias=True,
+    attention_sinks=True,
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=2880,
+    router_bias=True,
+    expert_bias=True,
+    swiglu_limit=7.0,
+    eos_token_id=(200_002,),
+)
+GPT_OSS_120B = GPT_OSS_20B.replace(num_hidden_layers=36, num_experts=128, swa_layers=tuple(range(0, 36, 2)))
+QWEN3_30B_A3B = ModelConfig(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    layout="tp",
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qk_norm=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    bos_token_id=151_643,
+    eos_token_id=(151_645,),
+)
+
+
+class PackedModel(NamedTuple):
+    """A model some of whose matrices are quantized. Recipes may return one."""
+
+    config: ModelConfig
+    format: str | None = None
+    """mxfp4, in groups of 32, or fp8, in blocks of 128 x 128."""
+    matrices: tuple[str, ...] = ()
+    """Paths without the layer."""
+
+
+EXPERTS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
+ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+PACKED: dict[str, PackedModel] = {  # in the precisions in which they are published; all else in bfloat16
+    "gpt_oss_20b": PackedModel(GPT_OSS_20B, "mxfp4", EXPERTS),
+    "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
+    "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
+}
+
 # By the name of the recipe that trains it, as its last phase leaves it.
 MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
@@ -109,4 +180,5 @@ MODELS: dict[str, ModelConfig] = {
     "laneformer_2b": LANEFORMER_2B,
     "moe_tiny": MOE_TINY,
     "moe_1b_a200m": MOE_1B_A200M,
+    **{name: model.config for name, model in PACKED.items()},
 }

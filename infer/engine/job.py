@@ -8,7 +8,7 @@ import jax
 
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions, JobEngineOptions
-from infer.engine.sources import RandomSource, is_recipe, model_config
+from infer.engine.sources import RandomSource, is_recipe, model_config, recipe_model
 from laneformer.errors import ConfigError
 from laneformer.mesh import make_mesh, use_host_devices
 from laneformer.precision import Precision
@@ -69,8 +69,9 @@ def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
             precision=precision,
             **chosen,
         )
-    config = model_config(options.checkpoint, options.lanes)
+    packed, config = recipe_model(options.checkpoint), model_config(options.checkpoint, options.lanes)
     config = config if layout is None else config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
-    source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision)
+    packing = {"format": packed.format, "matrices": packed.matrices}
+    source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision, **packing)
     return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **chosen)

@@ -4,21 +4,22 @@ import dataclasses
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from configs.models import MODELS
+from configs.models import MODELS, PACKED, PackedModel
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.mesh import sharding
+from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
+from laneformer.quantized import E2M1, Quantized
 from laneformer.recipe import call_recipe
 from laneformer.weights import packing_order, parameter_table
 
@@ -28,30 +29,44 @@ BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 class RandomSource:
     """Any model with random weights, for measurements: made one at a time, as fast as memory is written. A `Source`."""
 
-    quantized: tuple[str, ...] = ()
-
     def __init__(
-        self, config: ModelConfig, dtype="bfloat16", *, mesh: Mesh | None = None, precision: Precision | None = None
+        self,
+        config: ModelConfig,
+        dtype="bfloat16",
+        *,
+        mesh: Mesh | None = None,
+        precision: Precision | None = None,
+        format: str | None = None,
+        matrices: Collection[str] = (),
     ):
-        """dtype: of the weights. precision: by default `Precision.default(dtype)`."""
-        self.config, self.mesh, self.stored_dtype = config, mesh, jnp.dtype(dtype).name
+        """dtype: of the weights. precision: by default `Precision.default(dtype)`. format, matrices: those that are
+        records; see PackedModel in configs/models.py.
+        """
+        self.config, self.mesh, self.stored_dtype, self._format = config, mesh, jnp.dtype(dtype).name, format
+        self.quantized = tuple(
+            path
+            for path, weight in parameter_table(config).items()
+            if weight.group == "matrix" and path.split(".", 2)[-1] in matrices
+        )
         self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         """One block of normal numbers repeated, from another place for each weight; deviations are those of
-        `initial_weights`.
+        `initial_weights`. Records are made of random codes at once, without floats between.
         """
         size = min(BLOCK, max(math.prod(p.shape) for p in parameter_table(self.config).values()))
         normal = np.random.default_rng(0).standard_normal(size, np.float32)
         outputs = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
-        scaled = {
-            name: (deviation * normal).astype(self.stored_dtype)
-            for name, deviation in (("normal", 0.02), ("embedding", 0.02), ("output", outputs))
-        }
-        table = parameter_table(self.config)
+        deviations = {"normal": 0.02, "embedding": 0.02, "output": outputs}
+        scaled = {name: (one * normal).astype(self.stored_dtype) for name, one in deviations.items()}
+        codes = _random_codes(self._format, normal) if self.quantized else None
+        table, packed = parameter_table(self.config), frozenset(self.quantized)
         for path in packing_order(self.config):
             parameter = table[path]
-            if parameter.initial in scaled:
+            if path in packed:
+                block = np.roll(codes, zlib.crc32(path.encode()) % size)
+                yield path, _record(self._format, block, parameter.shape, deviations[parameter.initial])
+            elif parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
                 yield path, np.resize(block, parameter.shape)
             else:
@@ -59,11 +74,29 @@ class RandomSource:
 
     def model(self) -> Laneformer:
         """All of it as JAX arrays, on the mesh."""
-        weights = {}
-        for path, array in self.weights():
-            spec = parameter_table(self.config)[path].spec
-            weights[path] = jax.device_put(array, None if self.mesh is None else sharding(spec, array.shape, self.mesh))
+        table = parameter_table(self.config)
+        weights = {path: put_weight(weight, table[path].spec, self.mesh) for path, weight in self.weights()}
         return Laneformer(self.config, weights, self.precision, self.mesh)
+
+
+def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
+    """Bytes of codes, uint8: of mxfp4 uniform, of fp8 rounded normal numbers."""
+    if kind == "mxfp4":
+        return np.random.default_rng(1).integers(0, 256, len(normal), np.uint8)
+    if kind == "fp8":
+        return normal.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    raise ConfigError(f"unknown format {kind!r} of random weights; choose mxfp4 or fp8")
+
+
+def _record(kind: str, codes: np.ndarray, shape: tuple[int, ...], deviation: float) -> Quantized:
+    """A record of these bytes, repeated, whose weights have the deviation; of mxfp4 to a power of 2."""
+    *lead, rows, columns = shape
+    if kind == "mxfp4":
+        exponent = 127 + round(math.log2(deviation / np.sqrt(np.mean(E2M1**2))))
+        scales = np.full((*lead, rows, -(-columns // 32)), exponent, np.uint8)
+        return Quantized(kind, np.resize(codes, (*lead, rows, columns // 2)), scales, (1, 32), columns)
+    scales = np.full((*lead, -(-rows // 128), -(-columns // 128)), deviation, ml_dtypes.bfloat16)
+    return Quantized(kind, np.resize(codes, shape), scales, (128, 128), columns)
 
 
 def is_recipe(name: str) -> bool:
@@ -72,8 +105,13 @@ def is_recipe(name: str) -> bool:
 
 
 def recipe_config(name: str) -> ModelConfig:
+    """Config of `recipe_model`."""
+    return recipe_model(name).config
+
+
+def recipe_model(name: str) -> PackedModel:
     """Model of a recipe after its last phase: a name in configs/models.py, or a user's MODULE:FUNCTION or
-    FILE.py:FUNCTION, which returns a TrainConfig or a ModelConfig. Raises ConfigError for anything else.
+    FILE.py:FUNCTION, which returns a TrainConfig, a ModelConfig or a PackedModel. Raises ConfigError for anything else.
     """
     if ":" not in name:
         if name not in MODELS:
@@ -81,11 +119,12 @@ def recipe_config(name: str) -> ModelConfig:
                 f"--checkpoint {name} is neither a folder nor a recipe; choose a folder, {', '.join(MODELS)}, or"
                 " FILE.py:FUNCTION"
             )
-        return MODELS[name]
+        return PACKED.get(name, PackedModel(MODELS[name]))
     made = call_recipe(name)
     if phases := getattr(made, "phases", None):  # of a TrainConfig, which is not imported here
         made = phases[-1].model
-    if not isinstance(made, ModelConfig):
+    made = PackedModel(made) if isinstance(made, ModelConfig) else made
+    if not isinstance(made, PackedModel):
         raise ConfigError(f"--checkpoint {name} returns a {type(made).__name__}; return a TrainConfig or a ModelConfig")
     return made
 

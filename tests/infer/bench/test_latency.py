@@ -14,9 +14,12 @@ from infer.bench import latency
 from infer.bench.latency import Case, Run, Speeds, packed_weight_bytes
 from infer.bench.record import weights_of
 from infer.engine.engine import Engine
-from infer.engine.sources import RandomSource, is_recipe, recipe_config
-from laneformer import ConfigError, ModelConfig, make_mesh
+from infer.engine.sources import RandomSource, is_recipe, recipe_config, recipe_model
+from infer.engine.xla import XlaBackend
+from laneformer import ConfigError, ModelConfig, make_mesh, parameter_count
+from laneformer.hf import config_from_hf
 from laneformer.weights import packing_order, parameter_table
+from tests.support.hf.configs import MIXTURES
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -197,6 +200,40 @@ def test_random_weights_are_made_one_at_a_time():
     far_too_large = CONFIG.replace(intermediate_size=2**24, num_hidden_layers=4096)
     path, array = next(RandomSource(far_too_large).weights())
     assert path == "tok_embeddings" and array.shape == (64, 32)
+
+
+EXPERTS_ALONE = CONFIG.replace(
+    num_experts=4, num_experts_per_tok=1, moe_intermediate_size=128, hidden_size=256, num_hidden_layers=1, layout="tp"
+)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_random_records(kind):
+    """Of the deviation of other random weights, to a power of 2; the bytes that one token reads count them so."""
+    source = RandomSource(EXPERTS_ALONE, format=kind, matrices=("feed_forward.w1", "feed_forward.w2"))
+    assert source.quantized == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
+    weights = dict(source.weights())
+    records = [weights[path] for path in source.quantized]
+    for record, deviation in zip(records, (0.02, 0.02 / np.sqrt(2)), strict=True):
+        assert record.kind == kind and record.problem() is None
+        assert 0.7 < record.dequantize().std() / deviation < 1.4
+    facts = XlaBackend(source).conditions
+    assert sum(record.nbytes for record in records) == 4 * facts["quantized_bytes"]
+    assert sum(np.prod(record.shape) for record in records) == 4 * facts["quantized_weights"]
+
+
+def test_published_mixtures_are_those_of_their_config_json():
+    gpt = config_from_hf(MIXTURES["gpt_oss"])
+    ours = recipe_config("gpt_oss_120b")
+    assert gpt == ours.replace(eos_token_id=gpt.eos_token_id)
+    qwen = config_from_hf(MIXTURES["qwen3_moe"] | {"norm_topk_prob": True, "rope_theta": 1e6})
+    ours = recipe_config("qwen3_30b_a3b")
+    same = {name: getattr(qwen, name) for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
+    assert qwen == ours.replace(**same)
+    # The published files have 13.8 GB.
+    total, experts = parameter_count(recipe_config("gpt_oss_20b")), 24 * 32 * 3 * 2880 * 2880
+    assert round((2 * (total - experts) + experts * 4.25 / 8) / 1e9, 1) == 13.8
+    assert recipe_model("gpt_oss_20b").format == "mxfp4" and recipe_model("stdlib").format is None
 
 
 @pytest.mark.parametrize("devices", [1, 2])
