@@ -47,7 +47,10 @@ def widen(w: Quantized, x: jax.Array) -> jax.Array:
     first = x[(0,) * x.ndim]
     codes = w.codes | jnp.isnan(first).astype(w.codes.dtype)  # needs x, and is w.codes unless that is NaN
     if w.format.bits == 4:
-        codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)[..., : w.columns]
+        # Shifted by the column's parity: XLA copies a stack of both halves byte by byte on a CPU.
+        codes = jnp.repeat(codes, 2, -1)[..., : w.columns]
+        odd = jax.lax.broadcasted_iota(codes.dtype, codes.shape, codes.ndim - 1) & 1
+        codes = (codes >> (4 * odd)) & 15
     zeros = INT4_ZERO if w.kind == "int4" else 0
     if w.format.code == "int":
         zeros = INT4_ZERO * (w.kind == "int4")
