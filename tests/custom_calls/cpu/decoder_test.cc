@@ -17,7 +17,8 @@ using namespace laneformer;
 
 namespace {
 
-constexpr int kLayers = 2, kHidden = 20, kHeads = 2, kKvHeads = 1, kHeadDim = 6, kFf = 10, kVocab = 45, kCapacity = 80;
+constexpr int kLayers = 2, kHidden = 20, kHeads = 2, kKvHeads = 1, kHeadDim = 6, kFf = 10, kVocab = 45, kCapacity = 80,
+              kExperts = 5, kUsed = 2;
 
 enum class Layout { delayed, ladder, desync, early };
 
@@ -28,10 +29,11 @@ struct Model {
   std::vector<int32_t> words;
   std::vector<float> floats;
   int lanes, head_type, vocab;
+  bool experts;
 
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
-        Dtype cache = Dtype::f16, bool rounded = false)
-      : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab) {
+        Dtype cache = Dtype::f16, bool rounded = false, bool experts = false)
+      : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab), experts(experts) {
     add({5, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
@@ -57,8 +59,11 @@ struct Model {
 
   void weights() {
     const auto vector = [&](int place) { add({0, 0, place * kHidden, 0, 1, kHidden}); };
-    const auto matrix = [&](int rows, int columns, bool sharded = true) { add({sharded, 0, -1, 0, 2, rows, columns}); };
-    add({kOfLayer * kLayers + 3});
+    const auto matrix = [&](int rows, int columns, bool sharded = true, int experts = 0) {
+      add({sharded, experts, -1, 0, 2, rows, columns});
+    };
+    const int each = experts ? kExperts : 0;
+    add({kOfLayer * kLayers + 3 + experts});
     matrix(vocab, kHidden, false);
     for (int layer = 0; layer < kLayers; layer++) {
       vector(2 * layer);
@@ -67,12 +72,13 @@ struct Model {
       matrix(kKvHeads * kHeadDim, kHidden);
       matrix(kHidden, kHeads * kHeadDim);
       vector(2 * layer + 1);
-      matrix(kFf, kHidden);
-      matrix(kFf, kHidden);
-      matrix(kHidden, kFf);
+      matrix(kFf, kHidden, true, each);
+      matrix(kFf, kHidden, true, each);
+      matrix(kHidden, kFf, true, each);
     }
     vector(2 * kLayers);
     matrix(head_type == 2 ? vocab / lanes : vocab, kHidden, head_type != 0);
+    if (experts) matrix(kExperts, kHidden, false);  // one router for all layers
   }
 
   void ops(int layer) {
@@ -95,9 +101,15 @@ struct Model {
     } else {
       add({0});
     }
-    add({2 + (layer == 0)});
-    op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 0});
-    op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 0});
+    add({2 + (layer == 0) + experts});
+    if (experts) {
+      op(3, {kOfLayer * kLayers + 3, 0, kUsed, 1, 1, first + kFfnNorm, eps});
+      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 1, kUsed, 0});
+      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 1, kUsed, 1});
+    } else {
+      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 0});
+      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 0});
+    }
     if (layer == 0) op(2, {first + kFfnNorm, eps});
     add({0});
   }
@@ -145,10 +157,12 @@ void pack(Decoder& decoder) {
     const int64_t count = w.elements() * (w.lane_sharded ? decoder.plan().lanes : 1);
     decoder.pack(weight, random.floats(count, low, high).data(), count, Dtype::f32);
   };
-  const int head = (int)decoder.plan().weights.size() - 1;
+  const int head = kOfLayer * kLayers + 2;
   give(0, -1, 1);
-  for (int weight = 1; weight < head; weight++)
-    if (decoder.plan().weights[weight].is_matrix()) {
+  for (int weight = 1; weight < (int)decoder.plan().weights.size(); weight++)
+    if (weight == head) {
+      continue;
+    } else if (decoder.plan().weights[weight].is_matrix()) {
       give(weight, -0.4f, 0.4f);
     } else {
       give(weight, 0.5f, 1.5f);
@@ -201,8 +215,8 @@ void same(const Result& a, const Result& b, const char* what) {
 }
 
 // Tokens do not depend on who computes them, nor on when.
-void any_threads(int lanes, Layout layout, int head_type) {
-  const Model model(lanes, layout, head_type);
+void any_threads(int lanes, Layout layout, int head_type, bool experts = false) {
+  const Model model(lanes, layout, head_type, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
   Decoder one(model.plan(), {1, false, 0, 60000, ""});
   pack(one);
   const Result expected = generate(one), longer = generate(one, 40, 5);
@@ -279,9 +293,9 @@ void any_threads_with_pieces() {
 
 // Any company, same bits: a prompt in calls of any length gives the logits and the caches of one call, and so does one
 // token after the other.
-void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded) {
+void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded, bool experts = false) {
   constexpr int kLong = 300, kDrawn = 3;  // the keys of two chunks, and a window that begins anywhere
-  const Model model(2, Layout::delayed, 0, 320, weight, cache, rounded);
+  const Model model(2, Layout::delayed, 0, 320, weight, cache, rounded, experts);
   Decoder decoder(model.plan(), {2, false, 0, 60000, instructions});
   pack(decoder);
   Buffers whole(decoder.plan(), kLong, kDrawn);
@@ -362,8 +376,8 @@ void failing(bool messages) {
 }
 
 // Words that are cut short or changed: an exception, or a plan that is still whole, and no access out of bounds.
-void damaged_plans() {
-  const Model model(2, Layout::delayed, 0);
+void damaged_plans(bool experts) {
+  const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
   const auto decodes = [](const std::vector<int32_t>& words, size_t floats, const std::vector<float>& values) {
     const std::vector<int32_t> exact(words);  // so that a checker sees what lies behind them
     try {
@@ -430,18 +444,22 @@ int main() {
       any_threads(lanes, layout, (int)layout % 3);
   any_threads(4, Layout::early, 0);
   any_threads(1, Layout::delayed, 0);
+  any_threads(1, Layout::delayed, 0, true);
+  any_threads(3, Layout::desync, 2, true);
   any_threads_with_pieces();
   for (const char* instructions : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
     if (choose_kernels(instructions) == nullptr) continue;
     for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) any_company(instructions, dtype, dtype, false);
     any_company(instructions, Dtype::bf16, Dtype::f32, false);
     any_company(instructions, Dtype::bf16, Dtype::bf16, true);
+    any_company(instructions, Dtype::bf16, Dtype::bf16, true, true);
   }
   cancelling(false);
   cancelling(true);
   failing(true);
   failing(false);
-  damaged_plans();
+  damaged_plans(false);
+  damaged_plans(true);
   refusing();
   return 0;
 }
