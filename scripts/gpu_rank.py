@@ -20,8 +20,10 @@ import numpy as np
 import tyro
 
 import custom_calls
+from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.session import GpuSession
+from custom_calls.plan import Plan
 from infer.engine.backend import device_name
 from infer.engine.native import check_weights, plan_of
 from infer.engine.sources import RandomSource, recipe_config
@@ -29,6 +31,7 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.processes import Group
+from laneformer.quantized.rounding import USUAL, Kind, round_to
 
 PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, of which the lane uses 128
 LABEL = "emulated 1 of {lanes}"
@@ -52,8 +55,9 @@ class Options:
     """Measured runs per layout and delay."""
     dtype: str = "bfloat16"
     """Dtype of weights and cache: bfloat16 or float16."""
-    weights: Literal["bfloat16", "bf12"] | None = None
-    """How bfloat16 weights are held: as they are (the default), or in 12 bits without loss."""
+    weights: Literal["bfloat16", "bf12", "int8", "fp8", "int4", "mxfp4", "nvfp4"] | None = None
+    """How weights are held: as they are (the default), bfloat16 in 12 bits without loss, or random codes of 8 or 4
+    bits."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write the figures to."""
 
@@ -95,7 +99,7 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
                 "tokens": options.tokens,
                 "runs": options.runs,
                 "recipe": options.recipe,
-                "weights": f"random {'bf12' if session.bf12_weights.weights else options.dtype}",
+                "weights": f"random {held_as(session, options)}",
                 "batch": 1,
                 "device": device_name(jax.devices()[0]),
                 "jax": jax.__version__,
@@ -110,14 +114,20 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
     return records
 
 
+def held_as(session: GpuSession, options: Options) -> str:
+    names = session.quantized_weights.get("quantized_formats", [])
+    return " and ".join(names) or ("bf12" if session.bf12_weights.weights else options.dtype)
+
+
 def open_session(config: ModelConfig, chosen: Options, delay: int, **options) -> GpuSession:
     dtype = chosen.dtype
     plan = plan_of(RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype)))
-    check_weights(chosen.weights, plan)
+    check_weights(chosen.weights, plan, tuple(USUAL))
     normal = 0.02 * jax.random.normal(jax.random.key(0), (1 << 20,))  # as `fill` makes them
     session = GpuSession(
         plan,
         bf12=Bf12Choice.of_sample(plan, normal.astype(dtype)) if chosen.weights == "bf12" else None,
+        codes=quantized(plan, chosen.weights) if chosen.weights in USUAL else None,
         group=Group(None, 0, "open a decode session"),
         peer_ctas=PEER_CTAS,
         peer_delay_us=delay,
@@ -125,6 +135,12 @@ def open_session(config: ModelConfig, chosen: Options, delay: int, **options) ->
     )
     session.fill()
     return session
+
+
+def quantized(plan: Plan, kind: Kind) -> CodesChoice:
+    """All matrices in one kind; a row of ones has its groups and dtypes."""
+    rows = ((path, np.ones((1, plan.shape_of(path)[-1]), np.float32)) for path in sorted(plan.matrices))
+    return CodesChoice.of(plan, ((path, round_to(row, kind, search=False)) for path, row in rows))
 
 
 def time_per_token(session: GpuSession, config: ModelConfig, options: Options, seed: int) -> float:

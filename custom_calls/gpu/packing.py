@@ -1,5 +1,6 @@
 """Packing of products on the devices: from matrices to the streams and lists of the warps."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.gpu.codes import Header, arrays_of
+from custom_calls.gpu.codes import FILLED_SCALE, Header, arrays_of, equal_scales, random_codes
 from custom_calls.gpu.layout import Tiling
 from laneformer.formats import BF12_END
 from laneformer.quantized import Quantized
@@ -93,6 +94,30 @@ def filled(
     coded = tiling.format.encode(block, table)
     steps = jnp.resize(coded, (*packed.shape[:3], *tiling.dealt))
     return _stored(packed, steps, offset, tiling, sharding)
+
+
+@partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
+def filled_codes(
+    packed: jax.Array, bits: jax.Array, offset: jax.Array, tiling: Tiling, sharding
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `placed_codes`, for some random bytes repeated as codes, under equal scales."""
+    format, rows = tiling.format, tiling.rows
+    of_cta = replace(tiling, all_rows=rows, ctas=1)
+    codes = jnp.resize(bits & random_codes(format), (rows, tiling.columns))
+    lines = format.pack(of_cta.deal(codes))
+    if format.scale:
+        scales = jnp.full((rows, -(-tiling.columns // tiling.granule)), equal_scales(format), jnp.uint32)
+        lines = format.with_scales(lines, of_cta.deal_granules(scales), tiling.cluster)
+
+    def of_all(array: jax.Array) -> jax.Array:
+        each = array.reshape(1, 1, tiling.warps, -1)
+        return _of_lanes(jnp.broadcast_to(each, (*packed.shape[:3], each.shape[-1])), packed, sharding)
+
+    packed = jax.lax.dynamic_update_slice(packed, of_all(lines), (0, 0, 0, offset))
+    if not format.factors:
+        return packed, None
+    factors = of_cta.deal_rows(jnp.full((rows, 1), 1.0 if format.scale else FILLED_SCALE, jnp.float32))
+    return packed, of_all(jax.lax.bitcast_convert_type(factors, jnp.uint32))
 
 
 def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> tuple[jax.Array, ...]:

@@ -22,7 +22,7 @@ from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
-from custom_calls.gpu.packing import Placement, filled, gathered, normal, placed, placed_codes
+from custom_calls.gpu.packing import Placement, filled, filled_codes, gathered, normal, placed, placed_codes
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession
@@ -347,10 +347,15 @@ class GpuSession(DecodeSession):
         keys = jax.random.split(jax.random.key(seed))
         self._small[:] = 1
         block = normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
+        bits = jax.random.bits(jax.random.key(seed + 1), (1 << 20,), jnp.uint8)
         for product, place in enumerate(self._placements):
-            self._keep(
-                product, filled(self._packed, block, *self._placing(product), place.tiling, self._sharding(True))
-            )
+            kept = place.tiling, self._sharding(True)
+            if product in self._codes.formats:
+                self._packed, factors = filled_codes(self._packed, bits, np.int32(place.offset), *kept)
+                if factors is not None:
+                    self._factors[product] = factors
+                continue
+            self._keep(product, filled(self._packed, block, *self._placing(product), *kept))
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)
         self._missing, self._ready = {}, None

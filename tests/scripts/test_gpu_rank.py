@@ -1,5 +1,6 @@
 """One lane with emulated peers on an emulated GPU: it finishes, and waits only where its layout must."""
 
+import numpy as np
 import pytest
 
 from custom_calls.gpu.layout import Machine
@@ -62,6 +63,21 @@ def test_weights_in_12_bits(tmp_path, monkeypatch):
     assert gpu_rank.time_per_token(session, config, options, 0) > 0
     with pytest.raises(ConfigError, match="needs bfloat16 weights, got float16"):
         gpu_rank.open_session(config, Options(weights="bf12", dtype="float16"), 0)
+
+
+@pytest.mark.slow
+def test_random_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
+    file = tmp_path / "mine.py"
+    file.write_text(RECIPE.replace("HEAD", "replicate").replace("=48", "=800").replace("=24", "=64"))
+    config = recipe_config(f"{file}:small")
+    devices = {"compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver(), "machine": MACHINE}
+    options = Options(weights="nvfp4", context=8, tokens=2)
+    session = gpu_rank.open_session(config, options, 0, **({} if emulated.REAL else devices))
+    assert gpu_rank.held_as(session, options) == "nvfp4 group 16 and nvfp4 row"
+    assert gpu_rank.time_per_token(session, config, options, 0) > 0
+    packed = np.asarray(session.operands[0])
+    assert packed.any(-1).all(), "every warp has weights"
 
 
 def test_machine_without_gpu_raises():
