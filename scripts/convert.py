@@ -79,7 +79,7 @@ def convert(options: Options) -> str:
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
     if "chat_template.jinja" in copied and "generation_config.json" not in copied:
         # Other programs read the end of a turn there.
-        ends = [*config.eos_token_id, *ChatTemplate.load(beside).ends]
+        ends = [*ChatTemplate.load(beside).ends(config.eos_token_id)]
         (options.target / "generation_config.json").write_text(
             json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8"
         )

@@ -19,6 +19,7 @@ from infer.engine.generation import Generation
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
+from infer.text.channels import Channels
 from infer.text.tokenizer import Tokenizer
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
@@ -177,6 +178,7 @@ class Engine:
         stop_strings: str | Iterable[str] = (),
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
+        channels: Channels | None = None,
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
@@ -185,7 +187,8 @@ class Engine:
         eos_token_id, () for none; they are not yielded. stop_strings: the text ends before the first of them; they are
         searched for in the answer's text, which has no special tokens. tokens_per_dispatch: tokens that reach the host
         together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
-        report with each token, with their log-probabilities by the raw logits.
+        report with each token, with their log-probabilities by the raw logits. channels: for an answer with reasoning
+        apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
 
         Raises InputError for a prompt or a limit that the engine refuses, and while another generation runs.
         """
@@ -207,7 +210,7 @@ class Engine:
         request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
         if self._leader is not None:
             self._leader.announce(request)
-        generation = Generation(self._backend, request, self.tokenizer, strings, accepted)
+        generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
         self._running = weakref.ref(generation)
         return generation
 

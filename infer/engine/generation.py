@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infer.engine.backend import Backend, Request
+from infer.text.channels import Channels, Part
 from infer.text.stop_strings import StopStrings
 from infer.text.tokenizer import Detokenizer, Tokenizer
 from laneformer.errors import CheckpointError
@@ -27,6 +28,8 @@ class Token(int):
     """Seconds from the acceptance of the request to the token's arrival on the host."""
     top_logprobs: tuple[tuple[int, float], ...]
     """The most likely tokens at this position and their log-probabilities, the most likely first."""
+    part: Part
+    """What it belongs to, and its text too: content, but in an answer with channels."""
 
     def __new__(
         cls,
@@ -35,9 +38,10 @@ class Token(int):
         logprob: float = 0.0,
         time: float = 0.0,
         top_logprobs: tuple[tuple[int, float], ...] = (),
+        part: Part = Part.CONTENT,
     ):
         self = super().__new__(cls, token)
-        self.text, self.logprob, self.time, self.top_logprobs = text, logprob, time, top_logprobs
+        self.text, self.logprob, self.time, self.top_logprobs, self.part = text, logprob, time, top_logprobs, part
         return self
 
 
@@ -48,7 +52,9 @@ class Result:
     tokens: tuple[int, ...]
     """Ids that were yielded: without the stop token, with the tokens of a stop string."""
     text: str
-    """Text of the tokens up to the stop string; "" without tokenizer."""
+    """Text of the content up to the stop string; "" without tokenizer."""
+    reasoning: str
+    """Text of the reasoning, in an answer with channels."""
     finish_reason: Literal["stop", "length", "cancelled"]
     stop_reason: int | str | None
     """The stop token or stop string that ended the generation."""
@@ -89,9 +95,11 @@ class Generation(Iterator[Token]):
         tokenizer: Tokenizer | None,
         stop_strings: tuple[str, ...],
         accepted: float,
+        channels: Channels | None = None,
     ):
         """accepted: time.perf_counter() when the request was accepted."""
         self._request, self._accepted = request, accepted
+        self._channels, self._part = channels, Part.CONTENT  # of the text that may be held back
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(stop_strings)
         self._ready: deque[Token] = deque()
@@ -133,11 +141,11 @@ class Generation(Iterator[Token]):
                 self._lock.release()
 
     def texts(self) -> Iterator[str]:
-        """The text as it becomes printable; the joined pieces are `result.text`."""
+        """The content as it becomes printable; the joined pieces are `result.text`."""
         for token in self:
-            if token.text:
+            if token.text and token.part is Part.CONTENT:
                 yield token.text
-        rest = self.result.text[sum(len(token.text) for token in self._given) :]
+        rest = self.result.text[len(self._given_text(Part.CONTENT)) :]
         if rest:
             yield rest
 
@@ -188,8 +196,8 @@ class Generation(Iterator[Token]):
             if token in self._request.stop_tokens:
                 self._end = ("stop", token)
                 break
-            text = "" if self._detokenizer is None else self._stops.add(self._detokenizer.add(token))
-            self._ready.append(Token(token, text, logprob, now, tuple(top)))
+            text, part = self._read(token)
+            self._ready.append(Token(token, text, logprob, now, tuple(top), part))
             if self._stops.found is not None:
                 self._end = ("stop", self._stops.found)
                 break
@@ -198,13 +206,33 @@ class Generation(Iterator[Token]):
         if self._end is not None:
             self._flush()
 
+    def _read(self, token: int) -> tuple[str, Part]:
+        """The text that became printable with a token, and its part. A mark ends the text before it."""
+        if self._detokenizer is None:
+            return "", Part.CONTENT
+        part = Part.CONTENT if self._channels is None else self._channels.add(token)
+        if part is Part.MARK:
+            held = self._held()
+            return held, self._part if held else part
+        self._part = part
+        text = self._detokenizer.add(token)
+        return (text if part is Part.REASONING else self._stops.add(text)), part
+
+    def _held(self) -> str:
+        """The text that was held back."""
+        text = self._detokenizer.flush()
+        return text if self._part is Part.REASONING else self._stops.add(text) + self._stops.flush()
+
     def _flush(self) -> None:
         """Appends the text that was held back to the last token, or keeps it as tail if that token was yielded."""
         if self._detokenizer is not None:
-            self._tail = self._stops.add(self._detokenizer.flush()) + self._stops.flush()
-        if self._ready:
+            self._tail = self._held()
+        if self._ready and self._ready[-1].part is self._part:
             self._ready[-1].text += self._tail
             self._tail = ""
+
+    def _given_text(self, part: Part) -> str:
+        return "".join(token.text for token in self._given if token.part is part)
 
     def _finish(self) -> None:
         """Makes the result from the tokens that were yielded; a cancelled generation drops the others."""
@@ -214,9 +242,11 @@ class Generation(Iterator[Token]):
             reason, stop_reason = "cancelled", None
         given, arrivals = self._given, self._dispatches
         later = sum(count for count, _ in arrivals[1:])
+        tail = "" if self._ready else self._tail
         self._result = Result(
             tokens=tuple(int(token) for token in given),
-            text="".join(token.text for token in given) + ("" if self._ready else self._tail),
+            text=self._given_text(Part.CONTENT) + (tail if self._part is Part.CONTENT else ""),
+            reasoning=self._given_text(Part.REASONING) + (tail if self._part is Part.REASONING else ""),
             finish_reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=len(self._request.prompt),

@@ -240,7 +240,7 @@ def _sample(
     if chat is None:
         ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
     else:
-        ends = (*ends, *chat.ends)
+        ends = chat.ends(ends)
         ids, stops = (
             chat.encode(
                 [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True
@@ -263,7 +263,12 @@ def _sample(
         engine.warmup(len(ids), max_new_tokens)
         compiled.add(size)
     result = engine.generate(
-        ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends, stop_strings=stops
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=ends,
+        stop_strings=stops,
+        channels=chat and chat.channels(ids),
     ).result
     answer = (from_completion if chat is None else from_chat)(problem, result.text)
     return Sample(

@@ -194,6 +194,7 @@ class EngineProcess:
             call.stop,
             call.logprobs,
             self.limits.tokens_per_dispatch,
+            call.chat,
         )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()

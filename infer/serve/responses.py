@@ -9,6 +9,7 @@ from typing import Any
 from infer.serve.body import ApiError
 from infer.serve.engine import Alive, Job, Queued, Update
 from infer.serve.worker import End, Named, Token
+from infer.text.channels import Part
 
 DONE = b"data: [DONE]\n\n"
 
@@ -18,7 +19,7 @@ class Answer:
 
     def __init__(self, job: Job, model: str, fingerprint: str):
         self._job, self._call = job, job.call
-        self._tokens = 0
+        self._tokens, self._reasoning = 0, 0
         self._offset = 0  # characters of text so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
@@ -38,7 +39,7 @@ class Answer:
         if not call.chat and not call.return_token_ids:
             return b""
         prompt = {"prompt_token_ids": self._job.ids} if call.return_token_ids else {}
-        return self._event(self._choice("", {"role": "assistant"}, logprobs=None), **prompt)
+        return self._event(self._choice("", {"role": "assistant", "content": ""}, logprobs=None), **prompt)
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
         """The events of a batch: one for all its tokens, and those of the end."""
@@ -58,11 +59,13 @@ class Answer:
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The whole answer to a request without stream; the last update is its End."""
         tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
-        text = "".join(token.text for token in tokens) + end.tail
+        text = _text(tokens) + end.tail
+        thought = _text(tokens, Part.REASONING)
+        reasoning = {"reasoning_content": thought} if thought else {}
         logprobs = self._logprobs(tokens)
         choice = {
             "index": 0,
-            **({"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}),
+            **({"message": {"role": "assistant", **reasoning, "content": text}} if self._call.chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
@@ -72,21 +75,21 @@ class Answer:
             choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": self._job.ids}
         if self._call.return_timeline:
             choice["timeline"] = _timeline(tokens)
-        self._tokens = end.tokens
+        self._count(tokens)
         return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
 
     def _tokens_event(self, tokens: list[Token]) -> bytes:
-        self._tokens += len(tokens)
-        text = "".join(token.text for token in tokens)
+        self._count(tokens)
+        text, thought = _text(tokens), _text(tokens, Part.REASONING)
         call = self._call
         if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
-            if not text:
+            if not text and not thought:
                 return b""  # held back: part of a character, or of a possible stop string
-            body = f'"delta": {{"content": {json.dumps(text)}}}' if call.chat else f'"text": {json.dumps(text)}'
+            body = f'"delta": {json.dumps(_delta(text, thought))}' if call.chat else f'"text": {json.dumps(text)}'
             return (
                 f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
             )
-        choice = self._choice(text, {}, logprobs=self._logprobs(tokens))
+        choice = self._choice(text, _delta(text, thought), logprobs=self._logprobs(tokens))
         if call.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
         if call.return_timeline:
@@ -96,7 +99,7 @@ class Answer:
     def _ending(self, end: End) -> Iterator[bytes]:
         call = self._call
         if call.chat and end.tail:
-            yield self._event(self._choice(end.tail, {}, logprobs=None))
+            yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
         last = {
             "index": 0,
             **({"delta": {}} if call.chat else {"text": end.tail}),
@@ -111,7 +114,7 @@ class Answer:
         yield DONE
 
     def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
-        content = {"delta": {**delta, "content": text}} if self._call.chat else {"text": text}
+        content = {"delta": delta} if self._call.chat else {"text": text}
         return {"index": 0, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -126,7 +129,13 @@ class Answer:
 
     def _usage(self) -> dict[str, int]:
         prompt = len(self._job.ids)
-        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+        details = {"completion_tokens_details": {"reasoning_tokens": self._reasoning}} if self._reasoning else {}
+        total = prompt + self._tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": total, **details}
+
+    def _count(self, tokens: Sequence[Token]) -> None:
+        self._tokens += len(tokens)
+        self._reasoning += sum(token.part is not Part.CONTENT for token in tokens)
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if self._call.logprobs is None:
@@ -134,7 +143,9 @@ class Answer:
         if self._call.chat:
             return {
                 "content": [
-                    {**_named(token.named), "top_logprobs": [_named(each) for each in token.top]} for token in tokens
+                    {**_named(token.named), "top_logprobs": [_named(each) for each in token.top]}
+                    for token in tokens
+                    if token.part is Part.CONTENT
                 ]
             }
         offsets = []
@@ -176,6 +187,14 @@ class Answer:
                 "tokens_per_second": rate,
             },
         }
+
+
+def _text(tokens: Sequence[Token], part: Part = Part.CONTENT) -> str:
+    return "".join(token.text for token in tokens if token.part is part)
+
+
+def _delta(text: str, thought: str = "") -> dict[str, str]:
+    return {**({"reasoning_content": thought} if thought else {}), **({"content": text} if text or not thought else {})}
 
 
 def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.engine.options import JobEngineOptions
 from infer.serve.body import NESTED
+from infer.text.channels import Part
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Order(NamedTuple):
     logprobs: int | None
     """Number of most likely tokens to report at each position; None for no log-probabilities."""
     tokens_per_dispatch: int | None
+    chat: bool
+    """Whether the answer may have channels."""
 
 
 class Named(NamedTuple):
@@ -88,6 +91,7 @@ class Token(NamedTuple):
     """Seconds since the engine started the order."""
     named: Named | None
     top: tuple[Named, ...]
+    part: Part
 
 
 class End(NamedTuple):
@@ -96,7 +100,7 @@ class End(NamedTuple):
     reason: str
     stop_reason: int | str | None
     tail: str
-    """Text that was held back when the last token was yielded."""
+    """Content that was held back when the last token was yielded."""
     tokens: int
     time_to_first_token: float | None
     prefill_time: float | None
@@ -191,7 +195,8 @@ class _Worker:
         """
         self._connection, self._engine, self._special = connection, engine, special
         self._chat, self._no_chat = chat, no_chat
-        self._alone, self._ends = alone, (*engine.config.eos_token_id, *(() if chat is None else chat.ends))
+        eos = engine.config.eos_token_id
+        self._alone, self._ends = alone, eos if chat is None else chat.ends(eos)
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
@@ -303,6 +308,7 @@ class _Worker:
             stop_strings=order.stop_strings,
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,
+            channels=self._chat.channels(order.ids) if order.chat and self._chat is not None else None,
         )
         with self._state:
             self._running = (number, generation)
@@ -310,10 +316,10 @@ class _Worker:
                 generation.cancel()
         sent = 0
         for token in generation:
-            sent += len(token.text)
+            sent += len(token.text) if token.part is Part.CONTENT else 0
             named = None if order.logprobs is None else self._named(token, token.logprob)
             top = tuple(self._named(*each) for each in token.top_logprobs)
-            self._send("token", number, Token(int(token), token.text, token.time, named, top))
+            self._send("token", number, Token(int(token), token.text, token.time, named, top, token.part))
         with self._state:
             self._running = None
         r = generation.result

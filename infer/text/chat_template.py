@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import tokenizers
 
+from infer.text.channels import Channels, Harmony
 from laneformer.errors import CheckpointError, InputError
 from laneformer.files import parse_json, read_file
 
@@ -120,6 +121,8 @@ class ChatTemplate:
         """Whether {% generation %} blocks mark what the assistant wrote."""
         self.says_date = "strftime_now" in names
         """Whether the text contains the date, and so differs from day to day."""
+        self._harmony = Harmony.find(tokenizer) if "<|channel|>" in source else None
+        self._thinking = "thinking" in source and "reasoning_content" not in source  # gpt-oss's name for it
 
     @classmethod
     def load(
@@ -180,10 +183,8 @@ class ChatTemplate:
         return cls(source, tokenizer, tokens, name=name, config=config, now=now)
 
     @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Ids that end an answer besides the model's end of text: the special token that the template writes after an
-        answer, if any.
-        """
+    def _written_end(self) -> tuple[int, ...]:
+        """The special token that the template writes after an answer, if any."""
         answer = "<the answer>"
         try:
             text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}])
@@ -192,6 +193,17 @@ class ChatTemplate:
         behind = text[text.rindex(answer) + len(answer) :] if answer in text else ""
         first = self._tokenizer.encode(behind.lstrip(), add_special_tokens=False)
         return tuple(first.ids[:1]) if first.tokens and first.tokens[0] in self._special else ()
+
+    def ends(self, eos: Sequence[int]) -> tuple[int, ...]:
+        """Ids that end an answer: the model's ends of text, and the special token that the template writes after an
+        answer; of a harmony template (infer/text/channels.py) also what ends a turn, and never what ends a message.
+        """
+        found = (*eos, *self._written_end)
+        return found if self._harmony is None else self._harmony.turn_stops(found)
+
+    def channels(self, prompt: Sequence[int]) -> Channels | None:
+        """What tells reasoning from content in the answer to these ids; None if the template has no channels."""
+        return None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt)
 
     @property
     def sha256(self) -> str:
@@ -289,6 +301,8 @@ class ChatTemplate:
         values: Mapping[str, Any] | None = None,
     ) -> Rendered:
         check_messages(messages)
+        if self._thinking:
+            messages = [_with_thinking(message) for message in messages]
         everything = json.dumps([messages, tools, values, self.source], ensure_ascii=False, default=str)
         try:
             everything.encode()
@@ -392,6 +406,10 @@ class ChatTemplate:
                 clean.append(piece)
                 position += len(piece)
         return Rendered("".join(clean), tuple(answers), tuple(sorted(cuts - {0, position})))
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"thinking" if key == "reasoning_content" else key: value for key, value in message.items()}
 
 
 def check_messages(messages: Any) -> None:

@@ -2,12 +2,32 @@
 
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 import laneformer
 
 CONTEXT = 20000  # tokens; an answer of that length takes seconds
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role != 'assistant' %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- elif loop.last and not add_generation_prompt %}
+        {%- if message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+    {%- else %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant' }}
+{%- endif %}
+"""  # as gpt-oss's writes conversations without tools: no analysis of earlier turns
 CHATML = ("<|im_start|>", "<|im_end|>")  # what makes the default chat template work
 
 
@@ -29,4 +49,21 @@ def save_checkpoint(folder: Path, *special_tokens: str, layers: int = 2, lanes: 
     config = laneformer.ModelConfig(vocab_size=tokenizer.get_vocab_size(), **sizes, **options)
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def follow(folder: Path, successors: dict[int, int]) -> Path:
+    """Gives the model of a folder of one lane weights by which each of these tokens is followed by another. Returns the
+    folder.
+    """
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file)
+    for name, weight in weights.items():
+        weight[...] = "norm" in name
+    random = np.random.default_rng(1)
+    embedded, head = weights["model.tok_embeddings.weight"], weights["lm_head.weight"]
+    embedded[...] = random.choice([-1, 1], embedded.shape)
+    for token, successor in successors.items():
+        head[successor] = embedded[token]
+    save_file(weights, file, {"format": "pt"})
     return folder

@@ -48,7 +48,7 @@ export class Recording {
     for (const event of events) {
       const choice = event.choices?.[0];
       if (!choice) continue;
-      const text = choice.text ?? choice.delta.content ?? "";
+      const text = choice.text ?? (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
       let end = this.text.length;
       for (const [piece, ms] of choice.timeline ?? []) {
         end += piece.length;

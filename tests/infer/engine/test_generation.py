@@ -12,8 +12,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from infer.engine.backend import Chunk, Request
 from infer.engine.generation import Generation, Token
 from infer.sampling import Sampling
+from infer.text.channels import Channels, Harmony, Part
 from infer.text.tokenizer import Tokenizer
 from laneformer.errors import CheckpointError
+from tests.support.checkpoints import HARMONY
 
 END = 256
 
@@ -24,7 +26,7 @@ def tokenizer(tmp_path_factory):
     alphabet = {character: byte for byte, character in enumerate(_bytes_in_order())}
     made = tokenizers.Tokenizer(models.BPE(alphabet, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
+    made.add_special_tokens(["<end>", *HARMONY])
     file = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
     made.save(str(file))
     return Tokenizer(file)
@@ -60,10 +62,10 @@ class Player:
             self.closed = True
 
 
-def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,), top_logprobs=0):
+def play(*chunks, tokenizer=None, stops=(), limit=100, prompt=(1,), top_logprobs=0, channels=None):
     player = Player(*chunks)
     request = Request(np.array(prompt, np.int32), limit, Sampling(), (END,), top_logprobs=top_logprobs)
-    return Generation(player, request, tokenizer, tuple(stops), time.perf_counter()), player
+    return Generation(player, request, tokenizer, tuple(stops), time.perf_counter(), channels), player
 
 
 def test_tokens_have_text_logprob_and_time(tokenizer):
@@ -219,3 +221,51 @@ def test_nan_logits_are_an_error_with_their_position():
 
 def iter_with_close(chunks):
     yield from chunks
+
+
+START, CHANNEL, MESSAGE, CLOSE = range(END + 1, END + 5)
+OPEN = [START, *b"assistant", CHANNEL, *b"final", MESSAGE]
+
+
+def with_channels(tokenizer, *chunks, **options):
+    library = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
+    channels = Channels(Harmony.find(library), library, [1])
+    chunks = [[CHANNEL, *b"analysis", MESSAGE], *chunks]
+    return play(*chunks, tokenizer=tokenizer, channels=channels, **options)[0]
+
+
+def texts(generation):
+    return [(token.text, token.part) for token in generation if token.text]
+
+
+def test_reasoning_is_apart_from_content(tokenizer):
+    generation = with_channels(tokenizer, "ab", [CLOSE, *OPEN], "c", "d", [END])
+    assert texts(generation) == [(text, Part.REASONING) for text in "ab"] + [(text, Part.CONTENT) for text in "cd"]
+    result = generation.result
+    assert (result.reasoning, result.text, result.stop_reason) == ("ab", "cd", END)
+    assert len(result.tokens) == 10 + 2 + 1 + len(OPEN) + 2, "marks are tokens too"
+    assert list(with_channels(tokenizer, "ab", [CLOSE, *OPEN], "cd", [END]).texts()) == ["c", "d"]
+    assert pickle.loads(pickle.dumps(next(generation_of_reasoning(tokenizer)))).part is Part.REASONING
+
+
+def generation_of_reasoning(tokenizer):
+    return (token for token in with_channels(tokenizer, "ab", [END]) if token.text)
+
+
+def test_stop_strings_end_content_alone(tokenizer):
+    generation = with_channels(tokenizer, "a stop", [CLOSE, *OPEN], "b st", [CLOSE, *OPEN], "op stop c", stops=["stop"])
+    result = generation.result
+    assert (result.reasoning, result.text, result.stop_reason) == ("a stop", "b stop ", "stop")
+
+
+@pytest.mark.parametrize("limit", [100, 12])
+def test_incomplete_characters_stay_in_their_message(tokenizer, limit):
+    """At the end of a message, of an answer, and of one that its limit cuts off."""
+    generation = with_channels(tokenizer, [ord("a"), 0xC3], [CLOSE, *OPEN, 0xA9, ord("b"), 0xC3], [END], limit=limit)
+    result = generation.result
+    assert (result.reasoning, result.text) == ("a\ufffd", "\ufffdb\ufffd" if limit == 100 else "")
+
+
+def test_without_channels_all_text_is_content(tokenizer):
+    generation, _ = play([CHANNEL, *b"final", MESSAGE, *b"a", END], tokenizer=tokenizer)
+    assert (generation.result.text, generation.result.reasoning) == ("finala", "")

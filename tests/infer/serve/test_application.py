@@ -91,7 +91,7 @@ def test_chat_matches_the_engine(server, engine, checkpoint):
 
 def test_end_of_turn_ends_the_answer(server, engine, checkpoint):
     template = ChatTemplate.load(checkpoint)
-    ids, [end] = template.encode(TALK, add_generation_prompt=True), template.ends
+    ids, [end] = template.encode(TALK, add_generation_prompt=True), template.ends(())
     for seed in range(100):
         tokens = list(engine.generate(ids, max_new_tokens=60, sampling=infer.Sampling(1.0, seed=seed)))
         if end in tokens[1:]:

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from infer.__main__ import main
-from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
+from tests.support.checkpoints import CHATML, CONTEXT, HARMONY, HARMONY_TEMPLATE, follow, save_checkpoint
 from tests.support.serve_cases import BACKEND, JSON, ROOT, Server
 
 KEY = "sk-test-1234"
@@ -101,6 +103,48 @@ def test_options_of_models_and_templates(checkpoint, tmp_path):
         assert status == 200 and body["prompt_token_ids"] == plain["prompt_token_ids"]
         assert body["model"] == "small" and body["warnings"] == ["chat_template_kwargs.other has no effect"]
         assert server.get("/v1/models/gpt-4")[1]["id"] == "small"
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A model that reasons "Why", says "Why", and repeats that; the prompt ends in the header of the reasoning."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "harmony", *HARMONY, lanes=1, layers=1)
+    start = "'<|start|>assistant"
+    template = HARMONY_TEMPLATE.replace(f"{start}' }}", f"{start}<|channel|>analysis<|message|>' }}")
+    (folder / "chat_template.jinja").write_text(template)
+    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    said = ids("<|message|>Why<|end|><|channel|>final<|message|>").ids
+    return follow(folder, dict(pairwise(said)))
+
+
+def test_reasoning_is_apart_from_content(thinker):
+    server = Server(thinker, "--backend", BACKEND).wait_until(200)
+    try:
+        asked = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 14, "temperature": 0}
+        status, body = server.post("/v1/chat/completions", **asked, logprobs=True)
+        [choice] = body["choices"]
+        assert (status, choice["finish_reason"]) == (200, "length"), body
+        assert choice["message"] == {"role": "assistant", "reasoning_content": "Why", "content": "Why"}
+        assert [each["token"] for each in choice["logprobs"]["content"]] == list("Why")
+        usage = {"completion_tokens": 14, "completion_tokens_details": {"reasoning_tokens": 11}}
+        assert body["usage"].items() >= usage.items()
+        with server.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True}) as stream:
+            *chunks, _ = stream
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        for name in ("reasoning_content", "content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == "Why"
+        assert chunks[-1]["usage"] == body["usage"]
+        talked = [*asked["messages"], choice["message"], {"role": "user", "content": "So?"}]
+        plain = [*asked["messages"], {"role": "assistant", "content": "Why"}, {"role": "user", "content": "So?"}]
+        prompts = [
+            server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)[1]
+            for messages in (talked, plain)
+        ]
+        assert prompts[0]["prompt_token_ids"] == prompts[1]["prompt_token_ids"]
+        completion = server.post("/v1/completions", prompt=[258], max_tokens=14, temperature=0)[1]
+        assert completion["choices"][0]["text"] == "WhyfinalWhy", "a completion has no channels"
     finally:
         server.kill()
 

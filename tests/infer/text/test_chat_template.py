@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from infer.text.channels import Part
 from infer.text.chat_template import CHATML, ChatTemplate
 from laneformer.errors import CheckpointError, InputError
+from tests.support.checkpoints import HARMONY, HARMONY_TEMPLATE, byte_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 # What a person writes with a loop, and the same with the assistant's words enclosed.
@@ -110,7 +112,7 @@ def test_end_token_ends_a_turn():
 @pytest.mark.parametrize("tokenizer", [BYTES, sentencepiece_like()])
 @pytest.mark.parametrize(("source", "end"), [(CHATML, "<|im_end|>"), (GENERATION, "<|im_end|>"), (MISTRAL, "</s>")])
 def test_end_of_turn_token_ends_an_answer(source, end, tokenizer):
-    assert template(source, tokenizer).ends == (tokenizer.token_to_id(end),)
+    assert template(source, tokenizer).ends((7,)) == (7, tokenizer.token_to_id(end))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,28 @@ def test_end_of_turn_token_ends_an_answer(source, end, tokenizer):
     ["{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "{{ raise_exception('no') }}"],
 )
 def test_templates_without_end_of_turn_have_no_ends(source):
-    assert template(source).ends == ()
+    assert template(source).ends((7,)) == (7,)
+
+
+def test_harmony():
+    """What ends a message ends no answer; the analysis of earlier turns is left out, that of the last one is not."""
+    tokenizer = byte_tokenizer(*HARMONY)
+    made = template(HARMONY_TEMPLATE, tokenizer)
+    returned, called = (tokenizer.token_to_id(name) for name in HARMONY[4:])
+    assert made.ends((7,)) == (7, returned, called)
+    assert template(HARMONY_TEMPLATE.replace("return", "end"), tokenizer).ends((7,)) == (7, returned, called)
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    talked = [{"role": "user", "content": "2 + 2?"}, answer]
+    last = "<|start|>user<|message|>2 + 2?<|end|><|start|>assistant<|channel|>"
+    assert made.render(talked) == (
+        last + "analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
+    )
+    prompt = made.encode([*talked, {"role": "user", "content": "?"}], add_generation_prompt=True)
+    text = last + "final<|message|>4<|end|><|start|>user<|message|>?<|end|><|start|>assistant"
+    assert prompt == tokenizer.encode(text).ids
+    channels = made.channels(prompt)
+    assert [channels.add(token) for token in tokenizer.encode("<|channel|>final<|message|>4").ids][-1] is Part.CONTENT
+    assert template().channels([1]) is None and template(HARMONY_TEMPLATE).channels([1]) is None
 
 
 def test_template_without_special_tokens():

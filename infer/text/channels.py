@@ -1,0 +1,93 @@
+"""Answers in harmony, the format of gpt-oss (OpenAI, "Harmony response format"): reasoning and content are messages of
+their own.
+
+    <|start|>assistant<|channel|>analysis<|message|>2 + 2 is 4.<|end|>
+    <|start|>assistant<|channel|>final<|message|>4<|return|>
+
+A prompt ends with the role, behind <|start|>. A message may be for a tool: " to=NAME" is then in its header. <|return|>
+and <|call|> end a turn, <|end|> a message.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SHOWN = ("final", "commentary")  # channels that a user reads, unless a message is for a tool
+
+
+class Part(Enum):
+    """What a token of an answer belongs to."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    MARK = "mark"
+    """The form of the answer: what begins and ends messages, and their headers."""
+
+
+class Harmony(NamedTuple):
+    """The ids of its tokens."""
+
+    start: int
+    channel: int
+    message: int
+    end: int
+    turn_ends: tuple[int, ...]
+
+    @classmethod
+    def find(cls, tokenizer: "Tokenizer") -> Self | None:
+        """Those of a tokenizer; None if it lacks one of the first four."""
+        names = ("start", "channel", "message", "end", "return", "call")
+        *marks, returned, called = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
+        if None in marks:
+            return None
+        return cls(*marks, tuple(token for token in (returned, called) if token is not None))
+
+    def turn_stops(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Ids that end an answer: these, and those of harmony, but not the end of a message."""
+        return tuple(dict.fromkeys(token for token in (*tokens, *self.turn_ends) if token != self.end))
+
+
+class Channels:
+    """The part to which each token of one answer belongs.
+
+    An answer that does not begin with a mark is content, as it is from a model that does not use the format.
+    """
+
+    def __init__(self, harmony: Harmony, tokenizer: "Tokenizer", prompt: Sequence[int]):
+        """prompt: its token ids, of which the last message may have begun."""
+        self._harmony, self._tokenizer = harmony, tokenizer
+        self._header: list[int] | None = None  # ids of the header in which the answer is
+        self._body = Part.CONTENT
+        prompt = list(prompt)
+        if harmony.start in prompt:
+            for token in prompt[len(prompt) - prompt[::-1].index(harmony.start) - 1 :]:
+                self.add(token)
+            if self._header is not None and harmony.channel not in self._header:
+                self._header = None  # the role alone: the answer's own mark begins the rest
+
+    def add(self, token: int) -> Part:
+        """The part of the answer's next token."""
+        harmony = self._harmony
+        if token == harmony.message:
+            self._body, self._header = self._part_of(self._header or []), None
+        elif token == harmony.start or (token == harmony.channel and self._header is None):
+            self._header = [token]
+        elif token == harmony.end:
+            self._header = []
+        elif self._header is not None:
+            self._header.append(token)
+        else:
+            return self._body
+        return Part.MARK
+
+    def _part_of(self, header: list[int]) -> Part:
+        """That of the message behind a header."""
+        if self._harmony.channel not in header:
+            return Part.CONTENT
+        at = header.index(self._harmony.channel)
+        role, channel = (self._tokenizer.decode(ids).split() for ids in (header[:at], header[at + 1 :]))
+        for_tool = any(word.startswith("to=") for word in role + channel)
+        return Part.CONTENT if channel[:1] and channel[0] in SHOWN and not for_tool else Part.REASONING
