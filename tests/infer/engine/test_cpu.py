@@ -386,7 +386,7 @@ def test_mixtures_of_experts(case, lanes, options):
         inputs = small.make_inputs([token], 1, start=position, room=len(ids))
         outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
         found.append(np.asarray(outputs.logits[0]))
-    assert np.abs(found - io["logits"][0]).max() < 5e-5
+    assert np.abs(found - io["logits"][0]).max() < 1e-4
     whole, after = call(small.make_inputs(ids, 1), small.make_state(config, 64))
     assert small.same([found[-1], state.keys, state.values], [whole.logits[0], after.keys, after.values])
 
