@@ -28,7 +28,7 @@ SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
 # Per weight, by code and whether it has zero points, in the loops of an H200's kernel along their usual path: by vector
 # code, and by tensor cores
-INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.8)}
+INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.9)}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
 HALF_1024 = 0x6400  # bits of float16, whose last ones are a zero point beside a scale
 
@@ -53,6 +53,8 @@ class Codes:
     """Whether tensor cores multiply it (kernel/tensor.h): 4 bits, groups of four threads."""
     joined: int = 1
     """Neighbouring vectors of a thread that share a scale, by tensor cores."""
+    more: int = 0
+    """Lines of scales taken together beside those that a step needs: they may serve more steps, byte for byte."""
 
     per = 8
 
@@ -60,7 +62,7 @@ class Codes:
     def struct(self) -> str:
         flags = f"{str(self.zeros).lower()}, {str(self.factors).lower()}"
         codes = f"Codes<Code::k{self.code.title()}, Scale::k{str(self.scale).title()}, {flags}>"
-        return f"ByTensor<{codes}, {self.halves}, {self.joined}>" if self.by_tensor else codes
+        return f"ByTensor<{codes}, {self.halves}, {self.joined}, {self.more}>" if self.by_tensor else codes
 
     @property
     def halves(self) -> int:
@@ -119,7 +121,7 @@ class Codes:
     def scale_lines(self, vectors: int, cluster: int) -> tuple[int, int]:
         """Lines of scales, and the steps that they serve; vectors: of a step."""
         own = self.own_scales(vectors, cluster) * self.scale_bytes
-        lines = -(-own // 16)
+        lines = -(-own // 16) + self.more
         return lines, 16 * lines // own
 
     def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:

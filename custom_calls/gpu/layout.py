@@ -29,6 +29,7 @@ MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
 MAX_VECTORS = 4  # of a product's vector in a thread's registers
 MAX_TENSOR_VECTORS = 12  # the same by tensor cores, as bytes
 MAX_TENSOR_HELD = 24  # scales of weights in registers at the same time, by tensor cores
+MOST_MORE = 2  # lines of scales beside those of a step, by tensor cores
 # Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors of 4 schedulers at 1.98 GHz
 # and 4.3 TB/s, both assumed
 ISSUE_SLOTS = 121
@@ -223,7 +224,12 @@ def tile(
     groups = [with_group(4)] if by_tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
     if isinstance(format, Codes):
         options = itertools.chain(*map(taking, groups))
-        return min(options, key=lambda one: (one.cost, -one.together))
+        options = (
+            replace(one, format=replace(one.format, more=more))
+            for one in options
+            for more in range(MOST_MORE + 1 if by_tensor else 1)
+        )
+        return min(options, key=lambda one: (one.cost, -one.together, one.format.more))
     tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
     return min(taking(tiling), key=lambda one: (one.lines, -one.together))
 

@@ -220,9 +220,9 @@ struct Bench {
     measured(Int4{}, four, "int4");
     measured(Mxfp4{}, four, "mxfp4");
     measured(Nvfp4{}, two, "nvfp4");
-    measured(ByTensor<Int4, 1, 1>{}, four, "int4 by tensor cores");
-    measured(ByTensor<Mxfp4, 1, 1>{}, four, "mxfp4 by tensor cores");
-    measured(ByTensor<Nvfp4, 2, 1>{}, four, "nvfp4 by tensor cores");
+    measured(ByTensor<Int4, 1, 1, 2>{}, four, "int4 by tensor cores");
+    measured(ByTensor<Mxfp4, 1, 1, 0>{}, four, "mxfp4 by tensor cores");
+    measured(ByTensor<Nvfp4, 2, 1, 2>{}, four, "nvfp4 by tensor cores");
   }
 
   void read_plain() {

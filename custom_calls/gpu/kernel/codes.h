@@ -85,11 +85,12 @@ struct Codes {
   };
 
   // The scales of steps of n vectors, `count` of them: each thread of a cluster has `own`, in the lowest words.
-  // for_bytes: zero points are one byte, four times.
-  template <int n, int cluster, int count = n, bool for_bytes = false>
+  // for_bytes: zero points are one byte, four times. more: lines taken together beside those that a step needs.
+  template <int n, int cluster, int count = n, bool for_bytes = false, int more = 0>
   class Scaled {
-    static constexpr int own = (count + cluster - 1) / cluster, bytes = own * kScaleBytes, lines = (bytes + 15) / 16,
-                         served = 16 * lines / bytes, words = 4 * lines, used = (bytes + 3) / 4;
+    static constexpr int own = (count + cluster - 1) / cluster, bytes = own * kScaleBytes,
+                         lines = (bytes + 15) / 16 + more, served = 16 * lines / bytes, words = 4 * lines,
+                         used = (bytes + 3) / 4;
     // Whether they are in the last words of the step's last line.
     static constexpr bool inside = bytes <= 16 * kLines<n> - 4 * kWords * n;
 

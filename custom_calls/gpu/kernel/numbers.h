@@ -17,7 +17,7 @@ struct Plain;  // formats.h, codes.h and tensor.h have them
 struct Bf12;
 template <Code code, Scale scale, bool zeros, bool factors>
 struct Codes;
-template <class Codes, int halves, int joined>
+template <class Codes, int halves, int joined, int more>
 struct ByTensor;
 
 constexpr int bytes_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }

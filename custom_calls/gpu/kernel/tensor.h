@@ -16,8 +16,8 @@ namespace gpu {
 
 template <class Format>
 constexpr bool kByTensor = false;
-template <class Codes, int halves, int joined>
-constexpr bool kByTensor<ByTensor<Codes, halves, joined>> = true;
+template <class Codes, int halves, int joined, int more>
+constexpr bool kByTensor<ByTensor<Codes, halves, joined, more>> = true;
 
 // How a warp brings a vector for Digits: each thread has other columns. As a shape of product.h.
 template <class Shape>
@@ -44,8 +44,8 @@ using Reading = typename ReadingOf<Shape, kByTensor<typename Shape::Weights>>::T
 #if LF_TENSOR
 
 // Codes as terms whose sum, times kStep, they are. halves: scales of a block, 1 or 2; joined: blocks of a scale.
-template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined>
-struct ByTensor<Codes<code, scale, zeros, factors>, halves, joined> : Codes<code, scale, zeros, factors> {
+template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined, int more>
+struct ByTensor<Codes<code, scale, zeros, factors>, halves, joined, more> : Codes<code, scale, zeros, factors> {
   static_assert(code == Code::kInt4 || code == Code::kE2M1, "bytes need no tensor cores");
   static_assert(halves == 1 || joined == 1, "a scale is of halves or of blocks");
   static constexpr bool kZeros = zeros;
@@ -190,16 +190,16 @@ class Digits {
 
 #endif
 
-template <class Codes, int halves, int joined>
-constexpr bool kQuantized<ByTensor<Codes, halves, joined>> = true;
-template <class Codes, int halves, int joined>
-constexpr bool kHasFactors<ByTensor<Codes, halves, joined>> = kHasFactors<Codes>;
+template <class Codes, int halves, int joined, int more>
+constexpr bool kQuantized<ByTensor<Codes, halves, joined, more>> = true;
+template <class Codes, int halves, int joined, int more>
+constexpr bool kHasFactors<ByTensor<Codes, halves, joined, more>> = kHasFactors<Codes>;
 
-template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined, int n, int cluster>
-struct Beside<ByTensor<Codes<code, scale, zeros, factors>, halves, joined>, n, cluster>
-    : Codes<code, scale, zeros, factors>::template Scaled<n, cluster, n * halves / joined, true> {};
-template <Code code, bool zeros, bool factors, int halves, int joined, int n, int cluster>
-struct Beside<ByTensor<Codes<code, Scale::kNone, zeros, factors>, halves, joined>, n, cluster> : NothingBeside {};
+template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined, int more, int n, int cluster>
+struct Beside<ByTensor<Codes<code, scale, zeros, factors>, halves, joined, more>, n, cluster>
+    : Codes<code, scale, zeros, factors>::template Scaled<n, cluster, n * halves / joined, true, more> {};
+template <Code code, bool zeros, bool factors, int halves, int joined, int more, int n, int cluster>
+struct Beside<ByTensor<Codes<code, Scale::kNone, zeros, factors>, halves, joined, more>, n, cluster> : NothingBeside {};
 
 }  // namespace gpu
 }  // namespace laneformer

@@ -45,7 +45,7 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     room = 16 * format.lines(vectors) - vectors * format.bits  # in a step's last line
     for take in range(takes):
         if size > max(room, beside.shape[1]):  # lines of scales for as many steps as they have room for
-            beside = np.concatenate([next(taken).view(np.uint8) for _ in range(-(-size // 16))], -1)
+            beside = np.concatenate([next(taken).view(np.uint8) for _ in range(-(-size // 16) + format.more)], -1)
         scales, beside = beside[:, :size], beside[:, size:]
         lines = np.stack([next(taken) for _ in range(format.lines(vectors))])
         if 0 < size <= room:
