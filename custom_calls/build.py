@@ -7,6 +7,7 @@ loaded.
 Nothing here imports JAX: an installation runs this file by itself.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -16,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -119,8 +122,8 @@ def find() -> Path | None:
 
 
 def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
-    """Compiles the library into `folder` (by default the cache), and returns its path. Raises BuildError with the
-    compiler's words.
+    """Compiles the library into `folder` (by default the cache), and returns its path; processes that want the same
+    one wait for the first. Raises BuildError with the compiler's words.
     """
     cxx = compiler()
     if cxx is None:
@@ -130,15 +133,32 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
         )
     folder = Path(folder or cache())
     out = folder / f"cpu-{key()}{f'-{sanitizer}' if sanitizer else ''}.so"
-    with tempfile.TemporaryDirectory() as work:
+    known = out.exists()
+    with _alone(out), tempfile.TemporaryDirectory() as work:
+        if out.exists() and not known:
+            return out
         objects = compile_objects(cxx, Path(work), sanitizer)
         made = Path(work) / out.name
         _run([*cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread", "-ldl"])
-        folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{out.name}.{os.getpid()}"
         shutil.copy(made, unfinished)
-        unfinished.replace(out)  # at once, for other processes that build or load it now
+        unfinished.replace(out)  # at once, for other processes that load it now
     return out
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Waits for other processes that make the same file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = out.with_name(f"{out.name}.lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            with suppress(OSError):  # has files
+                out.parent.rmdir()
 
 
 def try_build(folder: Path) -> str | None:

@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,21 @@ def test_a_library_appears_whole(sources, monkeypatch):
     assert states == [(None, True, made.stat().st_size)]
     assert [path.name for path in made.parent.iterdir()] == [made.name]
     assert stat.S_ISREG(made.stat().st_mode)
+
+
+def test_a_library_that_another_process_makes_is_awaited(sources, tmp_path, monkeypatch):
+    compiled, ways = [], build.compile_objects
+
+    def slowly(*args, **kwargs):
+        compiled.append(args)
+        time.sleep(0.2)
+        return ways(*args, **kwargs)
+
+    monkeypatch.setattr(build, "compile_objects", slowly)
+    with ThreadPoolExecutor(3) as pool:  # each opens the lock by itself, as processes do
+        made = set(pool.map(lambda _: build.build(tmp_path / "new"), range(3)))
+    assert len(made) == len(compiled) == 1 and list((tmp_path / "new").iterdir()) == list(made)
+    assert build.build(tmp_path / "new") in made and len(compiled) == 2, "asked again, it compiles again"
 
 
 def test_a_library_for_another_ffi_version_is_refused_before_it_is_registered(headers, monkeypatch):
