@@ -13,6 +13,8 @@ from laneformer import CheckpointError, ConfigError, ModelConfig, Precision
 from laneformer.blocks.experts import Experts
 from laneformer.blocks.rotary import rotary_tables
 from laneformer.config import ExpertsOptions
+from laneformer.decoder import decoder_ops
+from laneformer.hf import read_hf_config
 from laneformer.ops import Activation
 from tests.support import tiny
 from tests.support.paths import MOE
@@ -201,6 +203,11 @@ def test_damaged_experts_are_named(tmp_path, change, words):
     with pytest.raises(CheckpointError) as caught:
         laneformer.load(damaged(tmp_path / "model", change))
     assert words in str(caught.value)
+
+
+def test_kernels_refuse_another_factor_of_the_clamped_swiglu():
+    with pytest.raises(ConfigError, match=r"swiglu_alpha = 1\.5.*use backend xla"):
+        decoder_ops(read_hf_config(MOE / "gpt_oss_2").replace(swiglu_alpha=1.5))
 
 
 def test_bad_values():
