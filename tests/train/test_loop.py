@@ -402,7 +402,9 @@ class World:
         self.running, self.most, self.fetched, self.measured, self.saved = 0, 0, [], [], []
         self.config = changed(tiny(), **changes)
         self.phase = self.config.phases[0]
-        monkeypatch.setattr("train.loop.jax", SimpleNamespace(device_get=self.fetch, process_count=lambda: 1))
+        monkeypatch.setattr(
+            "train.loop.jax", SimpleNamespace(device_get=self.fetch, process_count=lambda: 1, tree=jax.tree)
+        )
         self.log = SimpleNamespace(clock=lambda bucket: contextlib.nullcontext(), step=self.record, sync=lambda: None)
 
     def step(self, state, batch, asked):

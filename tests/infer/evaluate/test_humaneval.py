@@ -34,10 +34,10 @@ class Scripted:
     def warmup(self, prompt_tokens, max_new_tokens):
         self.warm.append(prompt_tokens)
 
-    def generate(self, ids, *, max_new_tokens, sampling, stop_tokens, stop_strings):
+    def generate(self, ids, *, max_new_tokens, sampling, stop_tokens, stop_strings, channels):
         prompt = "".join(map(chr, ids))
         self.asked.append((prompt, sampling, stop_strings))
-        self.stop_tokens = stop_tokens
+        self.stop_tokens, self.channels = stop_tokens, channels
         text = next(
             answer(sampling) if callable(answer) else answer
             for name, answer in self.answers.items()
@@ -124,7 +124,12 @@ def test_too_long_prompts_fail_and_are_reported(problems, judge):
 def test_chat_mode_uses_the_template(problems, judge):
     class Template:
         sha256 = "0" * 64
-        ends = (1000,)
+
+        def ends(self, eos):
+            return (*eos, 1000)
+
+        def channels(self, prompt):
+            return ("channels of", len(prompt))
 
         def encode(self, messages, add_generation_prompt):
             assert add_generation_prompt and messages[0]["role"] == "user"
@@ -135,6 +140,7 @@ def test_chat_mode_uses_the_template(problems, judge):
     assert [v.passed for v in report.verdicts] == [True, False]
     assert "self-contained Python script" in engine.asked[0][0] and engine.asked[0][2] == ()
     assert engine.stop_tokens == (0, 1000), "the end of a turn ends an answer"
+    assert engine.channels == ("channels of", len(engine.asked[-1][0]))
     assert report.settings["mode"] == "chat" and report.settings["template_sha256"] == "0" * 64
 
 

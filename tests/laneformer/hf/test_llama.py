@@ -139,7 +139,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4}
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("smollm3", {"attention_bias": "no"}, "attention_bias = 'no'"),
-        ("llama", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ("llama", {"hidden_act": "mish"}, "hidden_act 'mish'"),
         ("arcee", {"mlp_bias": True}, "mlp_bias"),
         ("qwen2", SLIDING | {"num_hidden_layers": "3"}, "num_hidden_layers = '3'"),
         ("qwen2", SLIDING | {"sliding_window": 0}, "sliding_window = 0"),

@@ -86,7 +86,11 @@ class Engine:
 class Chat:
     """A template whose text is the last message."""
 
-    ends = ()
+    def ends(self, eos):
+        return eos
+
+    def channels(self, prompt):
+        return None
 
     def encode(self, messages, add_generation_prompt, values):
         return list(messages[-1]["content"].encode())
