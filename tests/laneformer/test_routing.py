@@ -119,7 +119,7 @@ def logits_of(model: Laneformer):
     return [routing.logits_lbse for routing in routings]
 
 
-@pytest.mark.parametrize("layout", ["tp", "dtp(1)"])
+@pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("tp", marks=pytest.mark.slow)])
 def test_the_losses_are_added_to_the_cross_entropy(layout):
     model = model_of(layout, None)
     (total, parts), gradient = objective(model, 0.5, 0.25)
@@ -164,11 +164,11 @@ def apart(one: Laneformer, other: Laneformer) -> float:
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
-        ("laneformer", (2, 4)),
         ("tp", (2, 2)),
-        pytest.param("dtp(1)", (4, 2), marks=pytest.mark.slow),
+        pytest.param("laneformer", (2, 4), marks=pytest.mark.slow),
         pytest.param("desync(2)", (1, 4), marks=pytest.mark.slow),
-        pytest.param("laneformer", (4, 1), marks=pytest.mark.slow),
+        pytest.param("dtp(1)", (4, 2), marks=pytest.mark.exhaustive),
+        pytest.param("laneformer", (4, 1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_meshes_give_the_losses_and_gradients_of_one_device(layout, mesh):
@@ -179,7 +179,9 @@ def test_meshes_give_the_losses_and_gradients_of_one_device(layout, mesh):
     assert apart(gradient, other) < 1e-4
 
 
-@pytest.mark.parametrize("remat", ["block", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("block", marks=pytest.mark.slow), pytest.param("dots", marks=pytest.mark.exhaustive)]
+)
 def test_recomputation_changes_no_gradient(remat):
     _, gradient = objective(model_of("laneformer", None), 0.5, 0.25)
     _, other = objective(model_of("laneformer", None), 0.5, 0.25, remat=remat)

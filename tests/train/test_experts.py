@@ -59,12 +59,12 @@ def usual():
 @pytest.mark.parametrize(
     ("data", "lane", "changes"),
     [
-        (2, 4, {"accumulate": 4}),
         (1, 1, {}),
+        pytest.param(2, 4, {"accumulate": 4}, marks=pytest.mark.slow),
         pytest.param(1, 8, {}, marks=pytest.mark.slow),
-        pytest.param(8, 1, {}, marks=pytest.mark.slow),
+        pytest.param(8, 1, {}, marks=pytest.mark.exhaustive),
         pytest.param(2, 4, {"remat": "block"}, marks=pytest.mark.slow),
-        pytest.param(1, 2, {"accumulate": 2, "remat": "dots"}, marks=pytest.mark.slow),
+        pytest.param(1, 2, {"accumulate": 2, "remat": "dots"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_meshes_parts_and_recomputation_change_no_loss(data, lane, changes):
@@ -83,6 +83,7 @@ def test_validation_is_the_cross_entropy_alone():
     assert usual()[0, 0] == pytest.approx((weights * nll).sum() / weights.sum(), rel=1e-5), "so is the reported loss"
 
 
+@pytest.mark.slow
 def test_without_weight_the_router_losses_have_no_effect():
     """And are not reported; gradients are those of the cross-entropy."""
     t = trainer(1, 1, load_balance_loss=0.0, router_z_loss=0.0)
@@ -147,6 +148,7 @@ def test_a_token_counts_the_experts_that_it_uses():
     assert train_flops_per_token(model, 16) == 6 * used + 3 * 2 * 4 * 32 * 17 / 2
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_experts_and_resumes_bitwise(tmp_path, command, stop_at, monkeypatch):
     """Then its checkpoint loads."""
     options = [*FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10"]

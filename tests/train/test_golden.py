@@ -43,10 +43,16 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-FAST = ("laneformer", "laneformer, experts")  # the others with -m slow
+FAST, SLOW = ("laneformer",), ("tp, experts", "dtp(3), experts", "laneformer, experts")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
+def _marks(case: str):
+    if case in FAST:
+        return ()
+    return pytest.mark.slow if case in SLOW or "experts" not in case else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case)) for case in CASES])
 def test_losses_match_the_golden_ones(case):
     np.testing.assert_allclose(twenty_losses(case), json.loads(FILE.read_text())[case], rtol=TOLERANCE)
 

@@ -32,6 +32,7 @@ def test_values_are_those_of_files(kind, shared):
     assert (np.asarray(gradient) == factors).all()
 
 
+@pytest.mark.slow
 def test_a_phase_learns_and_evaluates_with_rounded_matrices():
     """Its losses are those of a model with the rounded weights, and the master weights move."""
     then = {"int4": LaterPhase(steps=5, data=tiny().data, optimizer=tiny().optimizer, weights="int4")}

@@ -76,7 +76,10 @@ def emulated_amx(work: Path, checked: list[str]) -> str:
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(program, marks=pytest.mark.slow if program == "decoder_test" else ()) for program in PROGRAMS],
+    [
+        pytest.param(program, marks=pytest.mark.slow if program in ("amx_test", "decoder_test") else ())
+        for program in PROGRAMS
+    ],
 )
 def test_as_shipped(program, tmp_path):
     library()  # compiled by now

@@ -391,7 +391,7 @@ def test_mixtures_of_experts(case, lanes, options):
     assert small.same([found[-1], state.keys, state.values], [whole.logits[0], after.keys, after.values])
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rounded_experts_have_the_answer_of_backend_xla(weights):
     folder = MOE / "qwen3_moe_1"
     prompt, source = np.load(folder / "io.npz")["greedy_prompt"], ModelSource(laneformer.load(folder))
