@@ -164,9 +164,9 @@ def apart(one: Laneformer, other: Laneformer) -> float:
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
-        ("tp", (2, 2)),
+        pytest.param("tp", (2, 2), marks=pytest.mark.slow),
         pytest.param("laneformer", (2, 4), marks=pytest.mark.slow),
-        pytest.param("desync(2)", (1, 4), marks=pytest.mark.slow),
+        pytest.param("desync(2)", (1, 4), marks=pytest.mark.exhaustive),
         pytest.param("dtp(1)", (4, 2), marks=pytest.mark.exhaustive),
         pytest.param("laneformer", (4, 1), marks=pytest.mark.exhaustive),
     ],

@@ -59,9 +59,9 @@ def usual():
 @pytest.mark.parametrize(
     ("data", "lane", "changes"),
     [
-        (1, 1, {}),
         pytest.param(2, 4, {"accumulate": 4}, marks=pytest.mark.slow),
-        pytest.param(1, 8, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 8, {}, marks=pytest.mark.exhaustive),
         pytest.param(8, 1, {}, marks=pytest.mark.exhaustive),
         pytest.param(2, 4, {"remat": "block"}, marks=pytest.mark.slow),
         pytest.param(1, 2, {"accumulate": 2, "remat": "dots"}, marks=pytest.mark.exhaustive),

@@ -91,9 +91,9 @@ struct Model {
     add({3});
     op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0, 0, zero, 0});
     if (layer == 1) {
-      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0});  // a window of 9 keys
+      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0, 0});  // a window of 9 keys
     } else {
-      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0});
+      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
     }
     op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0, 0, zero, 0});
     if (layer == 1) {
