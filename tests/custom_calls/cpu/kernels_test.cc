@@ -227,9 +227,10 @@ void limits(const Kernels& k) {
   k.limit_gated(7, 1, 2, tile.data());
   const float gates[] = {-9, 7, 7, NAN, -7, 0.5f, -kInfinity, 7}, ups[] = {-6, 8, 8, NAN, -6, 1.5f, -6, 8};
   for (size_t i = 0; i < tile.size(); i++) {
-    const float wanted = (i / kTile % 2 ? ups : gates)[i % x.size()];
-    CHECK(std::isnan(wanted) ? std::isnan(tile[i]) : tile[i] == wanted, "%s: %g within limits is %g", k.name,
-          x[i % x.size()], tile[i]);
+    const size_t at = i % x.size();
+    const float wanted = i / kTile % 2 ? ups[at] : gates[at];
+    CHECK(std::isnan(wanted) ? std::isnan(tile[i]) : tile[i] == wanted, "%s: %g within limits is %g", k.name, x[at],
+          tile[i]);
   }
 }
 
