@@ -120,7 +120,7 @@ def test_error_of_one_process_ends_both_with_one_line_each(tmp_path, store, fini
         assert status == 2 and len(errors) == 1 and reported in errors[0] and "Traceback" not in err, err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mesh_without_devices_of_one_process_ends_both(tmp_path, store):
     with Job(tmp_path / "run", store, "--mesh.lane", "2") as job:
         for status, _, err in job.end():

@@ -138,7 +138,7 @@ def test_serving_with_two_processes(checkpoint):
     assert err.splitlines()[-1] == "stopped" and "Traceback" not in err + output and "http" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_humaneval_with_two_processes(checkpoint, tmp_path):
     """The samples and the files of one process."""
     write_jsonl(tmp_path / "he.jsonl", [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(3)])
