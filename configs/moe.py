@@ -9,7 +9,7 @@ from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def moe_tiny() -> TrainConfig:
-    """stdlib with 8 experts per layer, of which a token uses two: minutes on two CPU cores.
+    """stdlib with 8 experts per layer, of which a token uses two: 8 minutes on two cores of a CPU beside other jobs.
 
     Needs data/stdlib from `make run`.
     """

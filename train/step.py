@@ -184,7 +184,7 @@ class Trainer:
         )
 
     def _load(self, params: dict[str, jax.Array], parts: Batch) -> jax.Array | None:
-        """The experts' load in a batch of several parts, by a forward pass of its own: the load-balancing loss is a
+        """The experts' load in a batch of several parts, by one more forward pass: the load-balancing loss is a
         product of means over the batch, no sum over parts. None where there is nothing to balance.
         """
         experts = [layer for layer in self.phase.model.layers if isinstance(layer.feed_forward, ExpertsOptions)]

@@ -56,7 +56,7 @@ def tiny() -> Grid:
 def tiny_moe() -> Grid:
     """tiny with 8 experts per layer, of which a token uses two, as many weights per token: what delay costs experts.
 
-    Projected is the speed of the dense model of 2 billion parameters.
+    Its projected speeds are those of the dense model of 2 billion parameters.
     """
     dense = tiny()
     model = dense.base.model.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)

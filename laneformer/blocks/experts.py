@@ -8,6 +8,7 @@ rounding changes is another model.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,26 @@ from laneformer.blocks.mlp import FUNCTIONS
 from laneformer.config import ExpertsOptions
 from laneformer.errors import ConfigError
 from laneformer.mesh import DATA
-from laneformer.ops import Activation, Chosen, Matrix, Norm, Op, Product, ProductName, Rotary, Route, Value
+from laneformer.ops import (
+    QUICK_GELU_FACTOR,
+    Activation,
+    Chosen,
+    Matrix,
+    Norm,
+    Op,
+    Product,
+    ProductName,
+    Rotary,
+    Route,
+    Value,
+)
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
 
 MATRICES = ("w1", "w3", "w2")
 BIASES = tuple(f"{name}_bias" for name in MATRICES)
-QUICK_GELU = 1.702  # alpha of that activation
+PARTS, LEAST = 8, 256  # blocks for the mean load of an expert, which pad each by less, and tokens of such a block
 
 
 class Experts(Block):
@@ -77,21 +90,14 @@ class Experts(Block):
         """Of the experts' weights."""
         return MATRICES + BIASES if self.options.biases else MATRICES
 
-    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """What w2 multiplies, of two arrays of one shape."""
-        limit = self.options.limit
-        if limit is None:
-            return FUNCTIONS[self.options.activation](gate) * up
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return gate * jax.nn.sigmoid(self.options.alpha * gate) * (up + 1)
-
     def _lane(self, h_td, shares_tj, chosen_tj, weights: dict) -> jax.Array:
-        """The output of one lane [t, d] with its weights by name. Tokens are sorted by expert, into blocks that zeros
-        fill up; a matrix is read once for a block.
+        """The output of one lane [t, d] with its weights by name. Tokens are sorted by expert, into blocks that uses
+        without a token fill up; a matrix is read once for a block.
         """
         tokens, used = chosen_tj.shape
         pairs, experts = tokens * used, self.options.experts
         size = max(1, pairs // experts)
+        size = -(-size // min(PARTS, max(1, size // LEAST)))
         blocks = pairs if size == 1 else pairs // size + experts  # at most
         expert_p = chosen_tj.reshape(-1)
         order_p = jnp.argsort(expert_p)
@@ -102,21 +108,11 @@ class Experts(Block):
         rank_p = jnp.arange(pairs) - (jnp.cumsum(counts_e) - counts_e)[sorted_p]
         place_p = (last_e - blocks_e)[sorted_p] * size + rank_p
         expert_n = jnp.minimum((last_e <= jnp.arange(blocks)[:, None]).sum(1), experts - 1)
-
-        x_ncd = jnp.zeros((blocks * size, h_td.shape[1]), h_td.dtype).at[place_p].set(h_td[order_p // used])
-        x_ncd = x_ncd.reshape(blocks, size, -1)
-
-        def times(name: str, x: jax.Array) -> jax.Array:
-            own = getattr(self, name)
-            facts = own.facts if isinstance(own, QuantizedParam) else None
-            y = chosen_product(self.precision, facts, x, weights[name], expert_n)
-            return y + weights[f"{name}_bias"][expert_n][:, None] if self.options.biases else y
-
-        gate_ncf, up_ncf = (checkpoint_name(times(name, x_ncd), "product") for name in ("w1", "w3"))
-        o_ncd = times("w2", self.hidden(gate_ncf, up_ncf))
-        o_pd = jnp.zeros((pairs, h_td.shape[1]), o_ncd.dtype)
-        o_pd = o_pd.at[order_p].set(o_ncd.reshape(blocks * size, -1)[place_p])
-        return jnp.einsum("tj,tjd->td", shares_tj, o_pd.reshape(tokens, used, -1), precision=jax.lax.Precision.HIGHEST)
+        use_nc = jnp.full(blocks * size, pairs, order_p.dtype).at[place_p].set(order_p).reshape(blocks, size)
+        held = {name: getattr(self, name) for name in MATRICES}
+        facts = tuple(own.facts if isinstance(own, QuantizedParam) else None for own in held.values())
+        rule = Rule(self.precision, self.options, facts)
+        return expert_sum(rule, h_td, shares_tj.reshape(-1), weights, use_nc, expert_n)
 
     @staticmethod
     def table(options: ExpertsOptions, path: str) -> dict[str, Weight]:
@@ -150,8 +146,10 @@ class Experts(Block):
     @staticmethod
     def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         table, clamped = Experts.table(options, path), options.limit is not None
-        if clamped and options.alpha != QUICK_GELU:
-            raise ConfigError(f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU} alone; use backend xla")
+        if clamped and options.alpha != QUICK_GELU_FACTOR:
+            raise ConfigError(
+                f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU_FACTOR} alone; use backend xla"
+            )
 
         def matrix(name: str, of_experts: bool) -> Matrix:
             bias = f"{path}.{name}_bias"
@@ -221,42 +219,105 @@ def _devices_backward(of_lanes, kept, g_lbsd):
 _on_devices.defvjp(_devices_forward, _devices_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def chosen_product(
-    precision: Precision, facts: tuple | None, x_ncd: jax.Array, w_efd, expert_n: jax.Array
-) -> jax.Array:
-    """Each block times the matrix of its expert, [n, c, f] in the accumulate dtype, one after the other: no other
-    matrices are widened. facts: kind, group and columns of a record, whose arrays w then are.
+class Rule(NamedTuple):
+    """How a block of tokens goes through the expert that they use."""
+
+    precision: Precision
+    options: ExpertsOptions
+    facts: tuple[tuple | None, ...]
+    """Of each of MATRICES: kind, group and columns of a record, whose arrays stand for the weight; None: it is one."""
+
+    def own(self, weights: dict, e: jax.Array) -> dict:
+        """The weights of expert e, of those of all."""
+        found = jax.tree.map(lambda w: w[e], weights)
+        for name, facts in zip(MATRICES, self.facts, strict=True):
+            if facts is not None:
+                kind, group, columns = facts
+                found[name] = Quantized(kind, group=group, columns=columns, **found[name])
+        return found
+
+    def times(self, name: str, own: dict, x_c: jax.Array) -> jax.Array:
+        y_c = self.precision.einsum("ci,oi->co", x_c, own[name])
+        return y_c + own[f"{name}_bias"] if self.options.biases else y_c
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """What w2 multiplies, of two arrays of one shape."""
+        limit = self.options.limit
+        if limit is None:
+            return FUNCTIONS[self.options.activation](gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(self.options.alpha * gate) * (up + 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def expert_sum(rule: Rule, h_td, shares_p, weights: dict, use_nc, expert_n) -> jax.Array:
+    """The sum over its experts of each token [t, d], in the accumulate dtype. Block by block, so that one matrix at a
+    time is widened, and the vectors of all uses are never in memory together.
+
+    shares_p: of each use, token * used + rank. use_nc: the uses of each block, ascending, and from then on their
+    number, which none has. weights: of all experts by name, [e, ...].
     """
-
-    def one(_, block):
-        x_cd, e = block
-        own = jax.tree.map(lambda w: w[e], w_efd)
-        if facts is not None:
-            kind, group, columns = facts
-            own = Quantized(kind, group=group, columns=columns, **own)
-        return None, precision.einsum("cd,fd->cf", x_cd, own)
-
-    return jax.lax.scan(one, None, (x_ncd, expert_n))[1]
+    return _forward(rule, h_td, shares_p, weights, use_nc, expert_n)[0]
 
 
-def _forward(precision, facts, x_ncd, w_efd, expert_n):
-    return chosen_product(precision, facts, x_ncd, w_efd, expert_n), (x_ncd, w_efd, expert_n)
+def _rows(x: jax.Array, index_c: jax.Array) -> jax.Array:
+    """x[index], zeros where there is no such row."""
+    return x.at[index_c].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
 
-def _backward(precision, facts, kept, g_ncf):
+def _add_rows(x: jax.Array, index_c: jax.Array, rows: jax.Array) -> jax.Array:
+    return x.at[index_c].add(rows.astype(x.dtype), mode="drop", indices_are_sorted=True)
+
+
+def _forward(rule, h_td, shares_p, weights, use_nc, expert_n):
+    used = rule.options.used
+
+    def one(o_td, block):
+        use_c, e = block
+        own, token_c = rule.own(weights, e), use_c // used
+        x_cd = _rows(h_td, token_c)
+        gate_cf, up_cf = rule.times("w1", own, x_cd), rule.times("w3", own, x_cd)
+        o_cd = rule.times("w2", own, rule.hidden(gate_cf, up_cf))
+        return _add_rows(o_td, token_c, _rows(shares_p, use_c)[:, None] * o_cd), (gate_cf, up_cf)
+
+    o_td, products = jax.lax.scan(one, jnp.zeros_like(h_td, rule.precision.accumulate), (use_nc, expert_n))
+    products = tuple(checkpoint_name(x_ncf, "product") for x_ncf in products)
+    return o_td, (h_td, shares_p, weights, use_nc, expert_n, products)
+
+
+def _backward(rule, kept, g_td):
     """Gradients are added to those of the experts in place: the transpose of the loop would make one of all experts for
-    each block.
+    each block. With o = share * w2 a the gradient of a share is a * (w2^T g), so o is not needed.
     """
-    x_ncd, w_efd, expert_n = kept
+    h_td, shares_p, weights, use_nc, expert_n, products = kept
+    einsum, used = rule.precision.einsum, rule.options.used
 
-    def one(gradient_efd, block):
-        x_cd, g_cf, e = block
-        own_fd = precision.einsum("cf,cd->fd", g_cf, x_cd).astype(gradient_efd.dtype)
-        return gradient_efd.at[e].add(own_fd), precision.einsum("cf,fd->cd", g_cf, w_efd[e])
+    def one(carry, block):
+        gradients, gh_td = carry
+        use_c, e, (gate_cf, up_cf) = block
+        own, token_c = rule.own(weights, e), use_c // used
+        x_cd, g_cd, share_c = _rows(h_td, token_c), _rows(g_td, token_c), _rows(shares_p, use_c)
+        a_cf, pull = jax.vjp(rule.hidden, gate_cf, up_cf)
+        ga_cf = einsum("cd,df->cf", g_cd, own["w2"])
+        go_cd = share_c[:, None] * g_cd
+        ggate_cf, gup_cf = pull(share_c[:, None] * ga_cf)
+        gx_cd = einsum("cf,fd->cd", ggate_cf, own["w1"]) + einsum("cf,fd->cd", gup_cf, own["w3"])
+        gshare_c = (a_cf * ga_cf).sum(-1)
+        found = {
+            "w1": einsum("cf,cd->fd", ggate_cf, x_cd),
+            "w3": einsum("cf,cd->fd", gup_cf, x_cd),
+            "w2": einsum("cd,cf->df", go_cd, a_cf),
+        }
+        if rule.options.biases:
+            gshare_c += g_cd @ own["w2_bias"]
+            found |= {"w1_bias": ggate_cf.sum(0), "w3_bias": gup_cf.sum(0), "w2_bias": go_cd.sum(0)}
+        gradients = {name: gradients[name].at[e].add(own.astype(gradients[name].dtype)) for name, own in found.items()}
+        return (gradients, _add_rows(gh_td, token_c, gx_cd)), gshare_c
 
-    gradient_efd, g_ncd = jax.lax.scan(one, jnp.zeros_like(w_efd), (x_ncd, g_ncf, expert_n))
-    return g_ncd.astype(x_ncd.dtype), gradient_efd, None
+    begin = jax.tree.map(jnp.zeros_like, weights), jnp.zeros_like(h_td, rule.precision.accumulate)
+    (gradients, gh_td), gshare_nc = jax.lax.scan(one, begin, (use_nc, expert_n, products))
+    gshares_p = jnp.zeros_like(shares_p).at[use_nc].set(gshare_nc.astype(shares_p.dtype), mode="drop")
+    return gh_td.astype(h_td.dtype), gshares_p, gradients, None, None
 
 
-chosen_product.defvjp(_forward, _backward)
+expert_sum.defvjp(_forward, _backward)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import Block, Weight, hold, weight_of_op
 from laneformer.config import MlpOptions
-from laneformer.ops import Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
+from laneformer.ops import QUICK_GELU_FACTOR, Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
 
 FUNCTIONS = {
@@ -18,7 +18,7 @@ FUNCTIONS = {
     Activation.GELU: partial(jax.nn.gelu, approximate=False),
     Activation.GELU_PYTORCH_TANH: partial(jax.nn.gelu, approximate=True),
     Activation.RELU2: lambda x: jax.numpy.square(jax.nn.relu(x)),
-    Activation.QUICK_GELU: lambda x: x * jax.nn.sigmoid(1.702 * x),
+    Activation.QUICK_GELU: lambda x: x * jax.nn.sigmoid(QUICK_GELU_FACTOR * x),
 }
 
 

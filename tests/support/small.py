@@ -21,7 +21,7 @@ from infer.engine.native import plan_of
 from laneformer import Laneformer, ModelConfig, Precision, save_hf
 from laneformer.decoder import decoder_ops
 from laneformer.layout import parse_layout
-from laneformer.ops import Op
+from laneformer.ops import Activation, Matrix, Op, Product, Route
 from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 from tests.support import reference
@@ -78,6 +78,25 @@ def with_op(plan: Plan, layer: int, number: int, **fields) -> Plan:
     ops, count = [*plan.ops.layers[layer].ops], len(plan.ops.layers[layer].attention.ops)
     ops[number] = dataclasses.replace(ops[number], **fields)
     return with_ops(plan, layer, ops[:count], ops[count:])
+
+
+def with_expert_biases(plan: Plan) -> Plan:
+    """Biases of the router and of all experts, gates and up rows with limits, as GPT-OSS has them."""
+
+    def biased(matrix: Matrix) -> Matrix:
+        weight = matrix.weight
+        bias = dataclasses.replace(weight, path=f"{weight.path}_bias", shape=weight.shape[:1])
+        return dataclasses.replace(matrix, bias=bias)
+
+    for layer, ops in enumerate(plan.ops.layers):
+        for number, op in enumerate(ops.ops):
+            if isinstance(op, Route):
+                plan = with_op(plan, layer, number, matrix=biased(op.matrix))
+            elif isinstance(op, Product) and op.chosen:
+                limits = {"limit": 0.7, "up_offset": 1.0, "activation": Activation.QUICK_GELU} if op.gated else {}
+                matrices = tuple(map(biased, op.matrices))
+                plan = with_op(plan, layer, number, matrices=matrices, **limits)
+    return plan
 
 
 def make_session(

@@ -194,17 +194,24 @@ class Module:
         return total
 
 
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Ops that change their first operand in place -> the operand that has the new values."""
+
+
 def _written(i: Instruction, inside: dict[str, Instruction]) -> float:
-    return inside[i.operands[1]].bytes if i.op == "dynamic-update-slice" else i.bytes
+    return inside[i.operands[UPDATES[i.op]]].bytes if i.op in UPDATES else i.bytes
 
 
 def _read(name: str, size: float, users, inside: dict[str, Instruction]) -> float:
     """Bytes of array `name` that its users read."""
     total = 0.0
     for user in users:
-        if user.op == "dynamic-slice" and user.operands[0] == name:
+        first = user.operands[0] == name
+        if first and user.op in ("dynamic-slice", "gather"):
             total += user.bytes
-        elif user.op != "dynamic-update-slice" or user.operands[0] != name:
+        elif first and user.op == "scatter":  # adds to what is there
+            total += _written(user, inside)
+        elif not first or user.op not in UPDATES:
             return size
     return min(total, size)
 
