@@ -32,7 +32,7 @@ RINGS = {
     "ring_8k_4_warps": (4, 16, 6),
     "ring_16k_4_warps": (4, 32, 3),
 }
-MODEL = "laneformer_2b"
+MODEL, MIXTURE = "laneformer_2b", "gpt_oss_20b"
 PYTHON = sys.executable
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
 # Stages share compiled programs. Tests do not: reading a half-written program warns, and warnings are errors there.
@@ -48,6 +48,7 @@ TEST_FILES = (
     "tests/custom_calls/gpu/test_steps.py",
     "tests/custom_calls/gpu/test_bf12.py",
     "tests/custom_calls/gpu/test_codes.py",
+    "tests/custom_calls/gpu/test_experts.py",
     "tests/infer/engine/test_gpu.py",
 )
 # -vv names each finished test, since a stage may run out of time. pytest-benchmark warns about xdist, an error here.
@@ -96,8 +97,8 @@ def stages() -> list[Stage]:
             f"{{out}}/{name}",
         )
 
-    def bench(name: str, *options: str) -> tuple[str, ...]:
-        return (PYTHON, "-m", "infer", "bench", "--checkpoint", MODEL, *options, "--json", f"{{out}}/{name}.json")
+    def bench(name: str, *options: str, model: str = MODEL) -> tuple[str, ...]:
+        return (PYTHON, "-m", "infer", "bench", "--checkpoint", model, *options, "--json", f"{{out}}/{name}.json")
 
     def checker(name: str) -> Stage:
         # Checks the project's kernels alone, not the driver calls with which XLA probes for features.
@@ -190,6 +191,11 @@ def stages() -> list[Stage]:
                     "{out}/rank.json",
                 ),
             ),
+        ),
+        Stage(
+            "experts",
+            240,
+            (bench("decode-experts", "--backend", "cuda", "--dtype", "bfloat16", *long, *sustained, model=MIXTURE),),
         ),
         Stage(
             "formats",

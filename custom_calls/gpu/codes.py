@@ -70,7 +70,7 @@ class Codes:
         return 2 if self.by_tensor and self.scale and self.block == 16 else 1
 
     def scales(self, vectors: int) -> int:
-        """Scales of so many vectors of a cluster's threads."""
+        """Scales of N vectors of a cluster's threads."""
         return vectors * self.halves // self.joined
 
     @property
@@ -271,7 +271,8 @@ class CodesChoice:
         for number, (paths, _) in enumerate(product_weights(plan)):
             if any(path in records for path in paths):
                 beside = number == len(plan.products) and plan.ops.head.kind == HeadKind.LANE
-                found.formats[number] = format_of(paths, records, beside)
+                of_experts = number < len(plan.products) and plan.products[number].chosen is not None
+                found.formats[number] = format_of(paths, records, beside, of_experts)
         return found
 
 
@@ -280,9 +281,9 @@ def _without_values(record: Quantized) -> Quantized:
     return replace(record, **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in record.arrays.items()})
 
 
-def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool) -> Codes:
-    """The format of a product's matrices. beside: columns of all lanes follow each other, as in the lanes' head. Raises
-    NativeError.
+def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool, of_experts: bool = False) -> Codes:
+    """The format of a product's matrices. beside: columns of all lanes follow each other, as in the lanes' head.
+    of_experts: each expert has such matrices; scales of their rows are held as those of blocks. Raises NativeError.
     """
     kinds = {path: records[path].kind if path in records else "not quantized" for path in paths}
     if len(set(kinds.values())) > 1:
@@ -306,6 +307,8 @@ def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool) 
             why = "has zero points"
         elif zeros and scale == "float32":
             why = "has zero points beside scales of float32"
+        elif of_experts and part.global_scale is not None:
+            why = "is of experts and has a scale of the tensor"
         elif block < LEAST_BLOCK:
             why = f"has groups of {min(part.group[1], columns)} columns"
         if why:
@@ -313,7 +316,8 @@ def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool) 
                 f"weight {path} ({part.name}) {why}, which the GPU kernel cannot hold: use backend xla, or add"
                 " --weights bfloat16"
             )
-    whole = not zeros and not beside and kind not in OWN_SCALES and all(part.group[1] >= columns for part in parts)
+    whole = not zeros and kind not in OWN_SCALES and all(part.group[1] >= columns for part in parts)
+    whole = whole and not beside and not of_experts
     if whole:
         return Codes(CODES[kind], factors=True)
     factors = any(part.global_scale is not None for part in parts)

@@ -5,6 +5,7 @@ It has the numbers of a layout, a struct for each op of each kind of layer, whos
 (custom_calls/gpu/kernel/ops.h), and a struct for the fields that modules have beside their ops.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from enum import IntEnum
@@ -24,6 +25,7 @@ from laneformer.ops import (
     Op,
     Product,
     ProductName,
+    Route,
     Value,
     Weight,
     trace_name,
@@ -45,11 +47,14 @@ def model_header(layout: Layout) -> str:
         "Vocab": ops.vocab_size,
         "SlotLines": SLOT_LINES,
         "Slots": layout.slots,
+        "AheadSlots": layout.ahead_slots,
         "BarrierBytes": layout.barrier_bytes,
         "LayerLines": layout.layer_lines,
         "HeadLines": layout.head_lines,
         "LayerPadding": layout.layer_lines - layout.layer_starts[-1],
-        "HeadPadding": layout.head_lines - layout.head.lines,
+        "HeadPadding": layout.head_lines - layout.head.lines * layout.head.turns,
+        "HeadTurns": layout.head.turns,
+        "HeadRows": layout.head_rows,
         "SharedFloats": layout.shared_floats,
         "SplitKeys": SPLIT_KEYS,
         "MailSlots": layout.mail_slots,
@@ -63,6 +68,8 @@ def model_header(layout: Layout) -> str:
     truths = {
         "AnyMean": any(total.stream_mean for total in layout.table.sums),
         "Listed": any(tiling.units for tiling in layout.tilings),
+        "AnyExperts": layout.any_experts,
+        "ZInMerged": layout.z_in_merged,
     }
     dtypes = {
         "Weights": layout.plan.weight_dtype,
@@ -73,9 +80,13 @@ def model_header(layout: Layout) -> str:
         _by_layer("kind_of", dict(enumerate(layout.kind_of)), layout.num_layers),
         _by_layer("first_line", dict(enumerate(layout.layer_starts[:-1])), layout.num_layers),
     ]
+    if layout.any_experts:
+        numbers |= {"RowLines": layout.row_lines, "MostPieces": layout.most_pieces}
+        functions += _courses(layout)
     lines = [
         "// Written by custom_calls/gpu/header.py.",
         "#pragma once",
+        *(["#define LF_EXPERTS 1"] if layout.any_experts else []),
         '#include "ops.h"',
         "namespace laneformer {",
         "namespace gpu {",
@@ -98,6 +109,18 @@ def model_header(layout: Layout) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _courses(layout: Layout) -> Iterator[tuple[list[str], str]]:
+    """Functions of the layer, or of the number behind the last one for the head: the first line of its weights that no
+    router chooses, how many there are, and whether there is one.
+    """
+    starts, count = layout.layer_starts, layout.num_layers + 1
+    lines = [b - a for a, b in itertools.pairwise(starts)] + [layout.head.lines * layout.head.turns]
+    experts = [int(bool(layout.kinds[kind].of_experts)) for kind in layout.kind_of] + [0]
+    firsts = [*starts[:-1], layout.layer_lines]
+    for name, values in (("layer_line", firsts), ("layer_lines", lines), ("has_experts", experts)):
+        yield _by_layer(name, dict(enumerate(values)), count, "Course")
+
+
 def _head_struct(layout: Layout) -> Iterator[str]:
     constants, functions = _of_fields(layout, {0: layout.plan.ops.head})
     functions["product"] = {0: len(layout.numbers)}
@@ -113,7 +136,7 @@ def _modules_struct(layout: Layout) -> Iterator[str]:
 
 def _structs(layout: Layout, index: int) -> Iterator[str]:
     """A struct for each op of a kind of layers, and their list."""
-    kind, names, attended = layout.kinds[index], [], None
+    kind, names, attended, router = layout.kinds[index], [], None, None
     for number, op in enumerate(kind.ops):
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
         name += "_" * names.count(name)  # both modules may have one
@@ -123,20 +146,36 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {"Module": kind.modules[number], "EndsModule": kind.ends_module(number)}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
-        aliases = {}
+        aliases, tiling = {}, kind.tilings[number]
+        constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
+        constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
         if isinstance(op, Attend):
             attended = name
             constants |= _attend_constants(layout, op)
+        elif tiling:
+            constants |= tiling.fields | {"FirstLine": kind.lines_before(number), "SumSets": tiling.sum_sets}
+            first = {
+                layer: own.matrix if isinstance(own, Route) else own.matrices[0] for layer, own in of_layers.items()
+            }
+            bias = next(iter(first.values())).bias
+            if bias:
+                constants["BiasStride"] = layout.plan.places[bias.path].stride
+                functions["bias"] = {layer: _at(layout, own.bias) for layer, own in first.items()}
+            constants["Biased"] = bias is not None
+            functions["product"] = {layer: layout.numbers.get((layer, number), 0) for layer in kind.layers}
+            aliases = {"Weights": tiling.format.struct}
+        if isinstance(op, Route):
+            router = name
         elif isinstance(op, Product):
-            constants |= {"FirstLine": kind.lines_before(number), "Channels": op.channels}
-            constants |= kind.tilings[number].fields
-            if op.matrices[0].bias:
-                constants["BiasStride"] = layout.plan.places[op.matrices[0].bias.path].stride
-                functions["bias"] = {layer: _at(layout, own.matrices[0].bias) for layer, own in of_layers.items()}
-            constants["Biased"] = op.matrices[0].bias is not None
-            functions["product"] = {layer: layout.numbers[layer, number] for layer in kind.layers}
-            aliases = {"Weights": kind.tilings[number].format.struct}
+            constants["Channels"] = op.channels
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}
+        if constants["Chosen"]:
+            functions["stored"] = {layer: layout.line(layer, number) for layer in kind.layers}
+            constants["Summed"] = op.chosen.summed
+            aliases["Router"] = router
+            if not op.chosen.summed:
+                then = kind.ops[number + 1]
+                aliases["Then"] = f"struct {_name(then.name)}{index}"
         yield from _struct(name, constants, functions, aliases, layout.num_layers)
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
 
@@ -145,9 +184,10 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
     """What an op's fields are in its struct: constants by name, and functions of the layer, their values by layer.
 
     of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
-    value or an enumeration is a constant, a number that may be None a function, 0 for None. A norm is constants ...ed,
-    ...Eps and ...Stride and the function of its gain's offset; a vector that may be None likewise, constants ...Given
-    and ...Stride. Matrices, rotations and lists are the layout's.
+    value or an enumeration is a constant, an integer that may be None a function, 0 for None, a float that may be None
+    its value and a constant ...ed. A norm is constants ...ed, ...Eps and ...Stride and the function of its gain's
+    offset; a vector that may be None likewise, constants ...Given and ...Stride. Matrices, rotations, lists and the
+    choice of experts are the layout's.
     """
     op = next(iter(of_layers.values()))
     constants, functions = {}, {}
@@ -167,6 +207,8 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
             functions[field] = {
                 layer: _at(layout, getattr(own, field)) if value else 0 for layer, own in of_layers.items()
             }
+        elif kinds == [float] and optional:
+            constants[f"{title}ed"], constants[title] = value is not None, float(value or 0)
         elif kinds == [int] and optional:
             functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}
         elif isinstance(kind, type) and issubclass(kind, (int, float)):

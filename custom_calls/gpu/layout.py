@@ -1,4 +1,4 @@
-"""How the GPU kernel lays a model out: the tiling of its products, the packed weights, the memory of the edges.
+"""How the GPU kernel lays a model out: the tilings of its products, the packed weights, the memory of the edges.
 
 All of it follows from the model's plan (custom_calls/plan.py). Layers that differ in their weights and windows alone
 are of one kind; the kernel has its code once for each kind. Weights are packed once into the order in which each warp
@@ -8,230 +8,27 @@ the two cannot disagree.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import jax
-import jax.numpy as jnp
-
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
+from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Activation, Attend, HeadKind, Layer, Module, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Activation, Attend, HeadKind, Layer, Module, Op, Product, Rotary, Route, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
-MAX_VECTORS = 4  # of a product's vector in a thread's registers
-MAX_TENSOR_VECTORS = 12  # the same by tensor cores, as bytes
-MAX_TENSOR_HELD = 24  # scales of weights in registers at the same time, by tensor cores
-MOST_MORE = 2  # lines of scales beside those of a step, by tensor cores
-# Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors of 4 schedulers at 1.98 GHz
-# and 4.3 TB/s, both assumed
-ISSUE_SLOTS = 121
-MAX_TOGETHER = 4  # rows of a thread in registers at the same time
+MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
+FEW_SLOTS = 5  # of the ring; a head of many rows is computed in turns to leave room for as many
+ORDER_BYTES = 104  # of a warp's orders, without its pieces
+TURNS = (1, 2, 4, 8, 16)
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the layout must know of a GPU."""
-
-    warp_size: int
-    ctas: int
-    """CTAs that can be resident together and are worth using: at most one on each multiprocessor."""
-    warps: int
-    """Warps of a CTA."""
-    shared_bytes: int
-    """Shared memory of a CTA, at most."""
-    bulk_copies: bool
-    """Whether the weights stream through a ring in shared memory."""
-
-    @property
-    def selector_bits(self) -> int:
-        """Bits by which a byte permutation names a byte: NVIDIA's have 4, AMD's 8."""
-        return 4 if self.warp_size == 32 else 8
-
-
-H200 = Machine(warp_size=32, ctas=128, warps=8, shared_bytes=232_448, bulk_copies=True)
-MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copies=False)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a matrix of one lane is shared out over CTAs, warps and threads. The names are those of
-    custom_calls/gpu/kernel/product.h.
-    """
-
-    all_rows: int
-    columns: int
-    ctas: int
-    rows: int
-    group: int
-    vectors: int
-    segments: int
-    steps: int
-    together: int
-    warps: int
-    warp_size: int
-    format: Plain | Bf12 | Codes
-
-    @property
-    def lines(self) -> int:
-        vectors = self.together * self.vectors
-        return self._takes * self.format.lines(vectors) + self.format.lines_beside(vectors, self._takes, self.cluster)
-
-    @property
-    def cluster(self) -> int:
-        """Neighbouring threads whose columns of a vector are side by side."""
-        return self.format.cluster(self.group)
-
-    @property
-    def units(self) -> int:
-        """Units of a warp that are coded; see gpu/formats.py."""
-        return self._takes * self.format.units(self.together * self.vectors)
-
-    @property
-    def coded(self) -> float:
-        """Share of the weights that is in them."""
-        return self.units * Bf12.vectors / (self.segments * self.steps * self.vectors)
-
-    @property
-    def _takes(self) -> int:
-        """Times that a warp takes lines from its stream."""
-        return self.segments * self.steps // self.together
-
-    @property
-    def padded_rows(self) -> int:
-        return self.steps * (self.warp_size // self.group)
-
-    @property
-    def fields(self) -> dict[str, int]:
-        """The constants of the product's struct."""
-        names = ("all_rows", "rows", "columns", "group", "cluster", "vectors", "segments", "steps", "together", "lines")
-        return {name.title().replace("_", ""): getattr(self, name) for name in names}
-
-    def deal(self, matrix: jax.Array) -> jax.Array:
-        """[..., all rows, columns] -> [..., CTAs, warps, *dealt]: what each thread has of each step's vectors, in all
-        segments.
-        """
-        *lead, rows, columns = matrix.shape
-        per = self.format.per
-        wide = self.warps * self.segments * self.vectors * self.group * per
-        matrix = jnp.pad(matrix, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, wide - columns)])
-        matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
-        matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
-        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
-        of_columns = (self.vectors, self.group // self.cluster, per // 2, self.cluster, 2)
-        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, *of_columns)
-        n = len(lead)
-        cta, step, row, warp, segment, vector, cluster, pair, member, element = range(n, n + 10)
-        order = (*range(n), cta, warp, segment, step, vector, row, cluster, member, pair, element)
-        return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
-
-    @property
-    def granule(self) -> int:
-        """Columns of a vector that a cluster has under one scale."""
-        return self.cluster * self.format.per * self.format.joined // self.format.halves
-
-    def deal_granules(self, grid: jax.Array) -> jax.Array:
-        """[..., all rows, granules] -> [..., CTAs, warps, takes, scales of each's vectors, clusters of a warp]: as
-        `deal`, of what the columns of a granule share.
-        """
-        *lead, rows, columns = grid.shape
-        halves, clusters = self.format.halves, self.group // self.cluster
-        vectors = self.vectors // self.format.joined
-        granules = self.warps * self.segments * vectors * clusters * halves
-        grid = jnp.pad(grid, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, granules - columns)])
-        grid = grid.reshape(*lead, self.ctas, self.rows, granules)
-        grid = jnp.pad(grid, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
-        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
-        parts = grid.reshape(*lead, *of_rows, self.warps, self.segments, vectors, clusters, halves)
-        n = len(lead)
-        cta, step, row, warp, segment, vector, cluster, half = range(n, n + 8)
-        parts = parts.transpose(*range(n), cta, warp, segment, step, vector, half, row, cluster)
-        each = self.format.scales(self.together * self.vectors)
-        return parts.reshape(*lead, self.ctas, self.warps, self.dealt[0], each, self.warp_size // self.cluster)
-
-    def deal_rows(self, values: jax.Array) -> jax.Array:
-        """[..., all rows, 1] -> [..., CTAs, warps, n]: the rows of a CTA one after the other."""
-        *lead, rows, _ = values.shape
-        each = -(-self.rows // self.warps)
-        values = jnp.pad(values[..., 0], [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows)])
-        values = values.reshape(*lead, self.ctas, self.rows)
-        values = jnp.pad(values, [(0, 0)] * (len(lead) + 1) + [(0, each * self.warps - self.rows)])
-        return values.reshape(*lead, self.ctas, self.warps, each)
-
-    @property
-    def partial_floats(self) -> int:
-        """Floats of the warps' sums, and of the rows' factors."""
-        factors = isinstance(self.format, Codes) and self.format.factors
-        return self.warps * self.padded_rows + factors * self.rows
-
-    @property
-    def cost(self) -> float:
-        """Of quantized weights, to compare tilings: the longer of the time to read the lines and that to issue the
-        instructions of their codes. A segment more counts as a sixteenth, for it adds all sums once more.
-        """
-        codes = math.prod(self.dealt[:2]) * self.format.per
-        return max(self.lines, codes * self.format.instructions / ISSUE_SLOTS) * (15 + self.segments)
-
-    @property
-    def brought_floats(self) -> int:
-        """Floats by way of which warps bring the vector, as bytes and the power of two of each 32 columns."""
-        by_tensor = isinstance(self.format, Codes) and self.format.by_tensor
-        return by_tensor * self.warps * self.vectors * 25
-
-    @property
-    def dealt(self) -> tuple[int, ...]:
-        """Steps, vectors of each, threads, weights of a vector."""
-        return self._takes, self.together * self.vectors, self.warp_size, self.format.per
-
-
-def tile(
-    all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12 | Codes, unit: int = 1
-) -> Tiling:
-    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out,
-    and so the order of sums, is the same in bfloat16 and Bf12.
-    """
-    rows = -(-all_rows // unit // ctas) * unit
-    vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
-    by_tensor = isinstance(format, Codes) and format.by_tensor
-
-    def with_group(group: int) -> Tiling:
-        vectors = -(-vectors_per_warp // group)
-        segments = -(-vectors // (MAX_TENSOR_VECTORS if by_tensor else MAX_VECTORS))
-        vectors = -(-vectors // segments)
-        vectors += by_tensor * (vectors % 2)  # a tile has two
-        steps = -(-rows // (machine.warp_size // group))
-        return Tiling(
-            *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),
-            replace(format, joined=math.gcd(max(1, format.block // 32), vectors)) if by_tensor else format,
-        )
-
-    def taking(tiling: Tiling) -> list[Tiling]:
-        return [
-            replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
-            for together in range(1, MAX_TOGETHER + 1)
-            if together == 1 or not by_tensor or together * tiling.vectors * format.halves <= MAX_TENSOR_HELD
-        ]
-
-    groups = [with_group(4)] if by_tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
-    if isinstance(format, Codes):
-        options = itertools.chain(*map(taking, groups))
-        options = (
-            replace(one, format=replace(one.format, more=more))
-            for one in options
-            for more in range(MOST_MORE + 1 if by_tensor else 1)
-        )
-        return min(options, key=lambda one: (one.cost, -one.together, one.format.more))
-    tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
-    return min(taking(tiling), key=lambda one: (one.lines, -one.together))
 
 
 @dataclass(frozen=True)
@@ -243,16 +40,26 @@ class Kind:
     modules: tuple[int, ...]
     """For each op the module of its layer: 0 attention, 1 feed-forward."""
     tilings: tuple[Tiling | None, ...]
-    """For each op that is a product."""
+    """For each op that is a product, or a router."""
     layers: tuple[int, ...]
 
     @property
     def lines(self) -> int:
-        """Lines that a warp reads for a layer."""
-        return sum(tiling.lines for tiling in self.tilings if tiling)
+        """Lines that a warp reads for a layer, without those of experts."""
+        return self.lines_before(len(self.ops))
 
     def lines_before(self, op: int) -> int:
-        return sum(tiling.lines for tiling in self.tilings[:op] if tiling)
+        return sum(tiling.lines for tiling in self.tilings[:op] if tiling and not tiling.pieces)
+
+    @property
+    def of_experts(self) -> list[tuple[int, Tiling]]:
+        """Ops that are products with experts."""
+        return [(op, tiling) for op, tiling in enumerate(self.tilings) if tiling and tiling.pieces]
+
+    @property
+    def stored_lines(self) -> int:
+        """Lines of all experts of a layer in the memory of a warp."""
+        return sum(tiling.stored_lines for _, tiling in self.of_experts)
 
     def ends_module(self, op: int) -> bool:
         """Whether it is its module's last op."""
@@ -262,7 +69,7 @@ class Kind:
 def _signature(value):
     """What the kernel is compiled for: an op without the weights' names and the window."""
     if isinstance(value, Weight):
-        return value.shape, value.lane_sharded
+        return value.shape, value.lane_sharded, value.experts
     if isinstance(value, Attend) and value.window is not None:
         return _signature(dataclasses.replace(value, window=None))
     if dataclasses.is_dataclass(value):
@@ -327,17 +134,45 @@ class Layout:
         )
         return {place: number for number, place in enumerate(places)}
 
-    def _tile(self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1) -> Tiling:
-        """The tiling of a product, by its number, in its format."""
+    def _tile(
+        self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
+    ) -> Tiling:
+        """The tiling of a product, by its number, in its format. machine: with other warps, for experts."""
         if number in self.codes:
             format = replace(self.codes[number], selector_bits=self.machine.selector_bits)
-            tilings = (tile(all_rows, columns, ctas, self.machine, way, unit) for way in format.ways)
+            tilings = (tile(all_rows, columns, ctas, machine or self.machine, way, unit) for way in format.ways)
             return min(tilings, key=lambda tiling: tiling.cost)
-        if number in self.bf12:
+        if number in self.bf12 and machine is None:
             tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
             if 0 < tiling.units <= MOST_UNITS:
                 return tiling
-        return tile(all_rows, columns, ctas, self.machine, Plain(self.plan.weight_dtype), unit)
+        return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.plan.weight_dtype), unit)
+
+    def _tile_op(self, layer: int, at: int, op: Op) -> Tiling | None:
+        if isinstance(op, Route):  # float32, whatever products are
+            return tile(op.matrix.rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
+        if not isinstance(op, Product):
+            return None
+        number, unit = self.numbers[layer, at], 2 if op.gated else 1
+        if not op.chosen:
+            return self._tile(number, op.rows, op.columns, self.ctas, unit)
+        return self._tile_experts(number, op, unit)
+
+    def _tile_experts(self, number: int, op: Product, unit: int) -> Tiling:
+        """With the pieces that take the least time; of equal ones the fewest."""
+        used, summed, ctas, warps = op.chosen.used, op.chosen.summed, self.ctas, self.machine.warps
+        found = []
+        for each in range(1, used + 1):
+            parts = (warps if summed else ctas) * each // used
+            if parts == 0:
+                continue
+            machine = replace(self.machine, warps=parts if summed else warps)
+            tiling = self._tile(number, op.rows, op.columns, ctas if summed else parts, unit, machine)
+            pieces = Pieces(op.matrices[0].weight.experts, used, summed, each, ctas, warps)
+            cost = tiling.cost / (15 + tiling.segments) if number in self.codes else tiling.lines
+            time = each * cost * (15 + each * tiling.segments)
+            found.append((time, each, replace(tiling, pieces=pieces)))
+        return min(found, key=lambda one: one[:2])[2]
 
     @cached_property
     def ctas(self) -> int:
@@ -355,12 +190,7 @@ class Layout:
         """In the order of their first layers."""
         by_signature: dict = {}
         for number, layer in enumerate(self.plan.ops.layers):
-            tilings = tuple(
-                self._tile(self.numbers[number, at], op.rows, op.columns, self.ctas, 2 if op.gated else 1)
-                if isinstance(op, Product)
-                else None
-                for at, op in enumerate(layer.ops)
-            )
+            tilings = tuple(self._tile_op(number, at, op) for at, op in enumerate(layer.ops))
             by_signature.setdefault((_signature(layer), tilings), []).append(number)
 
         def kind(layers: list[int], tilings: tuple[Tiling | None, ...]) -> Kind:
@@ -381,11 +211,32 @@ class Layout:
         head = self.plan.ops.head
         ctas = self.ctas * (1 if head.kind == HeadKind.VOCAB_PARALLEL else self.lanes)
         columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
-        return self._tile(len(self.numbers), head.weight.shape[0], columns, ctas)
+
+        def in_turns(turns: int) -> Tiling:
+            return replace(self._tile(len(self.numbers), head.weight.shape[0], columns, ctas * turns), turns=turns)
+
+        enough = FEW_SLOTS if self.machine.bulk_copies else 1
+
+        def room(tiling: Tiling) -> int:
+            return min(self._slots_with(tiling), enough)
+
+        one = in_turns(1)
+        if one.units or (isinstance(one.format, Codes) and one.format.factors) or room(one) == enough:
+            return one  # what is beside the stream is in the order of all rows of a CTA
+        return max(map(in_turns, TURNS), key=lambda tiling: (room(tiling), -tiling.turns))
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head that a CTA has."""
+        return self.head.rows * self.head.turns
 
     @cached_property
     def tilings(self) -> list[Tiling]:
-        return [tiling for kind in self.kinds for tiling in kind.tilings if tiling] + [self.head]
+        return [*self._of_layers, self.head]
+
+    @property
+    def _of_layers(self) -> list[Tiling]:
+        return [tiling for kind in self.kinds for tiling in kind.tilings if tiling]
 
     @cached_property
     def attends(self) -> list[Attend]:
@@ -436,7 +287,27 @@ class Layout:
 
     @cached_property
     def head_lines(self) -> int:
-        return self._padded(self.head.lines)
+        return self._padded(self.head.lines * self.head.turns)
+
+    @cached_property
+    def expert_starts(self) -> tuple[int, ...]:
+        """For each layer the line of a warp's memory at which its experts begin; last, the end of all."""
+        starts = [self.layer_lines + self.head_lines]
+        for kind in self.kind_of:
+            starts.append(starts[-1] + self.kinds[kind].stored_lines)
+        return tuple(starts)
+
+    @property
+    def row_lines(self) -> int:
+        """Lines in the memory of a warp."""
+        return self.expert_starts[-1]
+
+    def line(self, layer: int, op: int) -> int:
+        """Line of each warp's memory at which a layer's product begins."""
+        kind = self.kinds[self.kind_of[layer]]
+        if not kind.tilings[op].pieces:
+            return self.layer_starts[layer] + kind.lines_before(op)
+        return self.expert_starts[layer] + sum(tiling.stored_lines for at, tiling in kind.of_experts if at < op)
 
     @property
     def line_words(self) -> int:
@@ -446,11 +317,11 @@ class Layout:
     def packed_shape(self) -> tuple[int, ...]:
         """Shape of the packed weights of all lanes, in words of 32 bits."""
         lanes = self.lanes_here if self.peer_ctas else self.lanes
-        return (lanes, self.ctas, self.machine.warps, (self.layer_lines + self.head_lines) * self.line_words)
+        return (lanes, self.ctas, self.machine.warps, self.row_lines * self.line_words)
 
     def offset(self, layer: int, op: int) -> int:
-        """Word of each warp's stream at which a layer's product begins."""
-        return (self.layer_starts[layer] + self.kinds[self.kind_of[layer]].lines_before(op)) * self.line_words
+        """Word of each warp's memory at which a layer's product begins."""
+        return self.line(layer, op) * self.line_words
 
     @property
     def head_offset(self) -> int:
@@ -459,7 +330,10 @@ class Layout:
     @property
     def stream_bytes(self) -> int:
         """Bytes read for one token, by all lanes, padding included."""
-        return math.prod(self.packed_shape) * 4
+        lanes, ctas, warps, _ = self.packed_shape
+        experts = (tiling.read_lines for kind in self.kind_of for _, tiling in self.kinds[kind].of_experts)
+        lines = (self.layer_lines + self.head_lines) * ctas * warps + sum(experts)
+        return lanes * lines * self.line_words * 4
 
     def max_splits(self, op: Attend) -> int:
         """Splits of a key/value head's keys: as many as there are CTAs for."""
@@ -481,22 +355,37 @@ class Layout:
 
     @cached_property
     def shared_floats(self) -> int:
-        warps, rows = self.machine.warps, self.stream_rows
+        return self._floats_with(self.head)
+
+    @property
+    def _merged(self) -> int:
+        return max(op.heads * op.head_dim for op in self.attends)
+
+    def _z_in_merged(self, head: Tiling) -> bool:
+        """Whether the sampler's second copy of the logits is where the layers merge attention."""
+        return head.turns > 1 and head.rows * head.turns <= self._merged
+
+    @property
+    def z_in_merged(self) -> bool:
+        return self._z_in_merged(self.head)
+
+    def _floats_with(self, head: Tiling) -> int:
+        warps, rows, tilings = self.machine.warps, self.stream_rows, [*self._of_layers, head]
 
         def even(n):
             return n + n % 2
 
-        partial = max(tiling.partial_floats for tiling in self.tilings)
+        partial = max(tiling.partial_floats for tiling in tilings)
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
             2 * even(partial)
             + 2 * even(warps)
             + even(max(sampler, *map(self._attention_floats, self.attends)))
-            + even(max(op.heads * op.head_dim for op in self.attends))
-            + even(max(tiling.brought_floats for tiling in self.tilings))
+            + even(self._merged)
+            + even(max(tiling.brought_floats for tiling in tilings))
             + even(rows)
             + even(self.table.history * rows)
-            + 2 * even(self.head.rows)
+            + (1 if self._z_in_merged(head) else 2) * even(head.rows * head.turns)
             + 2
         )
 
@@ -505,20 +394,52 @@ class Layout:
         """Slots of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
         too few.
         """
-        if not self.machine.bulk_copies:
-            return 1
-        each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)
-        slots = min(16, (self.machine.shared_bytes - 128 - 4 * self.shared_floats) // each)
-        if slots < 4:
+        slots = self._slots_with(self.head)
+        if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
             raise ValueError(
                 f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
                 " leaves no room for it: use more devices"
             )
         return slots
 
+    def _slots_with(self, head: Tiling) -> int:
+        if not self.machine.bulk_copies:  # weights take no shared memory
+            return int(4 * self._floats_with(head) <= self.machine.shared_bytes)
+        each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)
+        beside = 128 + self.machine.warps * self._order_bytes + 4 * self._floats_with(head)
+        return min(16, (self.machine.shared_bytes - beside) // each)
+
+    @staticmethod
+    def _slots_taken(tilings: list[Tiling]) -> int:
+        """Slots among which the lines may be that products take at once."""
+        return -(-(max((tiling.taken for tiling in tilings), default=0) + SLOT_LINES - 1) // SLOT_LINES)
+
+    @property
+    def ahead_slots(self) -> int:
+        """Slots of each warp's ring that may hold weights behind a router whose experts are unknown, or being read;
+        docs/gpu.md counts what that covers.
+        """
+        of_experts = [tiling for tiling in self._of_layers if tiling.pieces]
+        return max(0, min(self.slots * 3 // 5, self.slots - self._slots_taken(of_experts)))
+
+    @property
+    def any_experts(self) -> bool:
+        return any(kind.of_experts for kind in self.kinds)
+
     @property
     def barrier_bytes(self) -> int:
-        return -(-8 * self.machine.warps * self.slots // 128) * 128 if self.machine.bulk_copies else 0
+        each = 8 * self.slots + self._order_bytes
+        return -(-self.machine.warps * each // 128) * 128 if self.machine.bulk_copies else 0
+
+    @property
+    def most_pieces(self) -> int:
+        """Pieces of chosen experts that a warp reads for a layer, at most."""
+        return max(sum(tiling.pieces.each for _, tiling in kind.of_experts) for kind in self.kinds)
+
+    @property
+    def _order_bytes(self) -> int:
+        """Bytes of what a warp orders in a model with experts; see custom_calls/gpu/kernel/routed.h."""
+        return ORDER_BYTES + 8 * self.most_pieces if self.any_experts else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -548,24 +469,33 @@ class Layout:
         """Tags that a pass takes; a power of two, so that they may wrap around."""
         return 1 << (2 * self.num_layers + 2).bit_length()
 
-    def _channels(self, value: Value) -> int:
-        """Most channels that a product writes of such a value."""
-        products = (op for kind in self.kinds for op in kind.ops if isinstance(op, Product))
-        return max(op.channels for op in products if op.writes is value)
+    @property
+    def _products(self) -> list[Product]:
+        """One of each kind."""
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Product)]
+
+    def _hidden_words(self, op: Product) -> int:
+        """Of HIDDEN: those of each expert begin at an even one."""
+        each = op.rows // 2 if op.gated else op.rows
+        return (each + each % 2) * op.chosen.used if op.chosen else op.channels
 
     def boards(self) -> Iterator[tuple[str, int]]:
         """Memory between the CTAs of a lane, in words."""
         yield "StreamBoard", self.hidden
         yield "OtherStreamBoard", self.hidden
-        yield "ProjectedBoard", self._channels(Value.PROJECTED)
+        yield "ProjectedBoard", max(op.channels for op in self._products if op.writes is Value.PROJECTED)
         yield (
             "PartsBoard",
             max(op.heads * self.max_splits(op) * (op.head_dim + 2 + op.head_dim % 2) for op in self.attends),
         )
-        yield "HiddenBoard", self._channels(Value.HIDDEN)
+        yield "HiddenBoard", max(self._hidden_words(op) for op in self._products if op.writes is Value.HIDDEN)
         yield "HeadBoard", self.head.columns
         # Of each CTA a sum over its rows, for ops and for each event of the schedule.
         yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))
+        yield (
+            "RoutesBoard",
+            max((op.matrix.rows for kind in self.kinds for op in kind.ops if isinstance(op, Route)), default=0),
+        )
 
     def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word is the call's failure."""
@@ -602,8 +532,11 @@ CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.
 def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
-        steps = [(op.reads, op.writes) for op in module.ops]
-        values = [module.ops[0].reads, *(op.writes for op in module.ops)]  # twice after an op in place
+        routed = module is layer.feed_forward and isinstance(module.ops[0], Route)
+        yield from _unknown_experts(module.ops[0] if routed else None, module.ops[routed:])
+        ops = module.ops[routed:]
+        steps = [(op.reads, op.writes) for op in ops]
+        values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
         if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
             yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
     for op in layer.ops:
@@ -613,8 +546,8 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
         if not isinstance(op, Product):
             continue
-        if op.chosen or op.limit is not None or op.up_offset:
-            yield f"product {op.name.name} is of experts, or has limits"
+        if (op.limit is not None or op.up_offset) and not op.gated:
+            yield f"product {op.name.name} has limits and no gate"
         if op.norm and op.reads is not Value.STREAM:
             yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
@@ -623,3 +556,20 @@ def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
             yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
         if len({matrix.bias is None for matrix in op.matrices}) > 1:
             yield f"product {op.name.name} has biases for some of its matrices"
+
+
+def _unknown_experts(route: Route | None, ops: tuple[Op, ...]) -> Iterator[str]:
+    """What the kernel has not of a router and the ops behind it."""
+    products = [op for op in ops if isinstance(op, Product)]
+    if route is None:
+        yield from (f"product {op.name.name} is of experts, but has no router" for op in products if op.chosen)
+        return
+    if route.used > MOST_USED:
+        yield f"a token uses {route.used} experts, more than {MOST_USED}"
+    if [op.chosen and (op.chosen.used, op.chosen.summed) for op in products] != [
+        (route.used, False),
+        (route.used, True),
+    ]:
+        yield "products behind a router are not of its experts"
+    elif {op.matrices[0].weight.experts for op in products} != {route.matrix.rows}:
+        yield f"products have other experts than the {route.matrix.rows} of their router"

@@ -1,5 +1,6 @@
 """Packing of products on the devices: from matrices to the streams and lists of the warps."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from custom_calls.gpu.codes import FILLED_SCALE, Header, arrays_of, equal_scales, random_codes
-from custom_calls.gpu.layout import Tiling
+from custom_calls.gpu.tiling import Tiling
 from laneformer.formats import BF12_END
 from laneformer.quantized import Quantized
 
@@ -37,7 +38,8 @@ def placed(
     """Packs a product; the results are those of `_stored`.
 
     arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
-    other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end.
+    other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end. Of experts the
+    parts are [lanes, experts, rows, columns], those of some whose pieces are neighbours in memory: see `chunks`.
     """
     matrix = _arranged(parts, packed.shape[0], arrangement)
     return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
@@ -68,11 +70,26 @@ def placed_codes(
     lines = tiling.format.pack(tiling.deal(arrays["codes"]))
     if "scales" in arrays:
         lines = tiling.format.with_scales(lines, tiling.deal_granules(arrays["scales"]), tiling.cluster)
-    packed = jax.lax.dynamic_update_slice(packed, _of_lanes(lines, packed, sharding), (0, 0, 0, offset))
+    packed = jax.lax.dynamic_update_slice(packed, _of_lanes(lines, packed, tiling, sharding), (0, 0, 0, offset))
     if "factors" not in arrays:
         return packed, None
     factors = jax.lax.bitcast_convert_type(tiling.deal_rows(arrays["factors"]), jnp.uint32)
-    return packed, _of_lanes(factors, packed, sharding)
+    return packed, _of_lanes(factors, packed, tiling, sharding)
+
+
+def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
+    """The matrices of all experts, some at a time: where they begin, in lines of a warp's memory, and their parts."""
+    for number, first in enumerate(range(0, tiling.pieces.experts, tiling.chunk)):
+        some = slice(first, first + tiling.chunk)
+        yield (
+            number * tiling.chunk_lines,
+            [
+                replace(one, **{name: array[:, some] for name, array in one.arrays.items()})
+                if isinstance(one, Quantized)
+                else one[:, some]
+                for one in matrices
+            ],
+        )
 
 
 def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array:
@@ -80,10 +97,11 @@ def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array
         return parts[0]
     if arrangement == "columns":
         return parts[0].transpose(1, 0, 2).reshape(parts[0].shape[1], -1)
-    parts = [part if part.ndim == 3 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
-    paired = arrangement == "pairs"
-    matrix = jnp.stack(parts, 2) if paired else jnp.concatenate(parts, 1)
-    return matrix.reshape(lanes, -1, parts[0].shape[-1])
+    parts = [part if part.ndim > 2 else jnp.broadcast_to(part, (lanes, *part.shape)) for part in parts]
+    if arrangement == "rows":
+        return jnp.concatenate(parts, -2)
+    *lead, _, columns = parts[0].shape
+    return jnp.stack(parts, -2).reshape(*lead, -1, columns)
 
 
 @partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
@@ -92,7 +110,11 @@ def filled(
 ) -> tuple[jax.Array, ...]:
     """As `placed`, for a matrix of some weights repeated."""
     coded = tiling.format.encode(block, table)
-    steps = jnp.resize(coded, (*packed.shape[:3], *tiling.dealt))
+    if tiling.pieces:
+        lines = tiling.format.pack(jnp.resize(coded, tiling.dealt))
+        return _repeated(packed, lines, offset, tiling, sharding), None, None, None
+    steps = jnp.resize(coded, (*packed.shape[:3], tiling.turns, *tiling.dealt))
+    steps = jnp.moveaxis(steps, 3, 2).reshape(*_dealt_to(packed, tiling), *tiling.dealt)
     return _stored(packed, steps, offset, tiling, sharding)
 
 
@@ -108,10 +130,14 @@ def filled_codes(
     if format.scale:
         scales = jnp.full((rows, -(-tiling.columns // tiling.granule)), equal_scales(format), jnp.uint32)
         lines = format.with_scales(lines, of_cta.deal_granules(scales), tiling.cluster)
+    if tiling.pieces:
+        lines = lines.reshape(tiling.warps, -1)[0]
+        return _repeated(packed, lines, offset, tiling, sharding), None
 
     def of_all(array: jax.Array) -> jax.Array:
         each = array.reshape(1, 1, tiling.warps, -1)
-        return _of_lanes(jnp.broadcast_to(each, (*packed.shape[:3], each.shape[-1])), packed, sharding)
+        whole = jnp.broadcast_to(each, (*_dealt_to(packed, tiling), each.shape[-1]))
+        return _of_lanes(whole, packed, tiling, sharding)
 
     packed = jax.lax.dynamic_update_slice(packed, of_all(lines), (0, 0, 0, offset))
     if not format.factors:
@@ -124,18 +150,47 @@ def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tili
     """The packed weights with those of a product, what its format lists for each warp or None, and of that the most in
     a warp and the sum.
     """
-    lines, listed = _of_lanes(tiling.format.pack(steps), packed, sharding), tiling.format.listed(steps)
+    lines, listed = _of_lanes(tiling.format.pack(steps), packed, tiling, sharding), tiling.format.listed(steps)
     packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
     if listed is None:
         return packed, None, None, None
-    listed = _of_lanes(listed, packed, sharding)
+    listed = _of_lanes(listed, packed, tiling, sharding)
     counts = (listed != np.uint32(BF12_END)).sum(-1)
     return packed, listed, counts.max(), counts.sum()
 
 
-def _of_lanes(array: jax.Array, packed: jax.Array, sharding) -> jax.Array:
-    """[lanes, CTAs, warps, n], as the packed weights are."""
-    rows = array.reshape(*packed.shape[:3], -1)
+def _repeated(packed: jax.Array, lines: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> jax.Array:
+    """The packed weights with those of one piece as all pieces of all experts."""
+    words = jnp.tile(lines.reshape(-1), tiling.stored_lines // tiling.lines)
+    whole = jnp.broadcast_to(words, (*packed.shape[:3], words.size))
+    if sharding is not None:
+        whole = jax.lax.with_sharding_constraint(whole, sharding)
+    return jax.lax.dynamic_update_slice(packed, whole, (0, 0, 0, offset))
+
+
+def _dealt_to(packed: jax.Array, tiling: Tiling) -> tuple[int, int, int]:
+    """Lanes, CTAs times turns, warps."""
+    lanes, ctas, warps, _ = packed.shape
+    return lanes, ctas * tiling.turns, warps
+
+
+def _of_lanes(array: jax.Array, packed: jax.Array, tiling: Tiling, sharding) -> jax.Array:
+    """[lanes, CTAs, warps, n], as the packed weights are, of [CTAs of the tiling, its warps, ...] of each matrix."""
+    lanes, ctas, warps, _ = packed.shape
+    if tiling.pieces is None:
+        rows = array.reshape(lanes, ctas, tiling.turns, warps, -1).swapaxes(2, 3).reshape(lanes, ctas, warps, -1)
+    else:
+        parts = array.reshape(lanes, array.shape[1], tiling.ctas, tiling.warps, -1)
+        words, axis, over = parts.shape[-1], 1, tiling.pieces.rows
+        if tiling.pieces.summed:
+            parts, axis = parts.swapaxes(1, 2).reshape(lanes, ctas, -1, words), 2
+        else:
+            parts = parts.reshape(lanes, -1, warps, words)
+        widths = [(0, 0)] * 4
+        widths[axis] = (0, -parts.shape[axis] % over)
+        parts = jnp.pad(parts, widths)
+        parts = parts.reshape(*parts.shape[:axis], -1, over, *parts.shape[axis + 1 :])
+        rows = jnp.moveaxis(parts, axis, -2).reshape(lanes, ctas, warps, -1)
     return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
 
 

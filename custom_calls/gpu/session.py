@@ -21,13 +21,14 @@ from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import H200, MI300X, Layout, Machine
-from custom_calls.gpu.packing import Placement, filled, filled_codes, gathered, normal, placed, placed_codes
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.packing import Placement, chunks, filled, filled_codes, gathered, normal, placed, placed_codes
+from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary
+from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary, Route
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -260,6 +261,12 @@ class GpuSession(DecodeSession):
             if isinstance(op, Product)
             for matrix in op.matrices
         }
+        self._routers = {
+            op.matrix.weight.path: (layer, number)
+            for layer, layer_ops in enumerate(plan.ops.layers)
+            for number, op in enumerate(layer_ops.ops)
+            if isinstance(op, Route)
+        }
 
     def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
         """Puts a weight into its place; path and shape as in laneformer's parameter table. A matrix is quantized if the
@@ -275,6 +282,8 @@ class GpuSession(DecodeSession):
             plan.place(self._small, path, _whole(weight))
         elif path in self._products:
             self._pack_product(path, _kept(weight))
+        elif path in self._routers:
+            self._pack_router(path, _kept(weight))
         if path == plan.ops.embedding.path:
             self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
         if path == plan.ops.head.weight.path:
@@ -293,6 +302,17 @@ class GpuSession(DecodeSession):
         matrices = [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights]
         self._place(matrices, self.layout.numbers[layer, number])
 
+    def _pack_router(self, path: str, weight: np.ndarray | jax.Array) -> None:
+        layer, number = self._routers[path]
+        of_lanes = self.plan.ops.layers[layer].ops[number].matrix.weight.lane_sharded
+        self._place_router(self._put(weight.astype(jnp.float32), of_lanes), layer, number)
+
+    def _place_router(self, matrix: jax.Array, layer: int, number: int) -> None:
+        layout = self.layout
+        tiling = layout.kinds[layout.kind_of[layer]].tilings[number]
+        offset, table = np.int32(layout.offset(layer, number)), np.zeros(BF12_TABLE, np.uint8)
+        self._packed, *_ = placed(self._packed, [matrix], offset, table, tiling, "rows", self._sharding(True))
+
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: every device needs it whole.
         matrix = self._put_matrix(weight, self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL)
@@ -306,20 +326,25 @@ class GpuSession(DecodeSession):
     def _place(self, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
         """Packs the matrices of a product, by its number."""
         place = self._placements[product]
+        if not place.tiling.pieces:
+            return self._place_at(place.offset, matrices, product)
+        for lines, some in chunks(matrices, place.tiling):
+            self._place_at(place.offset + lines * self.layout.line_words, some, product)
+
+    def _place_at(self, offset: int, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
+        place = self._placements[product]
         kept = place.tiling, place.arrangement, self._sharding(True)
         if product not in self._codes.formats:
-            self._keep(product, placed(self._packed, matrices, *self._placing(product), *kept))
+            self._keep(product, placed(self._packed, matrices, np.int32(offset), self._table(product), *kept))
             return
         headers = tuple(Header(part.kind, part.group, part.columns) for part in matrices)
-        offset, arrays = np.int32(place.offset), [part.arrays for part in matrices]
-        self._packed, factors = placed_codes(self._packed, arrays, offset, headers, *kept)
+        arrays = [part.arrays for part in matrices]
+        self._packed, factors = placed_codes(self._packed, arrays, np.int32(offset), headers, *kept)
         if factors is not None:
             self._factors[product] = factors
 
-    def _placing(self, product: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where its lines begin in each warp's stream, and its table."""
-        table = self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
-        return np.int32(self._placements[product].offset), table
+    def _table(self, product: int) -> np.ndarray:
+        return self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
 
     def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
         self._packed, listed, most, count = placed
@@ -355,7 +380,9 @@ class GpuSession(DecodeSession):
                 if factors is not None:
                     self._factors[product] = factors
                 continue
-            self._keep(product, filled(self._packed, block, *self._placing(product), *kept))
+            self._keep(product, filled(self._packed, block, np.int32(place.offset), self._table(product), *kept))
+        for path, (layer, number) in self._routers.items():
+            self._place_router(normal(keys[1], jnp.zeros(self.plan.weights[path].shape)), layer, number)
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)
         self._missing, self._ready = {}, None
@@ -399,8 +426,7 @@ class GpuSession(DecodeSession):
         coding, end = np.zeros((len(self._placements), 4), np.uint32), 0
         for product, words in self._beside:
             begin, end = end, end + words.shape[-1]
-            table = self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
-            coding[product] = *table.astype(np.uint8).view(np.uint32), begin, end
+            coding[product] = *self._table(product).astype(np.uint8).view(np.uint32), begin, end
         return coding
 
     @property
@@ -414,23 +440,25 @@ class GpuSession(DecodeSession):
 
     @property
     def quantized_weights(self) -> dict[str, Any]:
-        """What is quantized: its formats, its weights and the bytes that they take, padding included; empty if nothing
-        is.
+        """What is quantized: its formats, and the weights that a token reads with the bytes that they take, padding
+        included; empty if nothing is.
         """
         if not self._codes.formats:
             return {}
-        lines = sum(self._placements[product].tiling.lines for product in self._codes.formats)
-        warps = math.prod(self.layout.packed_shape[:3])
+        tilings = [self._placements[product].tiling for product in self._codes.formats]
+        lines = self.layout.packed_shape[0] * sum(tiling.read_lines for tiling in tilings)
         factors = 4 * sum(words.size for words in self._factors.values())
+        share = {matrix.weight.path: op.share for op in self.plan.products for matrix in op.matrices}
+        sizes = {path: math.prod(self.plan.shape_of(path)) for path in self._codes.names}
         return {
             "quantized_formats": sorted(set(self._codes.names.values())),
-            "quantized_weights": sum(math.prod(self.plan.shape_of(path)) for path in self._codes.names),
-            "quantized_bytes": warps * lines * self.layout.line_words * 4 + factors,
+            "quantized_weights": sum(round(size * share.get(path, 1)) for path, size in sizes.items()),
+            "quantized_bytes": lines * self.layout.line_words * 4 + factors,
         }
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights on all devices, which is what a token reads."""
+        """Bytes of the packed weights that a token reads on all devices."""
         return self.layout.stream_bytes
 
     # ---- the running call

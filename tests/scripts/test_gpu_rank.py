@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from custom_calls.gpu.layout import Machine
+from custom_calls.gpu.tiling import Machine
 from infer.engine.sources import recipe_config
 from laneformer import ConfigError
 from scripts import gpu_rank

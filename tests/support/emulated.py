@@ -16,8 +16,8 @@ import pytest
 
 from custom_calls import build
 from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import GpuSession
+from custom_calls.gpu.tiling import Machine
 from custom_calls.plan import Plan
 from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision

@@ -11,7 +11,7 @@ import pytest
 import custom_calls
 from custom_calls import ENDS, State
 from custom_calls.gpu.codes import Header, arrays_of
-from custom_calls.gpu.layout import Machine, Tiling
+from custom_calls.gpu.tiling import Machine, Tiling
 from custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Norm, Weight

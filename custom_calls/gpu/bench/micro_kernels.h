@@ -97,7 +97,7 @@ template <class Format, int cluster>
 struct Multiplied {
   using Weights = Format;
   static constexpr int kTogether = kByTensor<Format> ? 1 : 4, kVectors = 12 / kTogether, kSegments = 1,
-                       kColumns = 32 * kVectors * kWarps;
+                       kColumnParts = kWarps, kColumns = 32 * kVectors * kWarps;
   using Scales = Beside<Weights, kTogether * kVectors, cluster>;
   static constexpr int kLines = Weights::template kLines<kTogether * kVectors>;
 

@@ -95,7 +95,7 @@ struct Codes {
     static constexpr bool inside = bytes <= 16 * kLines<n> - 4 * kWords * n;
 
    public:
-    // Lines that so many steps take beside their own.
+    // Lines of scales that N steps take beside those of codes, N = steps.
     static constexpr int lines_of(int steps) { return inside ? 0 : (steps + served - 1) / served * lines; }
 
     // Before a step's lines are taken.

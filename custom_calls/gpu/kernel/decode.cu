@@ -17,7 +17,7 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   if constexpr (kPeerCtas > 0) {
     if (lane_here >= kLanesHere) return Peers{p, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
   }
-  Stream stream(weights_of_cta(p), memory, barriers, Passes{control.prompt - 1});
+  Stream stream(weights_of_cta(p), memory, barriers, Course{control.prompt - 1});
   check_in(p, watch, place, p.pass_tag);
 
   Decoder decoder(p, shared, stream, watch, lane_here, c);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "residual.h"
 #include "sampling.h"
 
@@ -19,14 +20,14 @@ enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp
 struct Partials {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsProduct) return kPartials<Op>;
+    if constexpr (Op::kTiled) return kPartials<Op> * Op::kSumSets;
     return 0;
   }
 };
 struct BroughtFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsProduct) return kBrought<Op>;
+    if constexpr (Op::kTiled) return kBrought<Op>;
     return 0;
   }
 };
@@ -61,7 +62,7 @@ struct Shared {
 
   static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) +
                                  even(kMergedFloats) + even(kBroughtFloats) + even(kStreamRows) +
-                                 even(kHistory * kStreamRows) + 2 * even(Head::kRows) + 2;
+                                 even(kHistory * kStreamRows) + (kZInMerged ? 1 : 2) * even(kHeadRows) + 2;
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
 
@@ -77,7 +78,8 @@ struct Shared {
     merged = take(kMergedFloats);
     brought = take(kBroughtFloats);
     x = take(kStreamRows), history = take(kHistory * kStreamRows);
-    logits = take(Head::kRows), z = take(Head::kRows);
+    logits = take(kHeadRows);
+    z = kZInMerged ? merged : take(kHeadRows);  // the layers and the sampler take turns
     end = (int*)take(1);
   }
 };
@@ -132,6 +134,7 @@ class Decoder {
   LF_DEVICE void run(int layer, int position, u32 tag, u32 sequence) {
     watch_.layer = layer;
     run_layer(Layers{}, layer, position, tag, sequence);
+    if constexpr (kAnyExperts) end_part(stream_);
   }
 
   // One of them, by its place among them.
@@ -150,21 +153,26 @@ class Decoder {
   LF_DEVICE void head(u32 tag, int rows) {
     const Clock clock(*this, kNameHead, kLayers);
     constexpr bool normed = !kHeadOfAll || Head::kNormOfSum;
-    float* partial = next_partial();
-    const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
-    const FromBoard<Reading<Head>> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
-    float* squares = this->squares(turn_);
-    if constexpr (normed) {
-      if constexpr (Head::kColumns == kHidden)
-        product<Head>(stream_, weights<Head>(0), partial, shared_.brought,
-                      NormedFromBoard<Reading<Head>>{board, final_gains(), squares});
-    } else {
-      product<Head>(stream_, weights<Head>(0), partial, shared_.brought, board);
+    for (int turn = 0; turn < kHeadTurns; turn++) {
+      float* partial = next_partial();
+      const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
+      const FromBoard<Reading<Head>> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
+      float* squares = this->squares(turn_);
+      if constexpr (normed) {
+        if constexpr (Head::kColumns == kHidden)
+          product<Head>(stream_, weights<Head>(0), partial, shared_.brought,
+                        NormedFromBoard<Reading<Head>>{board, final_gains(), squares});
+      } else {
+        product<Head>(stream_, weights<Head>(0), partial, shared_.brought, board);
+      }
+      if (!kSteps && turn == kHeadTurns - 1) stream_.skip_padding(kHeadPadding);
+      sync_cta();
+      const float factor = normed ? norm_factor(squares, Head::kNormEps) : 1.0f;
+      float* logits = shared_.logits + turn * Head::kRows;
+      const int here = kHeadTurns == 1 ? rows : smaller(rows - turn * Head::kRows, Head::kRows);
+      for (int r = opaque(thread()); r < here; r += kThreads) logits[r] = row_sum<Head>(partial, r) * factor;
     }
-    if (!kSteps) stream_.skip_padding(kHeadPadding);
-    sync_cta();
-    const float factor = normed ? norm_factor(squares, Head::kNormEps) : 1.0f;
-    for (int r = opaque(thread()); r < rows; r += kThreads) shared_.logits[r] = row_sum<Head>(partial, r) * factor;
+    if constexpr (kHeadTurns > 1) sync_cta();  // the sampler's threads have other rows than those that wrote them
     clock.end();
   }
 
@@ -258,12 +266,16 @@ class Decoder {
 
   template <class Op>
   LF_DEVICE void run_op(int layer, int position, u32 tag, u32 sequence) {
-    if constexpr (Op::kIsProduct) {
+    if constexpr (Op::kChosen) {
+      multiply_chosen<Op>(layer, tag, sequence);
+    } else if constexpr (Op::kIsProduct) {
       multiply<Op>(layer, position, tag, sequence);
     } else {
       const Clock clock(*this, kNameOp + Op::kTraced, layer);
       if constexpr (Op::kIsAttend) {
         attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
+      } else if constexpr (Op::kIsRoute) {
+        route<Op>(layer, tag);
       } else {
         residual.run<Op>(layer, tag);
         if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
@@ -299,14 +311,7 @@ class Decoder {
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
-      const FromBoard<Reading<Op>> board = {stream_board(time), tag + time, watch_};
-      if constexpr (Op::kNormed) {
-        const float* gains = small(Op::norm(layer), Op::kNormStride);
-        product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
-                    NormedFromBoard<Reading<Op>>{board, gains, squares(turn_)});
-      } else {
-        product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, board);
-      }
+      multiply_stream<Op>(layer, tag, partial);
     } else if constexpr (Op::kReads == Value::kAttended) {
       product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, FromShared<Reading<Op>>{shared_.merged});
     } else {
@@ -322,6 +327,108 @@ class Decoder {
       write<Op>(partial, layer, tag + layer);
     }
     clock.end();
+  }
+
+  template <class Op>
+  LF_DEVICE void multiply_stream(int layer, u32 tag, float* partial) {
+    const int time = 2 * layer + Op::kModule;
+    const FromBoard<Reading<Op>> board = {stream_board(time), tag + time, watch_};
+    if constexpr (Op::kNormed) {
+      const float* gains = small(Op::norm(layer), Op::kNormStride);
+      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
+                  NormedFromBoard<Reading<Op>>{board, gains, squares(turn_)});
+    } else {
+      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, board);
+    }
+  }
+
+  // The router's logits of the CTA's experts, for all CTAs of the lane.
+  template <class Op>
+  LF_DEVICE void route(int layer, u32 tag) {
+    float* partial = next_partial();
+    multiply_stream<Op>(layer, tag, partial);
+    end_part(stream_);
+    sync_cta();
+    watch_.delay();
+    float factor = 1;
+    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
+    const int first = c_ * Op::kRows, count = rows_of(first, Op::kRows, Op::kAllRows);
+    for (int r = opaque(thread()); r < count; r += kThreads)
+      store_word(boards_ + kRoutesBoard + first + r,
+                 word_of(biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r), tag + layer));
+  }
+
+  // A product with the chosen experts' matrices.
+  template <class Op>
+  LF_DEVICE void multiply_chosen(int layer, u32 tag, u32 sequence) {
+    const Clock clock(*this, kNameOp + Op::kTraced, layer);
+    if constexpr (kSteps || !Op::kSummed) {
+      routes_ = choose<typename Op::Router>(boards_ + kRoutesBoard, tag + layer, watch_);
+      order<Op>(stream_, layer, c_, routes_);
+    }
+    float* partial = next_partial();
+    const Pieces<Op> pieces = {c_};
+    const int count = pieces.count();
+    if constexpr (Op::kSummed) {
+      if (count == 0)
+        for (int r = warp_lane(); r < kPaddedRows<Op>; r += kWarpSize) partial[warp() * kPaddedRows<Op> + r] = 0;
+    }
+    for (int i = 0; i < count; i++) {
+      if constexpr (Op::kSummed) {
+        const int rank = pieces.rank(i);
+        const float share = bits_to_float(broadcast(float_to_bits(routes_.share), rank));
+        const u64* board = boards_ + kHiddenBoard + rank * kEven<Op::kColumns>;
+        product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
+                    FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
+      } else {
+        multiply_stream<Op>(layer, tag, partial + i * kPartials<Op>);
+      }
+      end_part(stream_);
+    }
+    if constexpr (kSteps || Op::kSummed) close(stream_);
+    sync_cta();
+    if constexpr (Op::kSummed) {
+      add_experts<Op>(partial, layer, tag, sequence);
+    } else {
+      watch_.delay();
+      for (int i = 0; i < count; i++) write_expert<Op>(partial + i * kPartials<Op>, layer, tag + layer, pieces, i);
+    }
+    clock.end();
+  }
+
+  // Hidden channels of an expert, for all CTAs of the lane.
+  template <class Op>
+  LF_DEVICE void write_expert(const float* partial, int layer, u32 tag, const Pieces<Op>& pieces, int i) {
+    constexpr int of = Op::kGated ? 2 : 1, own = Op::kRows / of, all = Op::kAllRows / of;
+    const int rank = pieces.rank(i), expert = (int)broadcast((u32)routes_.expert, rank);
+    float factor = 1;
+    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
+    const int first = pieces.part(i) * own, count = rows_of(first, own, all);
+    u64* board = boards_ + kHiddenBoard + rank * kEven<all>;
+    for (int r = opaque(thread()); r < count; r += kThreads)
+      store_word(
+          board + first + r,
+          word_of(finished<Op>(partial, r, factor, layer, expert * all + first + r, Op::Router::kAllRows * all), tag));
+  }
+
+  // The sum of the chosen experts' outputs: their channels were multiplied by their shares, their biases are here.
+  template <class Op>
+  LF_DEVICE void add_experts(const float* partial, int layer, u32 tag, u32 sequence) {
+    int expert[Op::kUsed];
+    float share[Op::kUsed];
+    LF_UNROLL for (int j = 0; j < Op::kUsed; j++) {
+      expert[j] = (int)broadcast((u32)routes_.expert, j);
+      share[j] = bits_to_float(broadcast(float_to_bits(routes_.share), j));
+    }
+    residual.set_output(2 * layer + Op::kModule, [&](int r) {
+      float sum = row_sum<Op>(partial, r);
+      if constexpr (Op::kBiased) {
+        const float* biases = small(Op::bias(layer), Op::kBiasStride) + residual.first + r;
+        LF_UNROLL for (int j = 0; j < Op::kUsed; j++) sum += share[j] * biases[(i64)expert[j] * Op::kAllRows];
+      }
+      return sum;
+    });
+    if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
   }
 
   // The output goes where the schedule says, and the stream to all CTAs of the lane.
@@ -342,15 +449,25 @@ class Decoder {
     if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
     for (int r = opaque(thread()); r < count; r += kThreads) {
-      float value;
-      if constexpr (Op::kGated) {  // the rows of gate and up take turns
-        const float gate = biased<Op>(row_sum<Op>(partial, 2 * r) * factor, layer, first + r),
-                    up = biased<Op>(row_sum<Op>(partial, 2 * r + 1) * factor, layer, Op::kChannels + first + r);
-        value = activated<Op::kActivation, Numbers>(gate) * up;
-      } else {
-        value = activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r));
-      }
+      const float value = finished<Op>(partial, r, factor, layer, first + r, Op::kChannels);
       store_word(board + first + r, word_of(value, tag));
+    }
+  }
+
+  // What is written of a row, or of a pair of them. row: of the bias; up: biases between those of gate and up.
+  template <class Op>
+  LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row) const {
+    if constexpr (Op::kGated) {  // the rows of gate and up take turns
+      float gate = biased<Op>(row_sum<Op>(partial, 2 * r) * factor, layer, row),
+            up = biased<Op>(row_sum<Op>(partial, 2 * r + 1) * factor, layer, up_row + row);
+      if constexpr (Op::kLimited) {  // a NaN stays one
+        gate = gate > Op::kLimit ? Op::kLimit : gate;
+        up = up > Op::kLimit ? Op::kLimit : up < -Op::kLimit ? -Op::kLimit : up;
+      }
+      if constexpr (Op::kUpOffset != 0) up += Op::kUpOffset;
+      return activated<Op::kActivation, Numbers>(gate) * up;
+    } else {
+      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op>(partial, r) * factor, layer, row));
     }
   }
 
@@ -401,13 +518,14 @@ class Decoder {
   Lists lists_;
   u64* boards_;
   int turn_ = 0;
+  Routes routes_ = {0, 0};
 };
 
 LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
   const int place = lane * kCtas + c;
   const int first =
-      Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * Head::kRows : place * Head::kRows;
-  const int rows = Decoder::rows_of(first, Head::kRows,
+      Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * kHeadRows : place * kHeadRows;
+  const int rows = Decoder::rows_of(first, kHeadRows,
                                     Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
   return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
@@ -463,21 +581,73 @@ LF_DEVICE void finish(const Params& p, const Control& control, const Progress& n
 }
 
 LF_DEVICE const char* weights_of_cta(const Params& p) {
-  return (const char*)p.weights + (i64)cta() * kWarps * kPassLines * kLineBytes;
+  return (const char*)p.weights + (i64)cta() * kWarps * kRowLines * kLineBytes;
 }
 
-// Reads the weights of p.room tokens and does nothing else: the bound of decoding.
+template <class AnyStream>
+LF_DEVICE void read_lines(AnyStream& stream, int count, u32& mixed) {
+  const auto mix = [&](const Vec& line) { mixed ^= line.word[0] ^ line.word[1] ^ line.word[2] ^ line.word[3]; };
+  for (; count >= 4; count -= 4) {
+    Vec lines[4];
+    stream.take(lines);
+    LF_UNROLL for (int i = 0; i < 4; i++) mix(lines[i]);
+  }
+  for (; count > 0; count--) {
+    Vec line[1];
+    stream.take(line);
+    mix(line[0]);
+  }
+}
+
+// Of a layer with experts: those that `routes` has are read.
+template <class AnyStream, class... Op>
+LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) {
+  const auto read = [&](auto op) {
+    using One = decltype(op);
+    if constexpr (One::kStreamed) read_lines(stream, One::kLines, mixed);
+    if constexpr (One::kIsRoute) end_part(stream);
+    if constexpr (One::kChosen) {
+      const Pieces<One> pieces = {cta() % kCtas};
+      const Routes far = {warp_lane() % One::kUsed * One::Router::kAllRows / One::kUsed, 0};
+      if constexpr (kSteps || !One::kSummed) order<One>(stream, layer, pieces.c, far);
+      for (int i = 0; i < pieces.count(); i++) {
+        read_lines(stream, One::kLines, mixed);
+        end_part(stream);
+      }
+      if constexpr (kSteps || One::kSummed) close(stream);
+    }
+  };
+  (read(Op{}), ...);
+  end_part(stream);
+}
+template <class AnyStream, class... Kind>
+LF_DEVICE void read_layer(Kinds<Kind...>, AnyStream& stream, int layer, u32& mixed) {
+  const int kind = kind_of(layer);
+  int number = 0;
+  ((kind == number++ ? read_layer(Kind{}, stream, layer, mixed) : void()), ...);
+}
+
+// Reads the weights of p.room tokens and does nothing else: the bound of decoding. Of experts, those that are far from
+// each other.
 LF_KERNEL void laneformer_read(LF_PARAMS p) {
   LF_SHARED(memory);
-  Ring<Passes> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), Passes{0});
+  StreamOf<PassCourse> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), PassCourse{0});
   u32 mixed = 0;
-  for (int pass = 0; pass < p.room; pass++)
+  for (int pass = 0; pass < p.room; pass++) {
+#if LF_EXPERTS
+    for (int layer = 0; layer < kLayers; layer++) read_layer(Layers{}, stream, layer, mixed);
+    stream.skip_padding(kLayerPadding);
+    read_lines(stream, kHeadLines - kHeadPadding, mixed);
+    stream.skip_padding(kHeadPadding);
+#else
     for (int line = 0; line < kPassLines; line += 4) {
       Vec lines[4];
       stream.take(lines);
       LF_UNROLL for (int i = 0; i < 4; i++) mixed ^=
           lines[i].word[0] ^ lines[i].word[1] ^ lines[i].word[2] ^ lines[i].word[3];
     }
+#endif
+  }
   stream.drain();
   if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that it is not left out
 }

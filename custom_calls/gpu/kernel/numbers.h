@@ -49,6 +49,13 @@ LF_DEVICE void put_element(void* data, i64 i, float v) {
   }
 }
 
+// Maps a float to a uint32 of the same order.
+LF_DEVICE u32 order_of(float z) {
+  const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal
+  return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
+
 template <Dtype dtype>
 constexpr int kPerVec = 16 / bytes_of(dtype);
 

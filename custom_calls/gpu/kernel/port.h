@@ -159,7 +159,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 #define LF_UNROLL _Pragma("unroll")
 #define LF_PARAMS const __grid_constant__ Params
 #define LF_BULK 1
-#define LF_TENSOR 1        // multiply_bytes and what goes with it
+#define LF_TENSOR 1  // multiply_bytes and what goes with it
 
 namespace laneformer {
 namespace gpu {
@@ -178,6 +178,8 @@ LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LF_DEVICE u32 broadcast(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 LF_DEVICE u32 shuffle_from(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+#define LF_WARP_MAXIMUM
+LF_DEVICE u32 largest_in_warp(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
 // Bytes of a and b (those of a first) by number, one for each of the selector's four low nibbles.
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
@@ -349,6 +351,15 @@ LF_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 LF_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 LF_DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
+#ifndef LF_WARP_MAXIMUM
+LF_DEVICE u32 largest_in_warp(u32 v) {
+  LF_UNROLL for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    const u32 other = shuffle_bits(v, mask);
+    v = v > other ? v : other;
+  }
+  return v;
+}
+#endif
 LF_DEVICE float sum_over_warp(float v) {
   LF_UNROLL for (int mask = kWarpSize / 2; mask > 0; mask /= 2) v += shuffle(v, mask);
   return v;

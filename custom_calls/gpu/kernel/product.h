@@ -1,12 +1,13 @@
 // Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp
 // in groups, one row for each group. Every thread keeps its columns of the vector in registers, for all rows.
 //
-// A shape (custom_calls/gpu/layout.py makes them, and packs the weights to match):
+// A shape (custom_calls/gpu/tiling.py makes them, and packs the weights to match):
 //   kRows      of a CTA                    kColumns   of the matrix
 //   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
 //   stretches of columns.
 //              A vector's columns are dealt in pairs, those of kCluster of the group's threads side by side: what they
 //              read of a board together is contiguous, 64 bytes or more, and a cluster's columns may share a scale
+//   kColumnParts  parts of the columns: usually one for each warp
 //   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
 //   kTogether  steps whose lines are in registers at the same time
 //   Weights    the format of the lines (formats.h, tensor.h)
@@ -47,13 +48,14 @@ constexpr int kFactors = kHasFactors<typename Shape::Weights> ? (Shape::kRows + 
 
 // Whether no thread's part of the vector is beyond its end.
 template <class Shape>
-constexpr bool kWhole = kWarps * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer<Shape> == Shape::kColumns;
+constexpr bool kWhole =
+    Shape::kColumnParts * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer<Shape> == Shape::kColumns;
 
 // The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
 template <class Shape>
-LF_DEVICE int column(int segment) {
+LF_DEVICE int column(int segment, int part = warp()) {
   const int own = warp_lane() % Shape::kGroup;
-  return opaque((warp() * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer<Shape> +
+  return opaque((part * Shape::kSegments + segment) * Shape::kVectors * Shape::kGroup * kPer<Shape> +
                 (own / Shape::kCluster * Shape::kCluster * kPer<Shape> + own % Shape::kCluster * 2));
 }
 template <class Shape>
@@ -109,10 +111,10 @@ template <class Shape>
 constexpr int kBrought = kWarps * Operand<Shape>::kFloats;
 
 // Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
-// vector, while the first weights are on their way; brought: kBrought floats.
+// vector, while the first weights are on their way; brought: kBrought floats; adds: to sums that are there.
 template <class Shape, class Load>
 LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, float* brought,
-                       Load load) {
+                       Load load, bool adds = false) {
   constexpr int together = Shape::kTogether, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
                 owners = kOwners<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
   float* out = partial + opaque(warp() * kPaddedRows<Shape>);
@@ -158,7 +160,7 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
       if (own < owners) {
         LF_UNROLL for (int t = 0; t < together / owners; t++) {
           float& sum = out[(step + t * owners + own) * rows + warp_lane() / Shape::kGroup];
-          sum = segment == 0 ? sums[t] : sum + sums[t];
+          sum = segment == 0 && !adds ? sums[t] : sum + sums[t];
         }
       }
     };

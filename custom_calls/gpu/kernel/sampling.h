@@ -36,13 +36,6 @@ LF_DEVICE float gumbel(const u32 key[2], u32 position, u32 token) {
   return -log_of(-log_of(uniform));
 }
 
-// Maps a float to a uint32 of the same order.
-LF_DEVICE u32 order_of(float z) {
-  const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal
-  return bits >> 31 ? ~bits : bits | 1u << 31;
-}
-LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? order & ~(1u << 31) : ~order); }
-
 constexpr int kEndWord = kPacketWords - 1, kPackets = kLanes * kCtas;
 constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram: 32 bits in three passes
 constexpr float kLowest = -3.4e38f;                    // just above -FLT_MAX: no logit yet

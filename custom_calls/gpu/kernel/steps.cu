@@ -18,7 +18,7 @@ struct Step {
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
   Step step = {{0, 0}, Op::kWrites == Value::kOutput};
-  if constexpr (Op::kIsProduct) step.weights = {line + Op::kFirstLine, Op::kLines};
+  if constexpr (Op::kStreamed) step.weights = {line + Op::kFirstLine, Op::kLines};
   return step;
 }
 template <class... Op>
@@ -38,7 +38,7 @@ LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
 }
 LF_DEVICE Step step_of(int step, int layer) {
   if (step >= kStepOp) return step_of(Layers{}, step - kStepOp, layer);
-  if (step == kStepHead) return {{kLayerLines, Head::kLines}, false};
+  if (step == kStepHead) return {{kLayerLines, kHeadLines - kHeadPadding}, false};
   return {{0, 0}, false};
 }
 

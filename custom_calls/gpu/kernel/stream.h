@@ -13,6 +13,9 @@ namespace laneformer {
 namespace gpu {
 
 constexpr int kLineBytes = kWarpSize * 16, kPassLines = kLayerLines + kHeadLines;
+#if !LF_EXPERTS
+constexpr int kRowLines = kPassLines;  // of a warp in memory: there may be experts behind those of a pass
+#endif
 
 // The lines of the stream: those of a pass, repeated; the first passes end before the head.
 struct Passes {
@@ -34,6 +37,8 @@ struct Stretch {
   u32 next, all;
   u32 left = all;
 
+  LF_DEVICE u32 line() const { return next; }
+  LF_DEVICE u32 passed() const { return 0; }
   LF_DEVICE int most(int n) const { return smaller(n, (int)left); }
   LF_DEVICE void advance(int n) { next += n, left -= n; }
 };
@@ -48,7 +53,7 @@ class Ring {
  public:
   // shared: kRingBytes and 8 kWarps kSlots bytes.
   LF_DEVICE Ring(const char* weights, char* shared, u64* barriers, Course course)
-      : weights_(weights + (i64)warp() * kPassLines * kLineBytes),
+      : weights_(weights + (i64)warp() * kRowLines * kLineBytes),
         ring_(shared + warp() * kRingLines * kLineBytes),
         barriers_(barriers + warp() * kSlots),
         course_(course) {
@@ -140,7 +145,7 @@ template <class Course>
 class Ring {
  public:
   LF_DEVICE Ring(const char* weights, char*, u64*, Course course)
-      : weights_(weights + (i64)warp() * kPassLines * kLineBytes + warp_lane() * 16), course_(course) {}
+      : weights_(weights + (i64)warp() * kRowLines * kLineBytes + warp_lane() * 16), course_(course) {}
 
   template <int n>
   LF_DEVICE void take(Vec (&out)[n]) {
@@ -159,11 +164,28 @@ class Ring {
 
 #endif
 
-#if LF_STEPS
-using Stream = Ring<Stretch>;
-#else
-using Stream = Ring<Passes>;
+}  // namespace gpu
+}  // namespace laneformer
+
+#if LF_EXPERTS
+#include "routed.h"
 #endif
+
+namespace laneformer {
+namespace gpu {
+
+#if !LF_EXPERTS
+using PassCourse = Passes;
+template <class Course>
+using StreamOf = Ring<Course>;
+#endif
+
+#if LF_STEPS
+using Course = Stretch;
+#else
+using Course = PassCourse;
+#endif
+using Stream = StreamOf<Course>;
 
 }  // namespace gpu
 }  // namespace laneformer

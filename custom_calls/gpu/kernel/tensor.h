@@ -26,7 +26,7 @@ struct Spread {
     static constexpr int kPer = Shape::kVectors % 4 == 0 ? 4 : 2;
   };
   static constexpr int kGroup = kWarpSize, kCluster = 4, kVectors = Shape::kVectors / Weights::kPer,
-                       kSegments = Shape::kSegments, kColumns = Shape::kColumns;
+                       kSegments = Shape::kSegments, kColumns = Shape::kColumns, kColumnParts = Shape::kColumnParts;
 };
 
 template <class Shape, bool by_tensor>

@@ -12,7 +12,7 @@ from custom_calls import NativeError
 from custom_calls.gpu import codes
 from custom_calls.gpu.codes import CodesChoice, format_of
 from custom_calls.gpu.formats import product_weights
-from custom_calls.gpu.layout import H200, MI300X, tile
+from custom_calls.gpu.tiling import H200, MI300X, tile
 from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.quantized import E2M1, E4M3, Quantized

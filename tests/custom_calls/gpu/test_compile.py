@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.models import LANEFORMER_2B
+from configs.models import LANEFORMER_2B, PACKED
 from custom_calls.gpu import codes
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.codes import Codes
+from custom_calls.gpu.formats import product_weights
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import H200, MI300X, Layout
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.tiling import H200, MI300X
 from infer.engine.native import plan_of
 from laneformer import Precision
 from tests.support.gpu_cases import mixed_plan
@@ -60,6 +62,19 @@ def header(machine, lanes_here: int, dtype: str, **changes) -> str:
     numbers = range(len(plan.products) + 1)
     quantized = dict.fromkeys(numbers, format) if format else {}
     return model_header(Layout(plan, machine, lanes_here, bf12=numbers if in_12_bits else (), codes=quantized))
+
+
+def of_experts(name: str, machine=H200) -> Layout:
+    """Of a published mixture of experts in its own precisions, on one device."""
+    model, format = PACKED[name], {"mxfp4": CODES["mxfp4"], "fp8": Codes("e4m3", "bfloat16", 128)}
+    precision = Precision(param="bfloat16", compute="bfloat16")
+    plan = plan_of(types.SimpleNamespace(config=model.config, precision=precision, stored_dtype="bfloat16"))
+    packed = {
+        number: format[model.format]
+        for number, (paths, _) in enumerate(product_weights(plan))
+        if any(path.split(".", 2)[-1] in model.matrices for path in paths)
+    }
+    return Layout(plan, machine, 1, codes=packed)
 
 
 @cache
@@ -260,6 +275,44 @@ def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, 
             assert len(code.shortest_path(first, last)) <= assumed * weights
             checked += 1
     assert checked >= 4
+
+
+@needs_nvcc
+@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize(
+    "name", ["gpt_oss_20b", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gpt_oss_120b", "qwen3_30b_a3b"))]
+)
+def test_nvidia_code_of_experts(name, folder):
+    """What is kept over all passes may be spilled, as it is where an MLP is in the experts' place. In 4 bits the loops
+    over experts have none of it, and the instructions that the choice of a way assumes.
+    """
+    layout, image = of_experts(name), folder / f"{name}.cubin"
+    assert layout.ahead_slots == 3 and layout.slots == 5
+    decode = figures(model_header(layout), gpu_build.PERSISTENT, image)["laneformer_decode"]
+    assert decode["registers"] <= 255 and decode["stack"] <= 256 and decode["loads"] <= 640
+    code = Code(image)
+    loops = [(a, b) for a, b in code.loops() if code.counts(range(a, b + 1))["IMMA"] == 12 and b - a < 1000]
+    assert len(loops) == 2 * (PACKED[name].format == "mxfp4")
+    for first, last in loops:
+        inside = code.counts(range(first, last + 1))
+        assert inside["LDL"] == inside["STL"] == 0
+        assert len(code.shortest_path(first, last)) < 96 * 2.3
+
+
+@needs_nvcc
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PACKED)
+def test_nvidia_compiles_steps_of_experts(name):
+    step = figures(model_header(of_experts(name)), gpu_build.STEPS)["laneformer_step"]
+    assert step["registers"] <= 255 and step["stack"] <= 128
+
+
+@needs_clang
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PACKED)
+def test_amd_compiles_experts(name):
+    model = model_header(of_experts(name, MI300X))
+    assert gpu_build.image(model, "gfx942", gpu_build.compiler("gfx942")).startswith(b"\x7fELF")
 
 
 @needs_nvcc

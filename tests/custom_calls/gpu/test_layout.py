@@ -9,7 +9,8 @@ import pytest
 
 from custom_calls.gpu.formats import Plain
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import H200, MI300X, STEPS, Layout, tile
+from custom_calls.gpu.layout import STEPS, Layout
+from custom_calls.gpu.tiling import H200, MI300X, tile
 from custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight

@@ -22,14 +22,14 @@ from custom_calls import ENDS, NativeError
 from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu import layout as gpu_layout
 from custom_calls.gpu import session as gpu_session
-from custom_calls.gpu.layout import H200, Machine
+from custom_calls.gpu.tiling import H200, Machine
 from custom_calls.plan import Plan, make_plan
 from infer.noise import gumbel
-from infer.sampling import sample
+from infer.sampling import Sampling, sample
 from laneformer.decoder import decoder_ops
 from laneformer.ops import TRACE_NAMES
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
+from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
 from tests.support.gpu_cases import (
     AMD,
     REFUSED,
@@ -49,7 +49,7 @@ pytestmark = [small.needs_library, emulated.needs_gpu]
 
 FAST_LAYOUTS = {("kraken", 5), ("desync(2)", 3), ("caat(0.3)", 2)}  # the first lands after the last module
 # mixed_plan has other options.
-FAST_CONFIGS = {"lane head", "vocab head", "large heads", "one channel more than vectors"}
+FAST_CONFIGS = {"lane head", "vocab head", "large heads", "one channel more than vectors", "one expert"}
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):
@@ -80,9 +80,9 @@ def test_layouts(layout, lanes):
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
-@pytest.mark.parametrize("name", some(CONFIGS | MODELS, FAST_CONFIGS))
+@pytest.mark.parametrize("name", some(CONFIGS | MODELS | EXPERTS, FAST_CONFIGS))
 def test_configs(name):
-    config = small.make_config(**(CONFIGS | MODELS)[name])
+    config = small.make_config(**(CONFIGS | MODELS | EXPERTS)[name])
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
@@ -178,6 +178,27 @@ def test_long_vectors_in_several_segments():
     machine = Machine(warp_size=32, ctas=2, warps=1, shared_bytes=232_448, bulk_copies=True)
     config = small.make_config(layout="tp", hidden_size=1200, ff=700, num_hidden_layers=1)
     check(small.interpreted_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
+
+
+@emulated.only_emulated
+def test_a_head_of_many_rows_takes_turns():
+    """Where its sums would take the room of the ring; the sampler's second copy of the logits is where layers merge."""
+    machine = dataclasses.replace(emulated.SMALL, shared_bytes=70_000)
+    config = small.make_config(vocab_size=4001, heads=32, kv_heads=1, head_dim=16, num_hidden_layers=2)
+    weights, ids, values = (
+        small.make_weights(config),
+        [3, 4, 5],
+        Sampling(temperature=0.9, top_p=0.9, seed=3).parameters(),
+    )
+    start = small.make_inputs(ids, 4, seed=values.key, temperature=values.temperature, top_p=values.top_p)
+    session = emulated.make_session(config, weights, machine=machine)
+    assert session.layout.head.turns > 1 and session.layout.z_in_merged
+    outputs, _ = run(config, weights, ids, 4, machine=machine, start=start)
+    expected = small.interpreted_logits(config, weights, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
+    assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max()
+    for i in range(4):
+        token, _ = sample(outputs.logits[i], jnp.zeros(config.vocab_size, bool), jnp.int32(len(ids) + i), values)
+        assert outputs.tokens[i] == token
 
 
 NORMED_SUMS = {"layout": "tp", "norm_before": False, "norm_after": "sum"}

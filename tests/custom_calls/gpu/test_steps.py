@@ -12,7 +12,7 @@ import pytest
 
 from custom_calls import ENDS, NativeError
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS
 from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -42,9 +42,9 @@ def test_layouts(layout, lanes):
     both(config, small.make_weights(config))
 
 
-@pytest.mark.parametrize("name", some(CONFIGS | MODELS, ()))
+@pytest.mark.parametrize("name", some(CONFIGS | MODELS | EXPERTS, ()))
 def test_configs(name):
-    config = small.make_config(**(CONFIGS | MODELS)[name])
+    config = small.make_config(**(CONFIGS | MODELS | EXPERTS)[name])
     both(config, small.make_weights(config))
 
 

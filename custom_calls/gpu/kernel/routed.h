@@ -1,0 +1,249 @@
+// The stream of a model with experts. Which of their weights come next is known once the router has run, so a warp has
+// two courses: the fixed one, of all other weights, and the pieces of the chosen experts, which are read between the
+// router of a layer and the end of the layer.
+//
+// With bulk copies both share one ring. A freed slot takes the next lines of the chosen experts if there are any;
+// otherwise fixed ones: also those behind a router whose experts are unknown yet, at most kAheadSlots, which are on
+// their way meanwhile and stay until the experts have been read. So slots are read in another order than that of their
+// places. Layers and pieces begin at slots; the copies of their last lines are short. One thread of the warp orders
+// copies and keeps what that needs in shared memory; in registers it would take the room of weights.
+#pragma once
+
+#include "model.h"
+#include "numbers.h"
+
+namespace laneformer {
+namespace gpu {
+
+#if LF_BULK
+
+// The fixed lines of a pass by layer, the head's last; the first passes end before the head.
+struct LayerCourse {
+  int without_head, pass = 0, layer = 0;
+  u32 at = 0, routers = 0;  // the line in the layer; routers that were passed
+
+  LF_DEVICE u32 line() const { return layer_line(layer) + at; }
+  LF_DEVICE u32 passed() const { return routers; }
+  LF_DEVICE int most(int n) const { return smaller(n, layer_lines(layer) - (int)at); }
+  LF_DEVICE void advance(int n) {
+    at += n;
+    if ((int)at != layer_lines(layer)) return;
+    at = 0;
+    routers += has_experts(layer);
+    if (++layer == (pass < without_head ? kLayers : kLayers + 1)) layer = 0, pass++;
+  }
+};
+using PassCourse = LayerCourse;
+
+// Numbers of slots, four bits each, the first in the lowest.
+struct Slots {
+  u64 numbers = 0;
+  int count = 0;
+
+  LF_DEVICE static int number(u64 numbers, int i) { return (int)(numbers >> 4 * i) & 15; }
+  LF_DEVICE void push(int slot) { numbers |= (u64)slot << 4 * count++; }
+  LF_DEVICE int pop() {
+    const int first = number(numbers, 0);
+    numbers >>= 4;
+    count--;
+    return first;
+  }
+};
+
+// What a warp orders.
+template <class Course>
+struct Orders {
+  Course course;
+  Slots read[2], free;      // what is to be read of the fixed course and of pieces; slots with nothing on its way
+  u64 pieces[kMostPieces];  // the first line, then lines, in 32 bits each
+  int count, next, at;      // pieces; the next one and the line in it
+  u32 routers;              // whose experts were ordered
+  u64 policy;
+};
+
+template <class Course>
+class RoutedRing {
+ public:
+  LF_DEVICE RoutedRing(const char* weights, char* shared, u64* barriers, Course course)
+      : ring_(shared + warp() * kRingLines * kLineBytes),
+        barriers_(barriers + warp() * kSlots),
+        orders_((Orders<Course>*)((char*)barriers + kBarrierBytes) - (kWarps - warp())),
+        weights_(weights) {
+    static_assert(kSlots <= 16, "the number of a slot has four bits");
+    static_assert((int)sizeof(Orders<Course>) * kWarps + 8 * kWarps * kSlots <= kBarrierBytes,
+                  "custom_calls/gpu/layout.py counts otherwise");
+    if (warp_lane() == 0) {
+      for (int s = 0; s < kSlots; s++) barrier_init(barriers_ + s);
+      barrier_init_done();
+      *orders_ = {course, {}, {}, {}, 0, 0, 0, 0, stream_policy()};
+      for (int s = 0; s < kSlots; s++) reuse(s);
+    }
+    look();
+  }
+
+  // What is read until `close` are the pieces of the chosen experts, `count` of them; line, lines: where the one of
+  // the thread's number begins among the lane's weights, and its lines.
+  LF_DEVICE void open(u32 line, int lines, int count) {
+    if (warp_lane() < count) orders_->pieces[warp_lane()] = (u64)line << 32 | (u32)lines;
+    reading_pieces_ = true;
+    sync_warp();
+    if (warp_lane() == 0) {
+      orders_->count = count;
+      orders_->next = orders_->at = 0;
+      orders_->routers += count == 0;
+      for (int left = orders_->free.count; left > 0; left--) reuse(orders_->free.pop());
+    }
+    look();
+  }
+
+  LF_DEVICE void close() {
+    reading_pieces_ = false;
+    look();
+  }
+
+  // This thread's part of the next n lines.
+  template <int n>
+  LF_DEVICE void take(Vec (&out)[n]) {
+    static_assert(n + kSlotLines - 1 <= kRingLines, "the ring is smaller than what a step takes");
+    constexpr int most = (n + 2 * kSlotLines - 2) / kSlotLines;  // slots that they may be in
+    for (; awaited_ * kSlotLines < at_ + n; awaited_++) await(Slots::number(read_, awaited_));
+    const char* from[most + 1];
+    LF_UNROLL for (int i = 0; i < most; i++) from[i] =
+        ring_ + Slots::number(read_, i) * kSlotBytes + at_ * kLineBytes + warp_lane() * 16;
+    from[most] = from[0];
+    LF_UNROLL for (int i = 0; i < n; i++) {
+      const int in_slot = i % kSlotLines, slot = i / kSlotLines;
+      const bool behind = at_ + in_slot >= kSlotLines;
+      out[i] = load_vec((behind ? from[slot + 1] - kSlotBytes : from[slot]) + in_slot * kLineBytes);
+    }
+    at_ += n;
+    if (at_ >= kSlotLines) pass_by();
+  }
+
+  // Passes by the rest of a slot, where a layer or a piece ends.
+  LF_DEVICE void end_part() {
+    if (at_ == 0) return;
+    at_ = kSlotLines;
+    pass_by();
+  }
+
+  LF_DEVICE void skip_padding(int) { end_part(); }
+
+  // Waits for all copies: none may be in flight when the kernel ends.
+  LF_DEVICE void drain() {
+    for (int of = 0; of < 2; of++) {
+      const Slots slots = orders_->read[of];
+      for (int i = of == reading_pieces_ ? awaited_ : 0; i < slots.count; i++) await(Slots::number(slots.numbers, i));
+    }
+  }
+
+ private:
+  // What is to be read after the orders of the warp's first thread.
+  LF_DEVICE void look() {
+    sync_warp();
+    read_ = orders_->read[reading_pieces_].numbers;
+  }
+
+  LF_DEVICE void await(int slot) {
+    await_barrier(barriers_ + slot, parities_ >> slot & 1);
+    parities_ ^= 1u << slot;
+  }
+
+  LF_DEVICE void pass_by() {
+    const int slots = at_ / kSlotLines;
+    at_ %= kSlotLines;
+    awaited_ -= slots;
+    reads_done();
+    sync_warp();  // all have read them
+    if (warp_lane() == 0)
+      for (int i = 0; i < slots; i++) reuse(orders_->read[reading_pieces_].pop());
+    look();
+  }
+
+  // Orders what comes next into a slot, or keeps it for later.
+  LF_DEVICE void reuse(int slot) {
+    Orders<Course>& o = *orders_;
+    if (o.next < o.count) {
+      const u32 line = (u32)(o.pieces[o.next] >> 32) + o.at;
+      const int all = (int)(u32)o.pieces[o.next], lines = smaller(kSlotLines, all - o.at);
+      copy(slot, weights_ + ((i64)line - (i64)(cta() % kCtas) * kWarps * kRowLines) * kLineBytes, lines);
+      o.read[1].push(slot);
+      o.at += lines;
+      if (o.at < all) return;
+      o.at = 0;
+      o.routers += ++o.next == o.count;
+      return;
+    }
+    const int lines = o.course.passed() == o.routers || o.read[0].count < kAheadSlots ? o.course.most(kSlotLines) : 0;
+    if (lines == 0) return o.free.push(slot);
+    copy(slot, weights_ + ((i64)warp() * kRowLines + o.course.line()) * kLineBytes, lines);
+    o.read[0].push(slot);
+    o.course.advance(lines);
+  }
+
+  LF_DEVICE void copy(int slot, const char* from, int lines) {
+    bulk_copy(ring_ + slot * kSlotBytes, from, lines * kLineBytes, barriers_ + slot, orders_->policy);
+  }
+
+  char* ring_;
+  u64* barriers_;
+  Orders<Course>* orders_;
+  const char* weights_;       // of the CTA
+  u64 read_;                  // the slots that are read, in order
+  int at_ = 0, awaited_ = 0;  // the line in the first slot, and slots whose copies have arrived
+  u32 parities_ = 0;          // of the slots
+  bool reading_pieces_ = false;
+};
+
+#else
+
+using PassCourse = Passes;
+
+template <class Course>
+class RoutedRing {
+ public:
+  LF_DEVICE RoutedRing(const char* weights, char*, u64*, Course course)
+      : weights_(weights + warp_lane() * 16), course_(course) {}
+
+  LF_DEVICE void open(u32 line, int lines, int count) {
+    line_ = line, piece_ = at_ = 0;
+    reading_pieces_ = true;
+  }
+
+  LF_DEVICE void close() { reading_pieces_ = false; }
+
+  template <int n>
+  LF_DEVICE void take(Vec (&out)[n]) {
+    i64 line = (i64)warp() * kRowLines + course_.next;
+    if (reading_pieces_) {
+      line = (i64)(broadcast(line_, piece_) + at_) - (i64)(cta() % kCtas) * kWarps * kRowLines;
+      at_ += n;
+    } else {
+      course_.advance(n);
+    }
+    LF_UNROLL for (int i = 0; i < n; i++) out[i] = load_stream(weights_ + (line + i) * kLineBytes);
+  }
+
+  LF_DEVICE void end_part() {
+    if (reading_pieces_) piece_++, at_ = 0;
+  }
+
+  LF_DEVICE void skip_padding(int lines) { course_.advance(lines); }
+
+  LF_DEVICE void drain() {}
+
+ private:
+  const char* weights_;  // of the CTA
+  Course course_;
+  u32 line_ = 0;            // of the piece of the thread's number
+  int piece_ = 0, at_ = 0;  // the next piece, and the line in it
+  bool reading_pieces_ = false;
+};
+
+#endif
+
+template <class Course>
+using StreamOf = RoutedRing<Course>;
+
+}  // namespace gpu
+}  // namespace laneformer

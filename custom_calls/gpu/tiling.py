@@ -1,0 +1,291 @@
+"""How the products of the GPU kernel are shared out over CTAs, warps and threads.
+
+A tiling follows from a matrix's shape and format, and from the GPU. custom_calls/gpu/layout.py chooses the tilings of a
+model, custom_calls/gpu/packing.py packs weights by them.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from custom_calls.gpu.codes import Codes
+from custom_calls.gpu.formats import Bf12, Plain
+
+MAX_VECTORS = 4  # of a product's vector in a thread's registers
+MAX_TENSOR_VECTORS = 12  # the same by tensor cores, as bytes
+MAX_TENSOR_HELD = 24  # scales of weights in registers at the same time, by tensor cores
+MOST_MORE = 2  # lines of scales beside those of a step, by tensor cores
+# Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors of 4 schedulers at 1.98 GHz
+# and 4.3 TB/s, both assumed
+ISSUE_SLOTS = 121
+MAX_TOGETHER = 4  # rows of a thread in registers at the same time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the layout must know of a GPU."""
+
+    warp_size: int
+    ctas: int
+    """CTAs that can be resident together and are worth using: at most one on each multiprocessor."""
+    warps: int
+    """Warps of a CTA."""
+    shared_bytes: int
+    """Shared memory of a CTA, at most."""
+    bulk_copies: bool
+    """Whether the weights stream through a ring in shared memory."""
+
+    @property
+    def selector_bits(self) -> int:
+        """Bits by which a byte permutation names a byte: NVIDIA's have 4, AMD's 8."""
+        return 4 if self.warp_size == 32 else 8
+
+
+H200 = Machine(warp_size=32, ctas=128, warps=8, shared_bytes=232_448, bulk_copies=True)
+MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copies=False)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How the matrices of chosen experts are shared out; see custom_calls/gpu/kernel/experts.h. A matrix is cut into as
+    many parts as its tiling has CTAs, by rows, or warps, by columns. The parts of the used experts are dealt to all
+    CTAs (warps) in their order; so are, in memory, those of all experts.
+    """
+
+    experts: int
+    used: int
+    summed: bool
+    """Whether products with them are summed: cut by columns."""
+    each: int
+    """Parts that a CTA (a warp) reads for a token, at most."""
+    ctas: int
+    warps: int
+    """Of the machine."""
+
+    @property
+    def rows(self) -> int:
+        """CTAs (warps) to which parts are dealt."""
+        return self.warps if self.summed else self.ctas
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a matrix of one lane is shared out over CTAs, warps and threads. The names are those of
+    custom_calls/gpu/kernel/product.h.
+    """
+
+    all_rows: int
+    columns: int
+    ctas: int
+    rows: int
+    group: int
+    vectors: int
+    segments: int
+    steps: int
+    together: int
+    warps: int
+    warp_size: int
+    format: Plain | Bf12 | Codes
+    pieces: Pieces | None = None
+    """Of a matrix that each expert has."""
+    turns: int = 1
+    """Products of `rows` rows each that a CTA computes with it, one after the other."""
+
+    @property
+    def lines(self) -> int:
+        vectors = self.together * self.vectors
+        return self._takes * self.format.lines(vectors) + self.format.lines_beside(vectors, self._takes, self.cluster)
+
+    @property
+    def cluster(self) -> int:
+        """Neighbouring threads whose columns of a vector are side by side."""
+        return self.format.cluster(self.group)
+
+    @property
+    def units(self) -> int:
+        """Units of a warp that are coded; see gpu/formats.py."""
+        return self._takes * self.format.units(self.together * self.vectors)
+
+    @property
+    def coded(self) -> float:
+        """Share of the weights that is in them."""
+        return self.units * Bf12.vectors / (self.segments * self.steps * self.vectors)
+
+    @property
+    def _takes(self) -> int:
+        """Times that a warp takes lines from its stream."""
+        return self.segments * self.steps // self.together
+
+    @property
+    def padded_rows(self) -> int:
+        return self.steps * (self.warp_size // self.group)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """The constants of the product's struct."""
+        names = ("all_rows", "rows", "columns", "group", "cluster", "vectors", "segments", "steps", "together", "lines")
+        found = {name.title().replace("_", ""): getattr(self, name) for name in names} | {"ColumnParts": self.warps}
+        if self.pieces:
+            found |= {"Used": self.pieces.used, "Parts": self.parts, "Pieces": self.pieces.each}
+        return found
+
+    @property
+    def taken(self) -> int:
+        """Most lines that are taken from the stream at once."""
+        vectors = self.together * self.vectors
+        beside = self.format.lines_beside(vectors, 1, self.cluster)
+        return max(self.format.lines(vectors), beside)
+
+    @property
+    def parts(self) -> int:
+        """Of each expert's matrix."""
+        return self.warps if self.pieces.summed else self.ctas
+
+    @property
+    def stored_lines(self) -> int:
+        """Lines of all experts in the memory of a warp."""
+        return -(-self.pieces.experts * self.parts // self.pieces.rows) * self.lines
+
+    @property
+    def read_lines(self) -> int:
+        """Lines that all warps of a lane read for a token."""
+        return self.lines * self.ctas * self.warps * (self.pieces.used if self.pieces else 1)  # turns are CTAs
+
+    @property
+    def chunk(self) -> int:
+        """Experts whose parts fill whole depths of the memory."""
+        return self.pieces.rows // math.gcd(self.pieces.rows, self.parts)
+
+    @property
+    def chunk_lines(self) -> int:
+        """Lines of a chunk in the memory of a warp."""
+        return self.chunk * self.parts // self.pieces.rows * self.lines
+
+    def deal(self, matrix: jax.Array) -> jax.Array:
+        """[..., all rows, columns] -> [..., CTAs, warps, *dealt]: what each thread has of each step's vectors, in all
+        segments.
+        """
+        *lead, rows, columns = matrix.shape
+        per = self.format.per
+        wide = self.warps * self.segments * self.vectors * self.group * per
+        matrix = jnp.pad(matrix, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, wide - columns)])
+        matrix = matrix.reshape(*lead, self.ctas, self.rows, wide)
+        matrix = jnp.pad(matrix, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
+        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
+        of_columns = (self.vectors, self.group // self.cluster, per // 2, self.cluster, 2)
+        parts = matrix.reshape(*lead, *of_rows, self.warps, self.segments, *of_columns)
+        n = len(lead)
+        cta, step, row, warp, segment, vector, cluster, pair, member, element = range(n, n + 10)
+        order = (*range(n), cta, warp, segment, step, vector, row, cluster, member, pair, element)
+        return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
+
+    @property
+    def granule(self) -> int:
+        """Columns of a vector that a cluster has under one scale."""
+        return self.cluster * self.format.per * self.format.joined // self.format.halves
+
+    def deal_granules(self, grid: jax.Array) -> jax.Array:
+        """[..., all rows, granules] -> [..., CTAs, warps, takes, scales of each's vectors, clusters of a warp]: as
+        `deal`, of what the columns of a granule share.
+        """
+        *lead, rows, columns = grid.shape
+        halves, clusters = self.format.halves, self.group // self.cluster
+        vectors = self.vectors // self.format.joined
+        granules = self.warps * self.segments * vectors * clusters * halves
+        grid = jnp.pad(grid, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, granules - columns)])
+        grid = grid.reshape(*lead, self.ctas, self.rows, granules)
+        grid = jnp.pad(grid, [(0, 0)] * (len(lead) + 1) + [(0, self.padded_rows - self.rows), (0, 0)])
+        of_rows = (self.ctas, self.steps, self.warp_size // self.group)
+        parts = grid.reshape(*lead, *of_rows, self.warps, self.segments, vectors, clusters, halves)
+        n = len(lead)
+        cta, step, row, warp, segment, vector, cluster, half = range(n, n + 8)
+        parts = parts.transpose(*range(n), cta, warp, segment, step, vector, half, row, cluster)
+        each = self.format.scales(self.together * self.vectors)
+        return parts.reshape(*lead, self.ctas, self.warps, self.dealt[0], each, self.warp_size // self.cluster)
+
+    def deal_rows(self, values: jax.Array) -> jax.Array:
+        """[..., all rows, 1] -> [..., CTAs, warps, n]: the rows of a CTA one after the other."""
+        *lead, rows, _ = values.shape
+        each = -(-self.rows // self.warps)
+        values = jnp.pad(values[..., 0], [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows)])
+        values = values.reshape(*lead, self.ctas, self.rows)
+        values = jnp.pad(values, [(0, 0)] * (len(lead) + 1) + [(0, each * self.warps - self.rows)])
+        return values.reshape(*lead, self.ctas, self.warps, each)
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of the warps' sums, and of the rows' factors."""
+        factors = isinstance(self.format, Codes) and self.format.factors
+        return (self._cta_warps * self.padded_rows + factors * self.rows) * self.sum_sets
+
+    @property
+    def sum_sets(self) -> int:
+        """Sets of sums that a CTA has at the same time."""
+        return self.pieces.each if self.pieces and not self.pieces.summed else 1
+
+    @property
+    def _cta_warps(self) -> int:
+        return self.pieces.warps if self.pieces else self.warps
+
+    @property
+    def cost(self) -> float:
+        """Of quantized weights, to compare tilings: the longer of the time to read the lines and that to issue the
+        instructions of their codes. A segment more counts as a sixteenth, for it adds all sums once more.
+        """
+        codes = math.prod(self.dealt[:2]) * self.format.per
+        return max(self.lines, codes * self.format.instructions / ISSUE_SLOTS) * (15 + self.segments)
+
+    @property
+    def brought_floats(self) -> int:
+        """Floats by way of which warps bring the vector, as bytes and the power of two of each 32 columns."""
+        by_tensor = isinstance(self.format, Codes) and self.format.by_tensor
+        return by_tensor * self._cta_warps * self.vectors * 25
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """Steps, vectors of each, threads, weights of a vector."""
+        return self._takes, self.together * self.vectors, self.warp_size, self.format.per
+
+
+def tile(
+    all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12 | Codes, unit: int = 1
+) -> Tiling:
+    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out,
+    and so the order of sums, is the same in bfloat16 and Bf12.
+    """
+    rows = -(-all_rows // unit // ctas) * unit
+    vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
+    by_tensor = isinstance(format, Codes) and format.by_tensor
+
+    def with_group(group: int) -> Tiling:
+        vectors = -(-vectors_per_warp // group)
+        segments = -(-vectors // (MAX_TENSOR_VECTORS if by_tensor else MAX_VECTORS))
+        vectors = -(-vectors // segments)
+        vectors += by_tensor * (vectors % 2)  # a tile has two
+        steps = -(-rows // (machine.warp_size // group))
+        return Tiling(
+            *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),
+            replace(format, joined=math.gcd(max(1, format.block // 32), vectors)) if by_tensor else format,
+        )
+
+    def taking(tiling: Tiling) -> list[Tiling]:
+        return [
+            replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
+            for together in range(1, MAX_TOGETHER + 1)
+            if together == 1 or not by_tensor or together * tiling.vectors * format.halves <= MAX_TENSOR_HELD
+        ]
+
+    groups = [with_group(4)] if by_tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
+    if isinstance(format, Codes):
+        options = itertools.chain(*map(taking, groups))
+        options = (
+            replace(one, format=replace(one.format, more=more))
+            for one in options
+            for more in range(MOST_MORE + 1 if by_tensor else 1)
+        )
+        return min(options, key=lambda one: (one.cost, -one.together, one.format.more))
+    tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
+    return min(taking(tiling), key=lambda one: (one.lines, -one.together))

@@ -1,0 +1,173 @@
+"""Mixtures of experts in the GPU kernel, on emulated GPUs: routers, pieces of every share of the CTAs and warps, every
+format of weights, and the same bits on several devices, in several launches and under delays.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from custom_calls import NativeError
+from custom_calls.gpu.codes import CodesChoice
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.tiling import H200, MI300X, Machine
+from custom_calls.plan import Plan, make_plan
+from laneformer.decoder import decoder_ops
+from laneformer.ops import Chosen, Product
+from laneformer.quantized import Quantized
+from tests.support import emulated, small
+from tests.support.gpu_cases import AMD, fail_often, jitted, rounded, same, some, state_of, weights_of
+from tests.support.plan_interpreter import interpret
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+
+SIZES = {"lanes": 2, "hidden_size": 64, "head_dim": 8, "layout": "tp", "num_hidden_layers": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 2 * 40}
+CASES = {  # changes of the config, and the machine
+    "as GPT-OSS": ({"num_experts_per_tok": 4, "num_experts": 32}, emulated.SMALL),
+    "one expert": ({"num_experts_per_tok": 1, "lanes": 1, "num_experts": 3}, emulated.SMALL),
+    "more than CTAs": ({"num_experts": 80, "num_experts_per_tok": 16, "moe_intermediate_size": 2 * 6}, emulated.SMALL),
+    "odd sizes": ({"hidden_size": 33, "moe_intermediate_size": 2 * 17, "num_experts_per_tok": 5}, emulated.SMALL),
+    "delayed": ({"layout": "dtp(1)", "lanes": 3, "moe_intermediate_size": 3 * 24}, emulated.SMALL),
+    "warps of 64": ({"num_experts": 7, "num_experts_per_tok": 2}, AMD),
+    "eight warps": ({}, Machine(warp_size=32, ctas=6, warps=8, shared_bytes=300_000, bulk_copies=True)),
+    "few slots": ({"moe_intermediate_size": 2 * 160}, dataclasses.replace(emulated.SMALL, shared_bytes=64_000)),
+}
+FAST = {"as GPT-OSS", "odd sizes", "warps of 64"}
+
+
+def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Plan:
+    config = small.make_config(**SIZES | EXPERTS | changes)
+    plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=weight_dtype)
+    return small.with_expert_biases(plan) if biases else plan
+
+
+def logits_of(session, ids: list[int], drawn: int = 4, mesh=None):
+    """Of the last token and drawn ones."""
+    outputs, _ = jitted(session, mesh, room=drawn, logits=True)(
+        small.make_inputs(ids, drawn), state_of(session.plan, 64)
+    )
+    assert session.failure is None
+    return outputs
+
+
+def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), **options):
+    """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
+    exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}
+    if any(isinstance(w, Quantized) for w in weights.values()):
+        options["codes"] = CodesChoice.of(plan, weights.items())
+    outputs = logits_of(emulated.open_session(plan, weights, **options), list(ids))
+    expected = interpret(plan, exact, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
+    assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max() and np.abs(expected).max() > 1
+    return outputs
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("name", some(CASES, FAST))
+def test_logits_are_those_of_the_interpreter(name):
+    changes, machine = CASES[name]
+    plan = plan_of(**changes)
+    check(plan, weights_of(plan), machine=machine)
+
+
+def test_equal_logits_choose_the_lowest_numbers():
+    """Signed zeros are equal; also in a launch for each op, with the same bits."""
+    plan = plan_of()
+    weights = weights_of(plan)
+    weights["layers.1.feed_forward.router"][:] = 0
+    weights["layers.1.feed_forward.router_bias"][:] = [0, 1, 1, 1, 1, 0]
+    weights["layers.0.feed_forward.router"][:] = 0
+    weights["layers.0.feed_forward.router_bias"][:] = [-1, 0, -0.0, 0, -0.0, -2]
+    one, other = (check(plan, weights, launch=launch) for launch in ("persistent", "graph"))
+    assert same(one, other)
+
+
+FORMATS = {  # of gate and up, of down
+    "mxfp4": ("mxfp4", "mxfp4"),
+    "fp8": ("fp8", "fp8"),
+    "int8 and int4": ("int8", "int4"),
+    "int4 and fp8 of the tensor": ("int4 zeros", "fp8 tensor"),
+}
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("name", some(FORMATS, {"mxfp4"}))
+@pytest.mark.parametrize("machine", some({"SMALL": emulated.SMALL, "AMD": AMD}, {"SMALL"}))
+def test_quantized_experts(name, machine):
+    plan = plan_of("bfloat16", hidden_size=160, moe_intermediate_size=2 * 96)
+    gate_up, down = FORMATS[name]
+    of = {"w1": gate_up, "w3": gate_up, "w2": down}
+    weights = {
+        path: rounded(w.astype(np.float32), of[path[-2:]]) if path[-2:] in of and w.ndim == 4 else w
+        for path, w in weights_of(plan, "bfloat16").items()
+    }
+    check(plan, weights, 1e-5, machine={"SMALL": emulated.SMALL, "AMD": AMD}[machine])
+
+
+@emulated.only_emulated
+def test_several_devices_and_delays_change_no_bit():
+    plan = plan_of(lanes=4, moe_intermediate_size=4 * 24)
+    weights, ids = weights_of(plan), [3, 1, 4, 1, 5]
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
+    whole = check(plan, weights, ids=ids)
+    half = dataclasses.replace(emulated.SMALL, ctas=4)
+    assert same(
+        whole, logits_of(emulated.open_session(plan, weights, machine=half, mesh=mesh, chaos_us=20), ids, mesh=mesh)
+    )
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+def test_timeout_ends_the_call_before_a_wrong_token(monkeypatch):
+    config = small.make_config(**SIZES | EXPERTS)
+    fail_often(emulated.make_session(config, small.make_weights(config), timeout_ms=50), config, monkeypatch)
+
+
+def test_reads_the_bytes_of_the_used_experts():
+    plan = plan_of()
+    session = emulated.open_session(plan, weights_of(plan))
+    layout, used = session.layout, 3
+    held = 4 * np.prod(layout.packed_shape, dtype=np.int64)
+    each = sum(w.size for path, w in weights_of(plan).items() if w.ndim == 4) * 4 // 6
+    assert session.packed_bytes < held - (6 - used) * each and session.packed_bytes > used * each
+    assert session.read_pass() >= 0
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "message"),
+    [
+        (3, {"used": 17}, "a token uses 17 experts, more than 16"),
+        (4, {"chosen": Chosen(2, False)}, "products behind a router are not of its experts"),
+    ],
+)
+def test_what_the_kernel_has_not_is_refused(number, changes, message):
+    plan = small.with_op(plan_of(), 1, number, **changes)
+    with pytest.raises(ValueError, match=f"cannot run layer 1: {message}.*; use backend xla"):
+        Layout(plan, H200, 2)
+
+
+def test_scales_of_the_tensor_are_refused():
+    plan = plan_of()
+    path = "layers.0.feed_forward.w2"
+    records = {path: rounded(weights_of(plan)[path], "nvfp4")}
+    with pytest.raises(NativeError, match=rf"weight {path} .* has a scale of the tensor, .* add --weights bfloat16"):
+        CodesChoice.of(plan, records.items())
+
+
+@pytest.mark.parametrize("machine", [H200, MI300X])
+def test_pieces_are_dealt_evenly(machine):
+    """Of the experts that published models use, by CTAs for hidden channels and by warps for sums."""
+    for used, columns in ((4, 2880), (8, 768), (2, 1024)):
+        config = small.make_config(
+            lanes=1, hidden_size=512, num_experts=32, num_experts_per_tok=used, moe_intermediate_size=columns
+        )
+        layout = Layout(make_plan(decoder_ops(config), config.schedule, weight_dtype="bfloat16"), machine, 1)
+        for op, tiling in layout.kinds[0].of_experts:
+            product = layout.kinds[0].ops[op]
+            assert isinstance(product, Product)
+            read = tiling.read_lines * layout.line_words * 4
+            needed = product.rows * product.columns * used * 2
+            most = tiling.pieces.each * tiling.lines * tiling.pieces.ctas * tiling.pieces.warps * layout.line_words * 4
+            assert needed <= read <= most < 1.3 * needed
