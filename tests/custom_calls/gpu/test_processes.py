@@ -123,8 +123,9 @@ def test_killed_process_is_an_error_in_the_others(job):
     _, results, seconds = job
     (drawn, end, _), failure = results["left alone"]
     assert end == len(ENDS) and 3 <= drawn < 500 and seconds < 30
+    landing = decode_process.TIMEOUT_MS  # the other waits are an eighth longer, so that landings report first
     assert re.fullmatch(
-        rf"lane [01], layer \d: timed out waiting for .* of lane [23] after {decode_process.TIMEOUT_MS} ms", failure
+        rf"lane [01], layer \d: timed out waiting for .* of lane [23] after ({landing}|{landing // 8 * 9}) ms", failure
     )
 
 
