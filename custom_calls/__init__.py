@@ -1,6 +1,6 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
-from custom_calls.cpu.session import Session, amx_pays, bf12_pays
+from custom_calls.cpu.session import Session, fastest_way
 from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
 from custom_calls.library import (
     NativeError,
@@ -11,11 +11,12 @@ from custom_calls.library import (
     unavailable,
 )
 from custom_calls.plan import Plan, make_plan
-from custom_calls.session import DecodeSession, EmittedTokens
+from custom_calls.session import DecodeSession, Drafting, EmittedTokens
 
 __all__ = [
     "ENDS",
     "DecodeSession",
+    "Drafting",
     "EmittedTokens",
     "Inputs",
     "NativeError",
@@ -23,11 +24,10 @@ __all__ = [
     "Plan",
     "Session",
     "State",
-    "amx_pays",
     "arithmetic_peak",
-    "bf12_pays",
     "decode",
     "default_threads",
+    "fastest_way",
     "instruction_sets",
     "make_plan",
     "read_bandwidth",

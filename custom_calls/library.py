@@ -44,6 +44,10 @@ _FUNCTIONS = {
     "finished": (_INT, _ID),
     "cancel": (None, _ID),
     "drawn": (None, _ID, _INT, _INT, _INT, *[_POINTER] * 5),
+    "speculate": (_ID, _ID, _INT, _POINTER, *_ERROR),
+    "give_texts": (_ID, _ID, *[_POINTER, _LONG] * 3, *_ERROR),
+    "drafting": (None, _ID, _POINTER),
+    "time_passes": (_ID, _ID, _POINTER, _LONG, _INT, _POINTER, *_ERROR),
     "packed_bytes": (_LONG, _ID),
     "bf12_weights": (None, _ID, _POINTER),
     "threads": (_INT, _ID),
@@ -173,9 +177,10 @@ def arithmetic_peak(count: int, threads: int) -> float:
     return library().laneformer_arithmetic_peak(count, threads)
 
 
-def speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> float:
+def speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> tuple[float, bool]:
     """How many times as fast `threads` threads multiply bfloat16 weights, which they read from memory, by one position
-    as with another way; takes some tenths of a second and 256 MB. A way is an instruction set and whether the weights
-    are in 12 bits. 0 if an instruction set is unknown.
+    as with another way, and whether the shortest times agree: other processes may disturb all. Takes tenths of a second
+    and 256 MB. A way is an instruction set and whether the weights are in 12 bits. 0 if an instruction set is unknown.
     """
-    return library().laneformer_speedup(way[0].encode(), way[1], over[0].encode(), over[1], threads)
+    found = library().laneformer_speedup(way[0].encode(), way[1], over[0].encode(), over[1], threads)
+    return abs(found), found > 0

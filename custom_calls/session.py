@@ -35,6 +35,17 @@ class Bf12Weights(NamedTuple):
     """Matrices that stay in 16 bits, because more of their weights are exceptions than BF12_MOST_EXCEPTIONS."""
 
 
+class Drafting(NamedTuple):
+    """What drafts were worth in a call."""
+
+    passes: int
+    """After the prompt's."""
+    drafted: int
+    """Tokens that were drafted and checked."""
+    accepted: tuple[int, ...]
+    """Of these, the tokens that were drawn, by their place in a pass: first drafts, second ones, ..."""
+
+
 class DecodeSession:
     """One model in the library, by its plan. Subclasses open it, pack weights and name the ops of a trace."""
 

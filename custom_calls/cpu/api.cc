@@ -58,6 +58,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   call.top = (int32_t)first.top;
   call.seen = first.seen;
   call.logits = first.logits;
+  call.speculation = decoder.take_speculation();
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
@@ -310,6 +311,41 @@ void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int
   copy(decoder->answer().times_ns, times_ns, 1);
   copy(decoder->answer().top_tokens, top_tokens, top);
   copy(decoder->answer().top_logprobs, top_logprobs, top);
+}
+
+// Drafts of a pass at most, and the prices of passes of 1, 2, ... kMostRows rows; null: as they were.
+int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->speculate(most, prices);
+    return (int64_t)0;
+  });
+}
+
+// Of the next call: Speculation's texts.
+int64_t laneformer_give_texts(int64_t id, const int32_t* before, int64_t num_before, const int32_t* forced,
+                              int64_t num_forced, const int32_t* given, int64_t num_given, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
+                                  {given, given + num_given});
+    return (int64_t)0;
+  });
+}
+
+// Of the last call: passes after the prompt, drafts, and those that were right by their place in a pass.
+void laneformer_drafting(int64_t id, int64_t* to) {
+  const Drafting& found = sessions.find(id)->drafting();
+  to[0] = found.passes, to[1] = found.drafted;
+  std::copy(std::begin(found.accepted), std::end(found.accepted), to + 2);
+}
+
+// Seconds of passes of `count` numbers of rows.
+int64_t laneformer_time_passes(int64_t id, const int32_t* rows, int64_t count, int32_t passes, double* to, char* error,
+                               int64_t size) {
+  return guarded(error, size, [&] {
+    const std::vector<double> seconds = sessions.find(id)->time_passes({rows, rows + count}, passes);
+    std::copy(seconds.begin(), seconds.end(), to);
+    return (int64_t)0;
+  });
 }
 
 int64_t laneformer_packed_bytes(int64_t id) { return sessions.find(id)->packed_bytes(); }

@@ -1,6 +1,8 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 #include "worker.h"
@@ -78,6 +80,7 @@ End Decoder::run(const Call& call) {
   state_.answer.top_logprobs.resize(state_.answer.top_tokens.size());
   state_.stopped.store(0);
   state_.reason.clear();
+  state_.drafting = {};
   for (auto& worker : workers_) worker->reset();
   state_.call = &call;
   on_all([&](int w) { workers_[w]->generate(); });
@@ -88,10 +91,83 @@ End Decoder::run(const Call& call) {
   return state_.end;
 }
 
+// Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
+// that rows pay for their attention.
+std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passes) {
+  constexpr int kRounds = 3;  // in turns: something else may delay one
+  constexpr int64_t kUsual = 1024;
+  const plan::Plan& model = state_.plan;
+  const int most = rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end()), longest = 1 + passes * most;
+  if (most > kMostRows || passes < 1 ||
+      std::any_of(rows.begin(), rows.end(), [](int n) { return n < 1; }) || longest > model.context)
+    throw std::runtime_error(std::to_string(passes) + " passes of up to " + std::to_string(most) +
+                             " rows do not fit the context of " + std::to_string(model.context));
+  Call call;
+  call.prompt = {0};
+  call.start = std::min<int64_t>(kUsual, (model.context - longest) / 2);
+  call.sampling = {0, 1, 0, 1, 0, {0, 0}};
+  std::vector<uint8_t> seen(model.vocab_size);
+  call.seen = seen.data();
+  std::vector<Region> caches;
+  for (auto* parts : {&call.keys, &call.values})
+    for (int layer = 0; layer < model.num_layers(); layer++)
+      for (int lane = 0; lane < model.lanes; lane++) {
+        const plan::Attend& attend = attend_of(layer);
+        caches.emplace_back((call.start + longest) * attend.kv_heads * attend.head_dim * bytes_of(state_.cache));
+        std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written share one
+        parts->push_back(caches.back().data);
+      }
+  Speculation& speculation = call.speculation;
+  for (int64_t i = 0; i < longest; i++)  // far from each other: experts, rows of the embedding table
+    speculation.forced.push_back((int32_t)(i * 7919 % model.vocab_size));
+  speculation.given = speculation.forced;
+  std::vector<double> fastest(rows.size(), INFINITY);
+  for (int round = 0; round < kRounds; round++)
+    for (size_t i = 0; i < rows.size(); i++) {
+      call.limit = 1 + passes * rows[i];
+      speculation.most = rows[i] - 1;
+      run(call);
+      const auto time = [&](int pass) { return state_.answer.times_ns[pass * rows[i]]; };
+      for (int pass = 0; pass < passes; pass++)
+        fastest[i] = std::min(fastest[i], 1e-9 * (double)(time(pass + 1) - time(pass)));
+    }
+  return fastest;
+}
+
+void Decoder::speculate(int most, const float* prices) {
+  if (most < 0 || most >= kMostRows)
+    throw std::runtime_error("drafts of a pass must be 0 to " + std::to_string(kMostRows - 1) + ", got " +
+                             std::to_string(most));
+  const std::lock_guard<std::mutex> lock(speculation_lock_);
+  speculation_.most = most;
+  if (prices) std::copy_n(prices, kMostRows, speculation_.prices.begin());
+}
+
+void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given) {
+  const auto check = [&](const std::vector<int32_t>& tokens, int32_t least) {
+    for (const int32_t token : tokens)
+      if (token < least || token >= state_.plan.vocab_size)
+        throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                 std::to_string(state_.plan.vocab_size));
+  };
+  check(before, kEndOfText), check(forced, 0), check(given, -1);
+  const std::lock_guard<std::mutex> lock(speculation_lock_);
+  speculation_.before = std::move(before);
+  speculation_.forced = std::move(forced);
+  speculation_.given = std::move(given);
+}
+
+Speculation Decoder::take_speculation() {
+  const std::lock_guard<std::mutex> lock(speculation_lock_);
+  Speculation taken = speculation_;
+  speculation_.before.clear(), speculation_.forced.clear(), speculation_.given.clear();
+  return taken;
+}
+
 double Decoder::read_pass() {
   const std::lock_guard<std::mutex> alone(running_);
   const int64_t began = now_ns();
-  on_all([&](int w) { state_.packets[w].sum = workers_[w]->read(); });
+  on_all([&](int w) { state_.packets[w].rows[0].sum = workers_[w]->read(); });
   return 1e-9 * (double)(now_ns() - began);
 }
 

@@ -30,6 +30,14 @@ class Decoder {
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
   End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
+  // What passes cost that draw from these numbers of rows: seconds of the fastest of some times `passes` passes.
+  std::vector<double> time_passes(const std::vector<int>& rows, int passes);
+
+  // What calls may draft. The texts are of the next call alone; throws std::runtime_error for what does not fit.
+  void speculate(int most, const float* prices);
+  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given);
+  Speculation take_speculation();
+  const Drafting& drafting() const { return state_.drafting; }  // of the last call
 
   // Streaming: what the running call has drawn so far, and telling it to end.
   void begin();
@@ -82,6 +90,8 @@ class Decoder {
   uint32_t jobs_ = 0;
 
   std::mutex running_;
+  std::mutex speculation_lock_;
+  Speculation speculation_;
   std::atomic<int> done_{1};
   bool armed_ = false;
 };
@@ -103,7 +113,8 @@ struct Way {                                        // of multiplying bf16 weigh
   const char* instructions;
   bool bf12;  // weights in 12 bits
 };
-double speedup(const Way&, const Way& over, int threads);  // of reading from memory; 0: unknown instructions
+// Of reading from memory, negative if the shortest times do not agree; 0: unknown instructions.
+double speedup(const Way&, const Way& over, int threads);
 double arithmetic_peak(int64_t count, int threads);  // float32 multiply-adds per second, each thread making `count`
 
 }  // namespace laneformer

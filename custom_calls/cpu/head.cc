@@ -1,4 +1,4 @@
-// Logits from the streams after the last module: each worker computes its share of the vocabulary.
+// Logits of a run's rows from the streams after the last module: each worker computes its share of the vocabulary.
 #include <algorithm>
 #include <cstring>
 
@@ -8,25 +8,31 @@ namespace laneformer {
 
 void Worker::head() {
   int64_t began = clock();
-  const int64_t d = m_.hidden_size;
-  float* finals = d_.finals.floats();
+  const int64_t d = m_.hidden_size, all = m_.lanes * d;
+  const int rows = run_.rows, first = positions_ - rows;  // block position of row 0
+  float* finals = d_.finals.floats();                     // [rows][lanes][hidden_size]
   for (int lane = first_lane_; lane < last_lane_; lane++) {
     if (!owns(lane)) continue;
-    const float* x = stream(lane, positions_ - 1);
-    if (m_.head.norm_of_sum) {
-      std::memcpy(finals + lane * d, x, d * sizeof(float));
-    } else {
-      k_.rms_norm(x, d_.small(m_.head.norm.gain, lane), m_.head.norm.eps, d, finals + lane * d);
+    for (int row = 0; row < rows; row++) {
+      const float* x = stream(lane, first + row);
+      float* final = finals + row * all + lane * d;
+      if (m_.head.norm_of_sum) {
+        std::memcpy(final, x, d * sizeof(float));
+      } else {
+        k_.rms_norm(x, d_.small(m_.head.norm.gain, lane), m_.head.norm.eps, d, final);
+      }
     }
   }
   if (d_.mail && m_.head.kind != plan::HeadKind::vocab_parallel) {
     const uint32_t tag = token_tags_ + (uint32_t)m_.sums.size();
-    std::memcpy(message(0), finals + index_ * d, d * sizeof(float));
-    post(tag, d);
-    finals_.resize(m_.lanes * d);
+    for (int row = 0; row < rows; row++) std::memcpy(message(row), finals + row * all + index_ * d, d * sizeof(float));
+    post(tag, rows * d);
+    finals_.resize(rows * all);
     for (int lane = 0; lane < m_.lanes; lane++) {
-      if (lane != index_) fetch(lane, tag, d);
-      std::memcpy(finals_.data() + lane * d, lane == index_ ? finals + lane * d : message(0), d * sizeof(float));
+      if (lane != index_) fetch(lane, tag, rows * d);
+      for (int row = 0; row < rows; row++)
+        std::memcpy(finals_.data() + row * all + lane * d,
+                    lane == index_ ? finals + row * all + lane * d : message(row), d * sizeof(float));
     }
     finals = finals_.data();
   } else {
@@ -35,23 +41,28 @@ void Worker::head() {
   mark(kExchange, m_.num_layers(), began);
 
   began = clock();
-  int64_t tile = 0;
-  const int64_t rows = d_.head.rows, columns = d_.head.columns;
-  positions_ = 1;
+  Vectors x{finals, all, rows};
   if (m_.head.kind == plan::HeadKind::replicate) {
-    std::fill_n(total_.begin(), d, 0.0f);
-    for (int lane = 0; lane < m_.lanes; lane++) k_.add_scaled(total_.data(), finals + lane * d, 1.0f, d);
-    if (m_.head.norm_of_sum) {
-      k_.rms_norm(total_.data(), d_.small(m_.head.norm.gain, 0), m_.head.norm.eps, d, total_.data());
-    } else {
-      for (int64_t i = 0; i < d; i++) total_[i] /= (float)m_.lanes;
+    x = {total_.data(), d, rows};
+    for (int row = 0; row < rows; row++) {
+      float* total = message(row);
+      std::fill_n(total, d, 0.0f);
+      for (int lane = 0; lane < m_.lanes; lane++) k_.add_scaled(total, finals + row * all + lane * d, 1.0f, d);
+      if (m_.head.norm_of_sum) {
+        k_.rms_norm(total, d_.small(m_.head.norm.gain, 0), m_.head.norm.eps, d, total);
+      } else {
+        for (int64_t i = 0; i < d; i++) total[i] /= (float)m_.lanes;
+      }
     }
-    finals = total_.data();
   }
+  int64_t tile = 0;
   for (const Share& share : shares(d_.head)) {
-    tile = times(d_.head, share, tile, {finals + share.matrix * d, columns, 1}, y_.data(), 0);
-    const int64_t first = share.first * kTile, count = std::min(rows, share.last * kTile) - first;
-    std::memcpy(d_.logits.floats() + share.matrix * rows + first, y_.data(), count * sizeof(float));
+    const int64_t units = share.last - share.first, ldy = units * kTile, begin = share.first * kTile;
+    const int64_t count = std::min(d_.head.rows, share.last * kTile) - begin;
+    tile = times(d_.head, share, tile, {x.x + share.matrix * d, x.stride, rows}, y_.data(), ldy);
+    for (int row = 0; row < rows; row++)
+      std::memcpy(d_.logits.floats() + row * m_.vocab_size + share.matrix * d_.head.rows + begin, y_.data() + row * ldy,
+                  count * sizeof(float));
   }
   mark(kHead, m_.num_layers(), began);
 }

@@ -1,17 +1,18 @@
 """A decode session on the CPU: weights packed for worker threads, and the call that they run."""
 
+import hashlib
 import math
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from custom_calls.cpu.tiles import MidTile, make_pieces, refusal
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
-from custom_calls.measured import amx_gain, bf12_gain
+from custom_calls.measured import amx_gain, bf12_gain, pass_prices
 from custom_calls.plan import Dtype, Plan
-from custom_calls.session import Bf12Weights, DecodeSession
+from custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES, HeadKind
@@ -22,6 +23,9 @@ EMBEDDING = -1  # number of the embedding table among the products
 REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 LEAST_AMX_GAIN = 0.98  # of decoding, from which AMX's faster prompts are worth it
+MOST_ROWS = 16  # of a pass: the last token and its drafts; kMostRows of common/drafts.h
+PASSES = 3  # of each, in turns
+PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows of the passes that are measured
 
 
 class Session(DecodeSession):
@@ -207,6 +211,58 @@ class Session(DecodeSession):
         self._lib.laneformer_bf12_weights(self.id, counts.ctypes.data)
         return Bf12Weights(*counts.tolist())
 
+    def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
+        """Lets the next calls check up to `most` drafts in a pass, 0 for none. Drafts are copied from the text so far;
+        they change the speed alone, no bit of a result.
+
+        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row; by default as `prices` measures them.
+        Raises NativeError.
+        """
+        if prices is None:
+            prices = self.prices if most else [1.0] * MOST_ROWS
+        given = np.asarray(prices, np.float32)
+        if given.shape != (MOST_ROWS,):
+            raise NativeError(f"prices must be {MOST_ROWS}, got {given.size}")
+        call("speculate", self.id, most, given.ctypes.data)
+
+    @cached_property
+    def prices(self) -> list[float]:
+        """Time of a pass of 1, 2, ... MOST_ROWS rows over that of one row, measured once on each machine; all weights
+        must be packed.
+        """
+        self._require_weights()
+        most = min(MOST_ROWS, (self.plan.ops.context - 1) // PASSES)
+        rows = [count for count in PRICED if count <= most]
+        plan = hashlib.sha256(self.plan.words.tobytes() + self.plan.floats.tobytes()).hexdigest()[:16]
+        held = f"{self.bf12_weights.weights} {self.quantized_weights}"
+        found = pass_prices(f"{plan} {held} {self.instructions} {self.threads}", partial(self._time_passes, rows))
+        return np.interp(np.arange(1, MOST_ROWS + 1), rows, found).tolist()
+
+    def _time_passes(self, rows: Sequence[int]) -> list[float]:
+        """Seconds of a pass for each number of rows."""
+        counts, seconds = np.asarray(rows, np.int32), np.empty(len(rows))
+        call("time_passes", self.id, counts.ctypes.data, len(counts), PASSES, seconds.ctypes.data)
+        return seconds.tolist()
+
+    def give_texts(self, *, before: Sequence[int] = (), forced: Sequence[int] = (), given: Sequence[int] = ()) -> None:
+        """Texts of the next call, as token ids.
+
+        before: what drafts may be copied from besides prompt and answer, the text before the prompt; -1 ends another
+        text. forced: the first tokens of the answer, whatever is drawn, for measurements: drafts of them are right as
+        if the model had drawn them. given: for tests, drafts of the answer's tokens by their number, at any price, -1
+        for none. Raises NativeError for tokens outside the vocabulary.
+        """
+        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
+        call("give_texts", self.id, *(word for text in texts for word in (text.ctypes.data, text.size)))
+
+    @property
+    def drafting(self) -> Drafting:
+        """What drafts were worth in the last call, once it has ended."""
+        counts = np.zeros(2 + MOST_ROWS - 1, np.int64)
+        self._lib.laneformer_drafting(self.id, counts.ctypes.data)
+        passes, drafted, *accepted = counts.tolist()
+        return Drafting(passes, drafted, tuple(accepted))
+
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound
         of decoding.
@@ -225,17 +281,28 @@ class Session(DecodeSession):
             yield worker, spans
 
 
-def bf12_pays(threads: int | None = None, instructions: str | None = None) -> bool:
-    """Whether decoding is faster with weights in 12 bits on this machine, as measured; options as of a Session."""
-    return bf12_gain(instructions or instruction_sets()[0], _measured_with(threads)) >= LEAST_GAIN
+def fastest_way(
+    threads: int | None = None, instructions: str | None = None, bf12: bool | None = None
+) -> tuple[str, bool]:
+    """The instruction set, and whether to hold bfloat16 weights in 12 bits, that decode fastest here, as measured. AMX
+    is taken if one position is hardly slower with it: it adds products in another order, which makes prompts faster.
 
-
-def amx_pays(threads: int | None = None) -> bool:
-    """Whether this machine has AMX and decodes as fast with it, as measured: it adds bfloat16 products in another
-    order, which makes prompts faster and one position at a time not. threads: as of a Session.
+    threads: as of a Session. instructions, bf12: what is decided already.
     """
-    sets = instruction_sets()
-    return "amx" in sets and amx_gain(sets[0], _measured_with(threads)) >= LEAST_AMX_GAIN
+    sets, count = instruction_sets(), _measured_with(threads)
+
+    def with_set(name: str) -> tuple[bool, float]:
+        gain = 1.0 if bf12 is False else bf12_gain(name, count)
+        narrow = gain >= LEAST_GAIN if bf12 is None else bf12
+        return narrow, gain if narrow else 1.0
+
+    name = instructions or sets[0]
+    narrow, speed = with_set(name)
+    if instructions is None and "amx" in sets:
+        narrow_amx, gain = with_set("amx")
+        if amx_gain(name, count) * gain >= LEAST_AMX_GAIN * speed:
+            return "amx", narrow_amx
+    return name, narrow
 
 
 def _measured_with(threads: int | None) -> int:

@@ -171,9 +171,9 @@ void DecodeState::make_buffers() {
   parts = Region(4 * lanes * kChunks * kBlock * part);
   hiddens = Region(4 * lanes * kBlock * hidden_padded);
   routes = Region(4 * lanes * kBlock * routes_padded);
-  finals = Region(4 * lanes * d);
-  logits = Region(4 * (int64_t)plan.vocab_size);
-  z = Region(4 * (int64_t)plan.vocab_size);
+  finals = Region(4 * kMostRows * lanes * d);
+  logits = Region(4 * kMostRows * (int64_t)plan.vocab_size);
+  z = Region(4 * kMostRows * (int64_t)plan.vocab_size);
   packets.resize(threads);
 
   if (options.one_thread_per_lane) {

@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "../common/drafts.h"
 #include "../common/plan.h"
 #include "exchange.h"
 #include "kernels/kernels.h"
@@ -44,6 +45,7 @@ struct Call {
   std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
   uint8_t* seen = nullptr;          // [vocab], updated
   float* logits = nullptr;          // [limit][vocab] or null: for tests
+  Speculation speculation;
 };
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
@@ -129,6 +131,16 @@ enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
 constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
 
+struct Drafting {                        // what drafts were worth in a call
+  int64_t passes = 0, drafted = 0;       // passes after the prompt's
+  int64_t accepted[kMostRows - 1] = {};  // by their place in a pass
+};
+
+struct Run {  // the rows of a pass: the last token and drafts of those after it
+  int rows = 1;
+  int32_t tokens[kMostRows] = {};
+};
+
 struct Answer {  // a place for each token of a call
   std::vector<int32_t> tokens, top_tokens;
   std::vector<float> logprobs, top_logprobs;
@@ -210,21 +222,27 @@ struct DecodeState {
   Region parts;      // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
   Region hiddens;    // [lanes][B][hidden_padded]
   Region routes;     // [lanes][B][routes_padded]: logits of the experts
-  Region finals;     // [lanes][hidden_size]
-  Region logits, z;  // [vocab]: as the model makes them; with penalty and temperature
-  struct alignas(128) Packet {
+  Region finals;     // [kMostRows][lanes][hidden_size]
+  Region logits, z;  // [kMostRows][vocab]: as the model makes them; with penalty and temperature
+  struct Drawn {
     float largest, largest_z;
     uint64_t sum;
     Best best;
   };
+  struct alignas(128) Packet {
+    Drawn rows[kMostRows];
+  };
   std::vector<Packet> packets;
-  float least = 0;  // of the filters
+  float least[kMostRows] = {};  // of the filters
   std::unique_ptr<Mailboxes> mail;
 
   // The running call.
   const Call* call = nullptr;
   Answer answer;
-  Counter count;         // tokens drawn
+  Counter count;  // tokens drawn
+  Drafts drafts;  // of worker 0
+  Run next;       // pass, as worker 0 has planned it
+  Drafting drafting;
   int64_t absorbed = 0;  // tokens of the prompt that are in the cache
   End end = End::length;
   std::atomic<int> cancel{0};

@@ -54,7 +54,7 @@ Worker::Worker(DecodeState& state, int index)
       packed.bytes += (share.last - share.first) * product->unit_bytes();
       const int64_t rows = kTile * (share.last - share.first);
       if (product->gated) rows_of_y = std::max(rows_of_y, 2 * rows * kBlock);
-      if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows);
+      if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows * kMostRows);
     }
     widest = std::max(widest, product->columns);
     if (product->experts) {
@@ -110,7 +110,6 @@ Worker::Worker(DecodeState& state, int index)
   added_.resize(std::max<size_t>(apart + 1, m_.lanes));
   factors_.resize(added_.size());
   module_points_.resize(m_.num_modules());
-  if (index == 0) weights_of_.resize(m_.vocab_size);
   if (d_.options.one_thread_per_lane) {
     received_.resize(m_.sums.size() * kBlock * d);
     has_.resize(m_.sums.size());
@@ -125,6 +124,7 @@ void Worker::reset() {
   point_ = 0;
   drawn_ = 0;
   blocks_ = 0;
+  run_ = {};
 }
 
 void Worker::delay() {
@@ -174,8 +174,11 @@ void Worker::generate() {
   const Call& call = *d_.call;
   try {
     const int64_t n = (int64_t)call.prompt.size();
+    const bool drafting = index_ == 0 && call.speculation.most > 0;
+    if (drafting) d_.drafts.begin(call.speculation);
     for (int64_t i = 0; i < n; i += kBlock) {
       const int positions = (int)std::min<int64_t>(kBlock, n - i);
+      for (int p = 0; p < positions && drafting; p++) d_.drafts.add(call.prompt[i + p]);
       step(call.prompt.data() + i, call.start + i, positions, i + positions == n);
       if (i + positions == n) break;
       const int turn = blocks_++ % 2;
@@ -188,10 +191,7 @@ void Worker::generate() {
       }
     }
     if (index_ == 0) d_.absorbed = n;
-    for (int64_t position = call.start + n; sample(position); position++) {
-      const int32_t token = d_.answer.tokens[drawn_ - 1];
-      step(&token, position, 1, true);
-    }
+    while (sample()) step(run_.tokens, call.start + n + drawn_ - 1, run_.rows, true);
   } catch (const Stopped&) {
     if (index_ == 0) d_.end = End::failed;
   }

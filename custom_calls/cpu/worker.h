@@ -118,10 +118,13 @@ class Worker {
   void post(uint32_t tag, int64_t floats);
   void fetch(int from, uint32_t tag, int64_t floats);
 
-  // The next token from the logits; whether to go on.
-  bool sample(int64_t position);
-  float threshold(float best);
-  void best_tokens(float lse);
+  // The next tokens from the logits of the run; whether to go on, with another run.
+  bool sample();
+  void temper();
+  float threshold(int row, float best);
+  void emit(int row, int32_t token, float largest);
+  void best_tokens(const float* logits, float lse);
+  void plan_run(int drawn);
 
   void mark(int op, int layer, int64_t began);
   int64_t clock() const { return tracing_ ? now_ns() : 0; }
@@ -165,6 +168,7 @@ class Worker {
   int chunks_ = 0;                        // into which it cut a lane's keys
   int32_t drawn_ = 0;
   int blocks_ = 0;
+  Run run_;  // whose tokens are drawn next
 
   std::vector<float> x_;            // [own lanes][B][hidden_size]
   std::vector<float> h_, a_;        // [B][widest]
@@ -184,7 +188,7 @@ class Worker {
   std::vector<float> share_;         // [lanes][hidden_size]
   std::vector<const float*> added_;  // of a sum
   std::vector<float> factors_;       // of those
-  std::vector<float> finals_;        // exchange by message: [lanes][hidden_size]
+  std::vector<float> finals_;        // exchange by message: [rows][lanes][hidden_size]
   std::vector<float> received_;      // exchange by message: [sums][B][hidden_size]
   std::vector<uint8_t> has_;         // which of them
   std::vector<float> weights_of_;    // [vocab_size], for the filters

@@ -16,9 +16,11 @@ from infer.sampling import Sampling
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
 from laneformer.formats import Bf12Product
+from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
+from laneformer.weights import parameter_table
 
 
 class Source(Protocol):
@@ -42,6 +44,13 @@ class Source(Protocol):
 
     def model(self) -> Laneformer:
         """The model as JAX arrays, on its mesh."""
+
+
+def model_of(source: Source) -> Laneformer:
+    """Its weights as JAX arrays on its mesh, put there one at a time."""
+    table = parameter_table(source.config)
+    weights = {path: put_weight(weight, table[path].spec, source.mesh) for path, weight in source.weights()}
+    return Laneformer(source.config, weights, source.precision, source.mesh)
 
 
 class ModelSource:
@@ -147,6 +156,12 @@ class Request:
     """Tokens per dispatch, after which they reach the host; None lets the backend choose."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position; at most the size of the vocabulary."""
+    cache_prompt: bool = True
+    """Whether the prompt may take keys and values that an earlier request left, and leave its own to later ones."""
+    cache_salt: str = ""
+    """Requests share keys and values only if their salts are equal."""
+    forced: tuple[int, ...] = ()
+    """First tokens of the answer, whatever is drawn: for measurements, on backend cpu."""
     cancelled: Cancellation = field(default_factory=Cancellation)
     """A backend whose calls last longer than a dispatch must poll this, or register a function with it."""
 
@@ -161,6 +176,8 @@ class Chunk(NamedTuple):
     """For each token, the `top_logprobs` most likely ones at its position by the raw logits and their
     log-probabilities; the most likely first, equals by ascending id.
     """
+    cached: int = 0
+    """Tokens of the prompt that were not computed: an earlier request had left their keys and values."""
 
 
 class Backend(Protocol):
@@ -169,7 +186,9 @@ class Backend(Protocol):
     name: ClassVar[str]
     source: Source
     conditions: dict[str, Any]
-    """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, and facts of this backend."""
+    """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache (sequences that
+    are kept for later prompts), and facts of this backend.
+    """
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:

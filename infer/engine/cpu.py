@@ -7,8 +7,8 @@ import logging
 import jax
 
 import custom_calls
-from custom_calls import Session, amx_pays, bf12_pays
-from infer.engine.backend import CheckpointSource, Source, device_name
+from custom_calls import Session, fastest_way
+from infer.engine.backend import CheckpointSource, Request, Source, device_name
 from infer.engine.native import (
     NativeBackend,
     bf12_conditions,
@@ -54,13 +54,18 @@ class CpuBackend(NativeBackend):
         chaos_us: int = 0,
         instructions: str | None = None,
         weights: str | None = None,
+        prefix_cache: int = 1,
+        speculation: int = 0,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
         they have; int8 and the others of laneformer/quantized/rounding.py to round all products' matrices, the head's
         unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
-        caches and bf12 was measured to be faster. Quantized matrices are held as they are. The other options are for
-        tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be used, or for bf12
-        with weights of another dtype.
+        caches and bf12 was measured to be faster. Quantized matrices are held as they are. prefix_cache: how many
+        sequences to keep, each with its caches, for later prompts that begin as they do; 0 computes every prompt from
+        its first token. speculation: most drafts of a pass, 0 for none; they are copied from the text and change no
+        answer, and as many are made as pay by the prices of passes, which are measured once on each machine. The other
+        options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
+        used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
         check_weights(weights, plan, tuple(USUAL))
@@ -70,11 +75,12 @@ class CpuBackend(NativeBackend):
             packed = list(source.packed())
         large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
         try:
-            if instructions is None and large and amx_pays(threads):
-                instructions = "amx"
-            if weights is None:
-                faster = large and not source.quantized and bf12_pays(threads, instructions)
-                weights = "bf12" if packed or faster else "bfloat16"
+            if weights is None and (packed or source.quantized or not large):
+                weights = "bf12" if packed else "bfloat16"
+            if large:
+                decided = None if weights is None else weights == "bf12"
+                instructions, narrow = fastest_way(threads, instructions, decided)
+                weights = weights or ("bf12" if narrow else "bfloat16")
             session = Session(
                 plan,
                 threads=threads,
@@ -92,9 +98,15 @@ class CpuBackend(NativeBackend):
             mapped = [path for product in packed if session.map(product) for path in product.paths]
             pack(session, source, mapped, weights if weights in USUAL else None)
             report_left(session.bf12_weights)
+            session.speculate(speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
-        self._use(session)
+        self._use(session, prefix_cache)
+        self.speculation = speculation
+
+    def _give_texts(self, request: Request, start: int) -> None:
+        before = request.prompt[:start] if self.speculation else ()
+        self.session.give_texts(before=before, forced=request.forced)
 
     @property
     def conditions(self) -> dict:
@@ -105,6 +117,8 @@ class CpuBackend(NativeBackend):
             **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
+            "prefix_cache": self._prefixes.slots,
+            "speculation": self.speculation,
             "device": device_name(jax.devices("cpu")[0]),
             "devices": 1 if self.source.mesh is None else self.source.mesh.size,
             "threads": self.session.threads,

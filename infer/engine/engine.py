@@ -40,6 +40,8 @@ BACKENDS: dict[str, type[Backend]] = {
 # The last two are for comparison; auto never takes them.
 NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
 MOST_TOP_LOGPROBS = 20
+# The value of an option that says what backends without it do.
+WITHOUT = {"weights": "bfloat16", "prefix_cache": 0, "speculation": 0}
 
 
 class Engine:
@@ -60,8 +62,8 @@ class Engine:
         **options: Any,
     ):
         """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` has
-        its name. name: of the model, for reports. options: of the backend, such as threads for cpu (see
-        infer/engine/cpu.py).
+        its name. name: of the model, for reports. options: of the backend, such as threads, prefix_cache and
+        speculation for cpu (see infer/engine/cpu.py).
 
         Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for an option
         that the backend does not have.
@@ -69,7 +71,7 @@ class Engine:
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
         for option, value in options.items():
-            if option not in inspect.signature(chosen).parameters and (option, value) != ("weights", "bfloat16"):
+            if option not in inspect.signature(chosen).parameters and (option, value) not in WITHOUT.items():
                 raise ConfigError(f"{option} = {value!r}: backend {chosen.name} has no such option")
         known = inspect.signature(chosen).parameters
         self._backend = chosen(source, **{name: value for name, value in options.items() if name in known})
@@ -179,6 +181,9 @@ class Engine:
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
         channels: Channels | None = None,
+        cache_prompt: bool = True,
+        cache_salt: str = "",
+        forced: Sequence[int] = (),
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
@@ -189,6 +194,9 @@ class Engine:
         together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
         report with each token, with their log-probabilities by the raw logits. channels: for an answer with reasoning
         apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
+        cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
+        leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
+        forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
 
         Raises InputError for a prompt or a limit that the engine refuses, and while another generation runs.
         """
@@ -207,7 +215,21 @@ class Engine:
             raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")
         if strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model has none: give stop_tokens instead")
-        request = Request(prompt_n, limit, sampling, self._stop_tokens(stop_tokens), tokens_per_dispatch, top_logprobs)
+        if len(forced):
+            if not isinstance(self._backend, CpuBackend):
+                raise InputError(f"backend {self.backend} cannot force an answer: use backend cpu")
+            check_ids(self.config, np.asarray(forced)[None])
+        request = Request(
+            prompt_n,
+            limit,
+            sampling,
+            self._stop_tokens(stop_tokens),
+            tokens_per_dispatch,
+            top_logprobs,
+            cache_prompt=cache_prompt,
+            cache_salt=cache_salt,
+            forced=tuple(map(int, forced)),
+        )
         if self._leader is not None:
             self._leader.announce(request)
         generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
@@ -222,7 +244,7 @@ class Engine:
         """
         began = time.perf_counter()
         prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
-        same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs}
+        same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs, "cache_prompt": False}
         with self.generate(prompt, **same, stop_tokens=(), tokens_per_dispatch=1) as generation:
             for _ in zip(range(2), generation, strict=False):  # a token of the prefill and one of the decode loop
                 pass

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from custom_calls import Drafting
 from infer.engine.backend import Backend, Request
 from infer.text.channels import Channels, Part
 from infer.text.stop_strings import StopStrings
@@ -59,6 +60,8 @@ class Result:
     stop_reason: int | str | None
     """The stop token or stop string that ended the generation."""
     prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that were not computed, because an earlier request had left their keys and values."""
     logprobs: tuple[float, ...]
     """Log-probability of each token."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
@@ -75,6 +78,15 @@ class Result:
     """Time until the last dispatch, including the caller's own time between tokens."""
     tokens_per_dispatch: tuple[int, ...]
     """Tokens drawn in each dispatch, including a stop token and tokens after a stop string."""
+    drafting: Drafting | None = None
+    """Passes after the prompt's and the drafts that they checked; None on backends without drafts."""
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens after the first one that a reading of the weights gave; 1 without drafts."""
+        if self.drafting is None or not self.drafting.drafted:
+            return 1.0
+        return (sum(self.tokens_per_dispatch) - 1) / self.drafting.passes
 
 
 class Generation(Iterator[Token]):
@@ -105,6 +117,7 @@ class Generation(Iterator[Token]):
         self._ready: deque[Token] = deque()
         self._given: list[Token] = []
         self._dispatches: list[tuple[int, float]] = []  # tokens drawn, arrival
+        self._cached = 0
         self._end: tuple[Literal["stop", "length"], int | str | None] | None = None
         self._tail = ""
         self._result: Result | None = None
@@ -185,7 +198,8 @@ class Generation(Iterator[Token]):
         now = time.perf_counter() - self._accepted
         drawn = sum(count for count, _ in self._dispatches)
         self._dispatches.append((len(chunk.tokens), now))
-        for token, logprob, top in zip(*chunk, strict=True):
+        self._cached = chunk.cached
+        for token, logprob, top in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True):
             if math.isnan(logprob):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
@@ -250,6 +264,7 @@ class Generation(Iterator[Token]):
             finish_reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=len(self._request.prompt),
+            cached_tokens=self._cached,
             logprobs=tuple(token.logprob for token in given),
             top_logprobs=tuple(token.top_logprobs for token in given) if self._request.top_logprobs else (),
             time_to_first_token=arrivals[0][1] if arrivals else None,
@@ -258,6 +273,7 @@ class Generation(Iterator[Token]):
             time_per_token=(arrivals[-1][1] - arrivals[0][1]) / later if later else None,
             total_time=arrivals[-1][1] if arrivals else time.perf_counter() - self._accepted,
             tokens_per_dispatch=tuple(count for count, _ in arrivals),
+            drafting=getattr(self._chunks, "drafting", None),
         )
         self._ready.clear()
 

@@ -12,8 +12,8 @@ from custom_calls.build import BuildError
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.formats import Bf12Choice
-from custom_calls.gpu.layout import Machine
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from custom_calls.gpu.tiling import Machine
 from infer.engine.backend import Source, device_name, power_of_two
 from infer.engine.native import (
     NativeBackend,
@@ -25,6 +25,7 @@ from infer.engine.native import (
     plan_of,
     report_left,
 )
+from infer.engine.prefix import Caches
 from laneformer.errors import ConfigError
 from laneformer.processes import Group
 from laneformer.quantized import Quantized
@@ -80,8 +81,6 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        if source.config.num_experts is not None:
-            return "its layers have experts: use backend xla"
         return custom_calls.unavailable()
 
     def __init__(
@@ -146,6 +145,7 @@ class GpuBackend(NativeBackend):
             **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
+            "prefix_cache": 0,  # XLA sums a prompt's position in an order that depends on its block
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,
             "ctas": self.session.layout.grid,
@@ -153,14 +153,14 @@ class GpuBackend(NativeBackend):
             "launch": LAUNCHES[self.launch],
         }
 
-    def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
+    def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
         """Reads blocks of the prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
-        done = 0
+        done, keys, values = start, caches.keys, caches.values
         while self._model is not None and (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
             count = min(BLOCK, power_of_two(left + 1) // 2)
             keys, values = self._extend(self._model, keys, values, jnp.int32(done), prompt[None, done : done + count])
             done += count
-        return done, keys, values
+        return done, Caches(keys, values)
 
 
 def _extend(model, keys: list, values: list, length: jax.Array, ids_bs: jax.Array) -> tuple[list, list]:

@@ -3,12 +3,13 @@
 import logging
 import os
 import sys
+from typing import Any
 
 import jax
 
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions, JobEngineOptions
-from infer.engine.sources import RandomSource, is_recipe, model_config, recipe_model
+from infer.engine.sources import RandomSource, is_recipe, recipe_model
 from laneformer.errors import ConfigError
 from laneformer.mesh import make_mesh, use_host_devices
 from laneformer.precision import Precision
@@ -52,13 +53,16 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
+def open_engine(options: EngineOptions, layout: str | None = None, **more: Any) -> Engine:
     """An engine for a checkpoint, or for the model of a recipe with random weights.
 
-    layout: for a recipe, instead of its own. Raises ConfigError or CheckpointError.
+    layout: for a recipe, instead of its own. more: further options of the backend. Raises ConfigError or
+    CheckpointError.
     """
     precision = None if options.compute is None else Precision(compute=options.compute)
-    chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None}
+    chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None} | more
+    if options.draft_max:
+        chosen["speculation"] = options.draft_max
     if not is_recipe(options.checkpoint):
         return Engine.load(
             options.checkpoint,
@@ -69,8 +73,8 @@ def open_engine(options: EngineOptions, layout: str | None = None) -> Engine:
             precision=precision,
             **chosen,
         )
-    packed, config = recipe_model(options.checkpoint), model_config(options.checkpoint, options.lanes)
-    config = config if layout is None else config.replace(layout=layout)
+    packed = recipe_model(options.checkpoint, options.lanes)
+    config = packed.config if layout is None else packed.config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
     packing = {"format": packed.format, "matrices": packed.matrices}
     source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision, **packing)

@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import custom_calls
-from custom_calls import DecodeSession, Inputs, Plan, State, make_plan
+from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
 from custom_calls.session import Bf12Weights
-from infer.engine.backend import Cancellation, Chunk, Request, Source, power_of_two
+from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
+from infer.engine.prefix import Caches, PrefixCache
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
-from laneformer.mesh import LANE, put_weight
+from laneformer.mesh import LANE
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import Kind, round_to
@@ -36,9 +37,7 @@ LARGE = 100_000_000  # parameters from which packing shows its progress
 
 
 class NativeBackend:
-    """One request at a time; packed weights stay on their threads or devices, and the cache for the next request of the
-    same size.
-    """
+    """One request at a time; packed weights stay on their threads or devices, and caches for the next request."""
 
     name: ClassVar[str]
     source: Source
@@ -47,58 +46,68 @@ class NativeBackend:
     patience: ClassVar[float] = 0.002
     """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 
-    def _use(self, session: DecodeSession) -> None:
-        """Once, at the end of __init__."""
+    def _use(self, session: DecodeSession, prefix_cache: int = 0) -> None:
+        """Once, at the end of __init__. prefix_cache: how many sequences to keep for later prompts."""
         self.session = session
-        self._cache: tuple[list, list] | None = None
+        self._prefixes = PrefixCache(self._new_caches, prefix_cache)
         run = partial(custom_calls.decode, session, mesh=self.source.mesh)
         self._run = jax.jit(run, static_argnames=("room", "top", "logits"), donate_argnums=1)
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        return _Answer(self.session, request, partial(self._answer, request), self.patience)
+        needed = power_of_two(len(request.prompt) + request.limit)
+        capacity = min(max(SMALLEST_CACHE, needed), self.source.config.max_position_embeddings)
+        cached, caches = self._prefixes.take(request, capacity)
+        answer = partial(self._answer, request, cached, caches)
+        return _Answer(self.session, request, cached, answer, self.patience)
 
-    def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
-        """Tokens of the prompt that need not go through the call, at most all but one, and the caches with them."""
-        return 0, keys, values
+    def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
+        """Positions that the call need not fill, at most all but one of the prompt's, and the caches with them. start:
+        those that are filled already.
+        """
+        return start, caches
 
-    def _answer(self, request: Request) -> None:
-        """The whole call; the tokens are taken from the session while it runs."""
+    def _give_texts(self, request: Request, start: int) -> None:
+        """Gives the session what it needs of a request besides the call's inputs. start: position of the first token
+        that goes through the call.
+        """
+
+    def _answer(self, request: Request, kept: int, caches: Caches) -> None:
+        """The whole call; the tokens are taken from the session while it runs. kept: positions that are filled."""
         config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
-        capacity = min(max(SMALLEST_CACHE, power_of_two(len(prompt) + request.limit)), config.max_position_embeddings)
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
-        start, keys, values = self._absorb(prompt, *self._take_cache(capacity))
-        prompt = prompt[start:]
-        padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt))), np.int32)
-        padded[: len(prompt)] = prompt
+        start, caches = self._absorb(prompt, kept, caches)
+        # As large as if no position had been kept: the same program serves both.
+        padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt) - start + kept)), np.int32)
+        padded[: len(prompt) - start] = prompt[start:]
         stops = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stops[: len(request.stop_tokens)] = request.stop_tokens
         inputs = Inputs(
             padded,
-            np.array([len(prompt), start, request.limit, sampling.top_k], np.int32),
+            np.array([len(prompt) - start, start, request.limit, sampling.top_k], np.int32),
             np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
             sampling.key,
             stops,
         )
         room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
-        state = State(seen, keys, values)
-        _, state = jax.block_until_ready(
+        state = State(seen, caches.keys, caches.values)
+        self._give_texts(request, start)
+        outputs, state = jax.block_until_ready(
             self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs)
         )
-        self._cache = (state.keys, state.values)
         if self.session.failure is not None:
             raise custom_calls.NativeError(self.session.failure)
+        drawn, _, position = np.asarray(outputs.status).tolist()
+        filled = position - (drawn > 0)  # the last token that was drawn has no keys and values yet
+        text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
+        self._prefixes.keep(request, Caches(state.keys, state.values), text[:filled])
 
-    def _take_cache(self, capacity: int) -> tuple[list, list]:
-        kept, self._cache = self._cache, None
-        if kept is not None and kept[0][0].shape[2] == capacity:  # what stands in it is overwritten before it is read
-            return kept
-        del kept
+    def _new_caches(self, capacity: int) -> Caches:
         cache = make_cache(self.source.config, 1, capacity, self.session.plan.cache_dtype.name, self.source.mesh)
         keys, values = cache.keys, cache.values
         if self.source.mesh is not None:  # as the call gives them back, for which it is compiled
             keys, values = jax.device_put((keys, values), NamedSharding(self.source.mesh, P(LANE)))
-        return keys, values
+        return Caches(keys, values)
 
 
 class _Answer(Iterator[Chunk]):
@@ -106,8 +115,8 @@ class _Answer(Iterator[Chunk]):
     meanwhile.
     """
 
-    def __init__(self, session: DecodeSession, request: Request, run: Callable[[], None], patience: float):
-        self._session, self._request = session, request
+    def __init__(self, session: DecodeSession, request: Request, cached: int, run: Callable[[], None], patience: float):
+        self._session, self._request, self._cached = session, request, cached
         self._patience = patience if request.tokens_per_dispatch is None else 0.0
         self._have, self._looked = 0, 0.0
         self._errors: list[BaseException] = []
@@ -132,6 +141,11 @@ class _Answer(Iterator[Chunk]):
         self._have = drawn
         return self._chunk(have, drawn)
 
+    @property
+    def drafting(self) -> Drafting | None:
+        """What drafts were worth, once the answer has ended."""
+        return getattr(self._session, "drafting", None)
+
     def _wait(self, count: int) -> int:
         """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
         rest = self._looked + self._patience - time.perf_counter()
@@ -153,7 +167,7 @@ class _Answer(Iterator[Chunk]):
             list(zip(ids, logprobs, strict=True))
             for ids, logprobs in zip(drawn.top_tokens.tolist(), drawn.top_logprobs.tolist(), strict=True)
         ]
-        return Chunk(drawn.tokens.tolist(), drawn.logprobs.tolist(), ranked)
+        return Chunk(drawn.tokens.tolist(), drawn.logprobs.tolist(), ranked, self._cached)
 
 
 def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
@@ -226,9 +240,7 @@ class RoundedSource:
             yield path, self._rounded.get(path, weight)
 
     def model(self) -> Laneformer:
-        table = parameter_table(self.config)
-        weights = {path: put_weight(weight, table[path].spec, self.mesh) for path, weight in self.weights()}
-        return Laneformer(self.config, weights, self.precision, self.mesh)
+        return model_of(self)
 
 
 def report_left(packed: Bf12Weights) -> None:

@@ -18,6 +18,7 @@ WEIGHTS = (
     "nvfp4",
     "fp8",
 )  # those of laneformer/quantized/rounding.py, without NumPy
+MOST_DRAFTS = 15  # of a pass: custom_calls/cpu/session.py has MOST_ROWS, one more
 WeightFormat = Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(WEIGHTS)}}}")]
 
 
@@ -34,7 +35,7 @@ class EngineOptions:
     threads: Integer = None
     """Worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Integer = None
-    """Cut a dense checkpoint into this many lanes; the number is fixed for a Laneformer."""
+    """Cut a dense checkpoint, or a recipe of one lane, into this many; the number is fixed for a Laneformer."""
     dtype: Dtype = None
     """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
@@ -42,6 +43,12 @@ class EngineOptions:
     default the faster on backend cpu; int8 and the others round them when they are packed. Quantized weights stay so
     unless this is bfloat16.
     """
+    draft_max: int = 0
+    """Most tokens that a pass of backend cpu drafts from the text itself and checks, 0 to 15: faster where an answer
+    repeats text, and the same in every bit.
+    """
+    no_speculation: bool = False
+    """Draft nothing: the plain speed, which others' plain decoding is compared with."""
     compute: Dtype = None
     """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""
 
@@ -49,6 +56,10 @@ class EngineOptions:
         """Raises ConfigError for a value that no engine accepts."""
         if self.devices < 1:
             raise ConfigError(f"--devices must be at least 1, got {self.devices}")
+        if not 0 <= self.draft_max <= MOST_DRAFTS:
+            raise ConfigError(f"--draft-max must be 0 to {MOST_DRAFTS}, got {self.draft_max}")
+        if self.no_speculation and self.draft_max:
+            raise ConfigError(f"give either --no-speculation or --draft-max {self.draft_max}")
         for word in (self.weights or WEIGHTS[0]).split(","):  # several in bench
             if word not in WEIGHTS:
                 raise ConfigError(f"--weights must be one of {', '.join(WEIGHTS)}, got {word}")

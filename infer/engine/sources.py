@@ -13,10 +13,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from configs.models import MODELS, PACKED, PackedModel
+from infer.engine.backend import model_of
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.mesh import put_weight
+from laneformer.formats import FORMATS
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.quantized import E2M1, Quantized
@@ -43,11 +44,7 @@ class RandomSource:
         records; see PackedModel in configs/models.py.
         """
         self.config, self.mesh, self.stored_dtype, self._format = config, mesh, jnp.dtype(dtype).name, format
-        self.quantized = tuple(
-            path
-            for path, weight in parameter_table(config).items()
-            if weight.group == "matrix" and path.split(".", 2)[-1] in matrices
-        )
+        self.quantized = _quantized(config, matrices)
         self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
@@ -74,9 +71,13 @@ class RandomSource:
 
     def model(self) -> Laneformer:
         """All of it as JAX arrays, on the mesh."""
-        table = parameter_table(self.config)
-        weights = {path: put_weight(weight, table[path].spec, self.mesh) for path, weight in self.weights()}
-        return Laneformer(self.config, weights, self.precision, self.mesh)
+        return model_of(self)
+
+
+def _quantized(config: ModelConfig, matrices: Collection[str]) -> tuple[str, ...]:
+    """The paths of these matrices, given without the layer, in all layers."""
+    table = parameter_table(config)
+    return tuple(path for path in table if table[path].group == "matrix" and path.split(".", 2)[-1] in matrices)
 
 
 def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
@@ -109,10 +110,20 @@ def recipe_config(name: str) -> ModelConfig:
     return recipe_model(name).config
 
 
-def recipe_model(name: str) -> PackedModel:
+def recipe_model(name: str, lanes: int | None = None) -> PackedModel:
     """Model of a recipe after its last phase: a name in configs/models.py, or a user's MODULE:FUNCTION or
-    FILE.py:FUNCTION, which returns a TrainConfig, a ModelConfig or a PackedModel. Raises ConfigError for anything else.
+    FILE.py:FUNCTION, which returns a TrainConfig, a ModelConfig or a PackedModel. lanes: to cut a model of one lane
+    into. Raises ConfigError for anything else.
     """
+    made = _made(name)
+    if lanes is None:
+        return made
+    if made.config.num_lanes != 1:
+        raise ConfigError(f"--lanes {lanes}: {name} has {made.config.num_lanes} lanes, which are fixed; leave it out")
+    return made._replace(config=made.config.replace(num_lanes=lanes))
+
+
+def _made(name: str) -> PackedModel:
     if ":" not in name:
         if name not in MODELS:
             raise ConfigError(
@@ -125,14 +136,20 @@ def recipe_model(name: str) -> PackedModel:
         made = phases[-1].model
     made = PackedModel(made) if isinstance(made, ModelConfig) else made
     if not isinstance(made, PackedModel):
-        raise ConfigError(f"--checkpoint {name} returns a {type(made).__name__}; return a TrainConfig or a ModelConfig")
+        raise ConfigError(
+            f"--checkpoint {name} returns a {type(made).__name__}; return a TrainConfig, a ModelConfig or a PackedModel"
+        )
     return made
+
+
+def packed_bytes(name: str) -> dict[str, float]:
+    """Bytes of one weight of each quantized matrix of a recipe's model, by its path; see laneformer.checkpoint."""
+    config, format, matrices = recipe_model(name)
+    return {path: FORMATS[format].bytes for path in _quantized(config, matrices)}
 
 
 def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
     """Of a checkpoint or a recipe, without weights. Raises ConfigError or CheckpointError."""
     if not is_recipe(checkpoint):
         return read_config(checkpoint, lanes)
-    if lanes is not None:
-        raise ConfigError("--lanes is for dense checkpoints: a recipe has its own number")
-    return recipe_config(checkpoint)
+    return recipe_model(checkpoint, lanes).config

@@ -60,6 +60,7 @@ class XlaBackend:
             **_quantized(model),
             "compute_dtype": model.precision.compute,
             "kv_dtype": model.precision.compute,
+            "prefix_cache": 0,  # XLA sums a position in an order that depends on what is computed with it
             "device": device_name(next(iter(embedding.devices()))),
             "devices": len(embedding.devices()),
         }

@@ -198,8 +198,9 @@ struct Result {
   std::vector<float> logits, logprobs;
 };
 
-Result generate(Decoder& decoder, int prompt = 17, int limit = 12) {
+Result generate(Decoder& decoder, int prompt = 17, int limit = 12, const Speculation& speculation = {}) {
   Buffers buffers(decoder.plan(), prompt, limit);
+  buffers.call.speculation = speculation;
   const End end = decoder.run(buffers.call);
   CHECK(end == End::length && decoder.drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.drawn());
   return {decoder.answer().tokens, decoder.answer().top_tokens, buffers.logits, decoder.answer().logprobs};
@@ -212,6 +213,26 @@ void same(const Result& a, const Result& b, const char* what) {
   CHECK(equal(a.logits, b.logits), "%s: other logits", what);
   CHECK(a.tokens == b.tokens && equal(a.logprobs, b.logprobs) && a.top_tokens == b.top_tokens, "%s: other tokens",
         what);
+}
+
+// Passes of several rows draw what passes of one do, whatever the drafts are.
+void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit, const char* what) {
+  Speculation speculation;
+  speculation.most = kMostRows - 1;
+  same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
+  CHECK(decoder.drafting().passes <= limit - 1, "%s: %d passes", what, (int)decoder.drafting().passes);
+  speculation.given = expected.tokens;
+  same(expected, generate(decoder, prompt, limit, speculation), what);
+  const int rest = limit - 1;  // tokens after the prompt's
+  CHECK(decoder.drafting().passes == (rest + kMostRows - 1) / kMostRows, "%s: drafts that are right were dropped",
+        what);
+  for (size_t i = 0; i < expected.tokens.size(); i += 3)
+    speculation.given[i] = (speculation.given[i] + 1) % decoder.plan().vocab_size;
+  for (const int most : {1, 2, 5, kMostRows - 1}) {
+    speculation.most = most;
+    same(expected, generate(decoder, prompt, limit, speculation), what);
+    CHECK(decoder.drafting().drafted > decoder.drafting().accepted[0], "%s: no draft was wrong", what);
+  }
 }
 
 // Tokens do not depend on who computes them, nor on when.
@@ -239,7 +260,10 @@ void any_threads(int lanes, Layout layout, int head_type, bool experts = false) 
     same(expected, generate(decoder), what);
     same(longer, generate(decoder, 40, 5), what);
     same(expected, generate(decoder), what);
+    any_drafts(decoder, expected, 17, 12, what);
   }
+  any_drafts(one, longer, 40, 5, "one thread");
+  any_drafts(one, generate(one, 3, 40), 3, 40, "one thread, three passes");
 }
 
 // Products in pieces: gate and partner apart, quantized tiles before others, columns in another order with some of
@@ -288,6 +312,7 @@ void any_threads_with_pieces() {
     CHECK(found.logits != plain.logits && decoder.read_pass() > 0, "pieces change nothing");
     if (threads == 1) expected = found;
     same(expected, found, "pieces");
+    any_drafts(decoder, expected, 17, 12, "pieces");
   }
 }
 
@@ -332,6 +357,7 @@ void cancelling(bool messages) {
             decoder.answer().tokens[i]);
     decoder.cancel();
   });
+  buffers.call.speculation.most = kMostRows - 1;
   const End end = decoder.run(buffers.call);
   other.join();
   CHECK(end == End::cancelled && decoder.finished(), "ended by %d", (int)end);
@@ -434,6 +460,11 @@ void refusing() {
   other.join();
   CHECK(decoder.drawn() == 20, "the second of two calls at once changed the first: %d tokens", decoder.drawn());
   CHECK(decoder.read_pass() > 0, "a pass over the weights");
+  CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "a pass of several rows");
+  CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
+  CHECK(refused([&] { decoder.speculate(kMostRows, nullptr); }), "more drafts than rows");
+  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}); }), "a text of no token");
+  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}); }), "a token beyond the vocabulary");
 }
 
 }  // namespace

@@ -2,13 +2,11 @@
 the same bits however they are computed.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from custom_calls import NativeError, Session
-from laneformer.ops import Activation, Chosen, Matrix, Product, Route, Weight
+from laneformer.ops import Chosen, Matrix, Weight
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small
@@ -98,28 +96,9 @@ def test_a_position_has_the_same_bits_in_any_company(stored, kind):
         assert small.same(logits_of(session, ids, at_once), whole), at_once
 
 
-def with_biases(plan):
-    """Biases of the router and of all experts, gates and up rows with limits, as GPT-OSS has them."""
-
-    def biased(matrix: Matrix) -> Matrix:
-        weight = matrix.weight
-        bias = dataclasses.replace(weight, path=f"{weight.path}_bias", shape=weight.shape[:1])
-        return dataclasses.replace(matrix, bias=bias)
-
-    for layer, ops in enumerate(plan.ops.layers):
-        for number, op in enumerate(ops.ops):
-            if isinstance(op, Route):
-                plan = small.with_op(plan, layer, number, matrix=biased(op.matrix))
-            elif isinstance(op, Product) and op.chosen:
-                limits = {"limit": 0.7, "up_offset": 1.0, "activation": Activation.QUICK_GELU} if op.gated else {}
-                matrices = tuple(map(biased, op.matrices))
-                plan = small.with_op(plan, layer, number, matrices=matrices, **limits)
-    return plan
-
-
 def test_biases_and_limits():
     """Against the interpreter of plans, also where many logits of the router are equal."""
-    plan = with_biases(small.open_session(CONFIG, "float32", threads=1).plan)
+    plan = small.with_expert_biases(small.open_session(CONFIG, "float32", threads=1).plan)
     weights, ids = weights_of(plan), small.prompt_of(CONFIG, 50)
     weights["layers.1.feed_forward.router"][:] = 0
     weights["layers.1.feed_forward.router_bias"][:] = [0, 1, 1, 1, 1, 0]

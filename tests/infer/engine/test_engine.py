@@ -262,6 +262,7 @@ def test_conditions_are_complete():
         "weights_dtype": "float32",
         "compute_dtype": "float32",
         "kv_dtype": "float32",
+        "prefix_cache": 0,
         "backend": "xla",
         "devices": 2,
         "batch_size": 1,

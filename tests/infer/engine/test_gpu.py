@@ -21,9 +21,11 @@ from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
 from infer.engine.native import plan_of
 from laneformer import ConfigError, Laneformer
-from laneformer.mesh import put_weight
+from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
+from tests.support.gpu_cases import jitted, some
+from tests.support.paths import MOE
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 MACHINE = emulated.SMALL
@@ -174,6 +176,51 @@ def test_quantized_weights_give_the_answers_of_backend_xla(model, tmp_path):
     message = rf"weight {path} .* has columns in an order of their own, .*: use backend xla, or add --weights bfloat16"
     with pytest.raises(ConfigError, match=message):
         make_engine(sorted_columns)
+
+
+MIXTURES = [  # folder, lanes, devices
+    ("mixtral", 1, 1),
+    ("mixtral", 4, 2),
+    ("qwen3_moe_1", 8, 4),
+    ("qwen3_moe_2", 1, 1),
+    ("qwen3_moe_2", 4, 1),
+    ("qwen3_moe_mixed", 2, 1),
+    ("gpt_oss_1", 1, 1),
+    ("gpt_oss_1", 8, 2),
+    ("gpt_oss_2", 2, 1),
+    ("gpt_oss_2", 8, 8),
+]
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize(("case", "lanes", "devices"), some(MIXTURES, {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1)}))
+def test_mixtures_of_experts(case, lanes, devices):
+    """Logits of some positions, and greedy tokens; FP8 and MXFP4 stay so."""
+    io = np.load(MOE / case / "io.npz")
+    options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"}
+    engine = infer.Engine.load(MOE / case, "cuda", num_lanes=lanes, devices=devices, **options)
+    assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
+    formats = {"qwen3_moe_2": "fp8", "gpt_oss_2": "mxfp4"}
+    assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
+    ids, config, mesh = io["input_ids"][0], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
+    call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, 64, "float32", mesh)
+    for first in range(0, len(ids), 8):
+        inputs = small.make_inputs(ids[first : first + 8], 1, start=first, room=8)
+        outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
+        assert np.abs(outputs.logits[0] - io["logits"][0, first + 7]).max() < 1e-3
+
+
+@emulated.only_emulated
+def test_a_prompt_of_experts_that_xla_reads():
+    """In a block; the kernel goes on with its cache."""
+    options = DEVICES | {"driver": emulated.driver()}
+    engines = (
+        infer.Engine.load(MOE / "gpt_oss_2", name, num_lanes=2, dtype="float32", **given)
+        for name, given in (("xla", {}), ("cuda", options))
+    )
+    prompt = np.load(MOE / "gpt_oss_2" / "io.npz")["input_ids"].reshape(-1)[:70]
+    xla, cuda = (engine.generate(prompt, max_new_tokens=8, stop_tokens=()).result for engine in engines)
+    assert cuda.tokens == xla.tokens and cuda.logprobs == pytest.approx(xla.logprobs, abs=1e-4)
 
 
 def test_auto_skips_graph_backends(model, monkeypatch):

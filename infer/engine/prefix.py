@@ -1,0 +1,113 @@
+"""Prefixes kept from request to request: the tokens of a sequence and the caches that hold their keys and values.
+
+A prompt that begins as a kept sequence does takes its keys and values and is computed from there. This is exact where
+a position's results do not depend on what is computed with it (docs/decode_kernel.md): the answer has the bits of a
+prompt that is computed from its first token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from infer.engine.backend import Request, power_of_two
+
+LEAST = 32  # tokens of a prefix that is worth taking; below, texts agree by chance
+
+
+@dataclass(frozen=True, eq=False)
+class Caches:
+    """Of each layer keys and values [lanes, 1, positions, kv heads, head size]."""
+
+    keys: list[jax.Array]
+    values: list[jax.Array]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+        return self.keys[0].shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A sequence whose request has ended."""
+
+    tokens: np.ndarray
+    """int32 [n]: the token at each position that is filled, from the first one on; empty if nothing is to be shared."""
+    salt: str
+    caches: Caches
+
+    def common(self, request: Request) -> int:
+        """Tokens that it has in common with the start of a prompt, whose last token must be computed: its logits are
+        needed. 0 if they are too few or not to be shared.
+        """
+        if not request.cache_prompt or request.cache_salt != self.salt:
+            return 0
+        most = min(len(self.tokens), len(request.prompt) - 1)
+        different = np.flatnonzero(self.tokens[:most] != request.prompt[:most])
+        count = int(different[0]) if len(different) else most
+        return count if count >= LEAST else 0
+
+
+class PrefixCache:
+    """The caches of the last requests, one request at a time: `take` them, and `keep` them once the request has ended.
+    A request that fails in between leaves nothing to take.
+    """
+
+    def __init__(self, make: Callable[[int], Caches], slots: int):
+        """make: new caches for a number of positions. slots: how many sequences to keep; with 0, only the memory of one
+        is kept.
+        """
+        self._make, self.slots = make, slots
+        self._kept: list[Kept] = []  # the least recently used first
+
+    def take(self, request: Request, capacity: int) -> tuple[int, Caches]:
+        """Positions of the prompt that are filled already, and caches for at least `capacity` positions with them."""
+        counts = [(kept.common(request), recent) for recent, kept in enumerate(self._kept)]
+        count, at = max(counts, default=(0, 0))
+        if not count:
+            return 0, self._unused(capacity)
+        source = self._kept[at]
+        next_to_go = self._full and at == 0
+        if count < len(source.tokens) / 2 and not next_to_go:  # another conversation, which may go on
+            return count, _copied(self._unused(capacity), source.caches, count)
+        del self._kept[at]
+        if source.caches.capacity >= capacity:
+            return count, source.caches
+        return count, _copied(self._make(capacity), source.caches, count)
+
+    def keep(self, request: Request, caches: Caches, tokens: np.ndarray) -> None:
+        """Keeps caches after their request. tokens: int32 [n], of the positions that are filled."""
+        if self.slots and request.cache_prompt:
+            self._kept.append(Kept(tokens, request.cache_salt, caches))
+        else:  # its memory goes to the next request
+            self._kept.insert(0, Kept(tokens[:0], "", caches))
+
+    @property
+    def _full(self) -> bool:
+        return len(self._kept) >= max(1, self.slots)
+
+    def _unused(self, capacity: int) -> Caches:
+        """Caches with any content: those of the least recently used sequence if all slots are taken and they have this
+        size, otherwise new ones.
+        """
+        if self._kept and (self._full or not len(self._kept[0].tokens)):
+            caches = self._kept.pop(0).caches
+            if caches.capacity == capacity:
+                return caches
+            del caches  # frees their memory first
+        return self._make(capacity)
+
+
+def _copied(into: Caches, source: Caches, count: int) -> Caches:
+    """`into`, which is used up, with at least the first `count` positions of `source`."""
+    count = min(power_of_two(count), source.capacity, into.capacity)  # so that few programs are compiled
+    copy = partial(_copy, count=count)
+    return Caches(list(map(copy, into.keys, source.keys)), list(map(copy, into.values, source.values)))
+
+
+@partial(jax.jit, static_argnames="count", donate_argnums=0)
+def _copy(into: jax.Array, source: jax.Array, count: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(into, source[:, :, :count], 0, axis=2)

@@ -1,0 +1,199 @@
+"""Passes of several rows: any drafts, right or wrong, leave every bit of an answer as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import custom_calls
+from custom_calls import ENDS, State, build
+from custom_calls.cpu.session import MOST_ROWS
+from tests.support import small
+from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS
+
+pytestmark = small.needs_library
+
+EQUAL = [1.0] * MOST_ROWS
+ROOM = 64
+SETTINGS = {
+    "greedy": {},
+    "greedy with a penalty": {"penalty": 1.5},
+    "all tokens": {"temperature": 1.0},
+    "top k": {"temperature": 0.7, "top_k": 5},
+    "top p": {"temperature": 1.5, "top_p": 0.8},
+    "min p": {"temperature": 1.2, "min_p": 0.1},
+    "all filters and a penalty": {"temperature": 2.0, "top_k": 8, "top_p": 0.5, "min_p": 0.02, "penalty": 1.3},
+}
+
+
+class Model:
+    """A model of which answers with and without drafts are compared."""
+
+    def __init__(self, config, weights, compute="float32", **options):
+        self.config, self.compute = config, compute
+        self.session = small.make_session(config, weights, compute=compute, **options)
+        self.call = small.jitted(self.session, room=ROOM, top=3, logits=True)
+
+    def answer(self, prompt, limit, *, most=0, drafts=(), before=(), forced=(), cache=0.0, **options):
+        """Everything that a call leaves that counts. cache: what the caches are full of before."""
+        self.session.speculate(most, EQUAL)
+        self.session.give_texts(given=drafts, before=before, forced=forced)
+        inputs = small.make_inputs(prompt, limit, **options)
+        state = small.make_state(self.config, 128, self.compute)
+        state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
+        outputs, state = self.call(inputs, state)
+        drawn, _, position = outputs.status.tolist()
+        filled = [cache[:, :, : position - 1] for cache in (*state.keys, *state.values)]
+        of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
+        return jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, filled))
+
+    def check(self, prompt, limit, **options):
+        """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
+        expected = self.answer(prompt, limit, **options)
+        tokens = expected[0][0].tolist()
+        every_third = [(token + (n % 3 == 2)) % self.config.vocab_size for n, token in enumerate(tokens)]
+        for most, drafts in ((15, ()), (15, tokens), (15, every_third), (2, every_third), (1, tokens)):
+            found = self.answer(prompt, limit, most=most, drafts=drafts, **options)
+            assert small.same(found, expected), (most, drafts)
+        return tokens
+
+
+def make(dtype="float32", changes=None, **options):
+    config = small.make_config(**changes or {})
+    return Model(config, small.make_weights(config, dtype), **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(*small.windowed_model(), threads=2)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_samplings(name, model):
+    tokens = model.check(small.prompt_of(model.config, 30), 40, **SETTINGS[name])
+    assert len(tokens) == 40
+    if "penalty" in SETTINGS[name] and "temperature" not in SETTINGS[name]:
+        plain = model.answer(small.prompt_of(model.config, 30), 40)[0][0].tolist()
+        assert plain != tokens
+
+
+@pytest.mark.parametrize(("layout", "lanes"), LAYOUTS[::3], ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS[::3]])
+def test_layouts(layout, lanes):
+    for ways in ({"threads": 2}, {"one_thread_per_lane": True}):
+        model = make(changes={"layout": layout, "lanes": lanes}, **ways)
+        model.check(small.prompt_of(model.config, 19), 20, temperature=0.8)
+
+
+BLOCKS = CONFIGS | MODELS | EXPERTS
+USUAL = ("lane head", "vocab head", "vocab head, few tokens", "tied, norm of the sum", "norms of lanes, lane head",
+         "first layers slide", *EXPERTS)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive) for name in BLOCKS]
+)
+def test_configs(name):
+    model = make(changes=BLOCKS[name], threads=3)
+    model.check(small.prompt_of(model.config, 19), 20, temperature=0.8)
+
+
+@pytest.mark.parametrize("instructions", build.instruction_sets())
+def test_instruction_sets_and_dtypes(instructions):
+    if instructions not in custom_calls.instruction_sets():
+        pytest.skip(f"this machine does not run {instructions}")
+    cases = [("float32", "float32", {}), ("bfloat16", "float32", {}), ("bfloat16", "bfloat16", {}),
+             ("float16", "float16", {}), ("bfloat16", "float32", {"bf12": True})]  # fmt: skip
+    for dtype, compute, options in cases:
+        changes = {"layout": "dtp(1)", "lanes": 3, "hidden_size": 72, "vocab_size": 95}
+        model = make(dtype, changes, compute=compute, threads=2, instructions=instructions, **options)
+        model.check(small.prompt_of(model.config, 19), 30, temperature=0.8)
+
+
+def test_the_end_of_an_answer_may_lie_inside_a_run(model):
+    prompt, options = small.prompt_of(model.config, 30), {"temperature": 1.0}
+    tokens = model.answer(prompt, 40, **options)[0][0].tolist()
+    for limit in range(1, 20):
+        model.check(prompt, limit, **options)
+    for place in (1, 5, 17, 30):
+        assert model.check(prompt, 40, stops=[tokens[place]], **options)[-1] == tokens[place]
+    ended = model.answer(prompt, 40, stops=[tokens[9]], most=15, drafts=tokens, **options)
+    assert ended[1].tolist() == [tokens.index(tokens[9]) + 1, ENDS.index("stop"), 30 + tokens.index(tokens[9]) + 1]
+
+
+def test_a_draft_that_was_wrong_leaves_no_trace_of_its_penalty(model):
+    """A wrong draft is seen by the rows after it alone."""
+    prompt, options = small.prompt_of(model.config, 8), {"penalty": 1.8, "temperature": 1.0}
+    expected = model.answer(prompt, 40, **options)
+    unseen = sorted(set(range(model.config.vocab_size)) - set(prompt) - set(expected[0][0].tolist()))
+    for wrong in unseen[:3]:
+        assert small.same(model.answer(prompt, 40, most=15, drafts=[wrong] * 40, **options), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_schedule_of_drafts(data, model):
+    prompt = small.prompt_of(model.config, data.draw(st.integers(1, 70)))
+    limit = data.draw(st.integers(1, 50))
+    options = SETTINGS[data.draw(st.sampled_from(sorted(SETTINGS)))] | {"seed": (data.draw(st.integers(0, 99)), 1)}
+    expected = model.answer(prompt, limit, **options)
+    tokens = expected[0][0].tolist()
+    wrong = data.draw(st.lists(st.integers(-1, model.config.vocab_size - 1), min_size=limit, max_size=limit))
+    right = data.draw(st.lists(st.integers(0, 4), min_size=limit, max_size=limit))
+    drafts = [token if often else other for token, often, other in zip(tokens, right, wrong, strict=True)]
+    most = data.draw(st.integers(0, 15))
+    assert small.same(model.answer(prompt, limit, most=most, drafts=drafts, **options), expected)
+
+
+@pytest.mark.parametrize("token", [0, 39])
+def test_logits_that_are_no_numbers(token):
+    config, weights = small.windowed_model()
+    head = weights["lm_head"].copy()
+    head[token] = np.resize([3e38, -3e38], head.shape[-1])
+    model = Model(config, weights | {"lm_head": head, "norm": 9 * weights["norm"]}, threads=3)
+    for options in ({}, {"temperature": 1.0, "top_p": 0.9, "top_k": 4}):
+        model.check([1, 2], 20, **options)
+        assert np.isnan(model.answer([1, 2], 20, most=15, drafts=[0] * 20, **options)[0][1]).any()
+
+
+def test_positions_beyond_the_text_are_never_read(model):
+    """Where the keys and values of wrong drafts are; here they begin as no numbers."""
+    prompt = small.prompt_of(model.config, 30)
+    expected = model.answer(prompt, 40, temperature=1.0)
+    drafts = [(token + (n % 4 == 3)) % model.config.vocab_size for n, token in enumerate(expected[0][0].tolist())]
+    assert small.same(model.answer(prompt, 40, temperature=1.0, most=15, drafts=drafts, cache=np.nan), expected)
+
+
+def test_a_copied_text_takes_few_passes(model):
+    """Forced tokens stand for a model that copies its prompt, or a text that is not part of it."""
+    text = np.random.default_rng(0).integers(0, model.config.vocab_size, 60).tolist()
+    for prompt, before in ((text, ()), (text[:1], text), (text[:1], [*text, -1])):
+        outputs, *_ = model.answer(prompt, ROOM, most=15, before=before, forced=text)
+        assert outputs[0][:60].tolist() == text
+        counts = model.session.drafting
+        assert counts.passes < 25 and counts.drafted >= sum(counts.accepted) > 40, (prompt, before, counts)
+        plain, *_ = model.answer(prompt, ROOM, forced=text)
+        assert small.same(plain, outputs) and model.session.drafting == (ROOM - 1, 0, (0,) * (MOST_ROWS - 1))
+    free, *_ = model.answer(text, 20)
+    assert free[0].tolist() != text[:20]  # the texts were of one call
+
+
+def test_prices_are_those_of_this_machine(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "cache", lambda: tmp_path)
+    prices = model.session.prices
+    assert len(prices) == MOST_ROWS and prices[0] == 1 and sorted(prices) == prices
+    model.session.speculate(15)
+
+
+def test_what_does_not_fit_is_refused(model):
+    for most in (-1, MOST_ROWS):
+        with pytest.raises(custom_calls.NativeError, match=f"drafts of a pass must be 0 to 15, got {most}"):
+            model.session.speculate(most, EQUAL)
+    with pytest.raises(custom_calls.NativeError, match="prices must be 16, got 3"):
+        model.session.speculate(1, [1, 1, 1])
+    with pytest.raises(custom_calls.NativeError, match="3 passes of up to 17 rows do not fit the context of 512"):
+        model.session._time_passes([1, MOST_ROWS + 1])
+    for texts in ({"before": [-2]}, {"forced": [-1]}, {"given": [model.config.vocab_size]}):
+        with pytest.raises(custom_calls.NativeError, match="is outside the vocabulary of 40"):
+            model.session.give_texts(**texts)

@@ -1,0 +1,289 @@
+"""Kept prefixes: which are taken, and that an answer has the same bits with and without them."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import custom_calls
+import laneformer
+from infer import Engine, Sampling
+from infer.engine.backend import Request
+from infer.engine.prefix import LEAST, Caches, PrefixCache
+from laneformer.errors import ConfigError
+from laneformer.precision import Precision
+from tests.support.engine_cases import CONFIG, RANDOM, model
+
+needs_library = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
+TEXT = np.random.default_rng(0).integers(0, 96, 2000, np.int32)
+
+
+def request(tokens, **changes):
+    return Request(np.asarray(tokens, np.int32), 1, Sampling(), (), **changes)
+
+
+def caches(capacity):
+    """Of one layer, in which every position has a number."""
+    return Caches(*([jax.numpy.zeros((1, 1, capacity, 1, 1))] for _ in "kv"))
+
+
+class Positions:
+    """A cache of prefixes whose caches hold the tokens themselves, computed as a backend would."""
+
+    def __init__(self, slots):
+        self.made, self.cache = [], PrefixCache(self._make, slots)
+
+    def _make(self, capacity):
+        self.made.append(capacity)
+        return Caches(*([jax.numpy.full((1, 1, capacity, 1, 1), -1.0)] for _ in "kv"))
+
+    def run(self, tokens, capacity=256, **changes):
+        """Takes, checks what is there, computes the rest, keeps; the number of positions taken."""
+        asked = request(tokens, **changes)
+        count, taken = self.cache.take(asked, capacity)
+        assert taken.capacity >= capacity and count < len(tokens)
+        filled = []
+        for [array] in (taken.keys, taken.values):
+            now = np.array(array)
+            np.testing.assert_array_equal(now[0, 0, :count, 0, 0], asked.prompt[:count])
+            now[0, 0, : len(tokens), 0, 0] = asked.prompt
+            filled.append([jax.numpy.array(now)])
+        self.cache.keep(asked, Caches(*filled), asked.prompt)
+        return count
+
+
+@pytest.mark.parametrize(("before", "after", "count"), [
+    (TEXT[:100], TEXT[:150], 100),
+    (TEXT[:100], TEXT[:100], 99),  # the last token's logits are needed
+    (TEXT[:100], TEXT[:60], 59),
+    (TEXT[:100], [*TEXT[:70], 95 - TEXT[70], *TEXT[71:120]], 70),
+    (TEXT[:100], [95 - TEXT[0], *TEXT[1:100]], 0),
+    (TEXT[:100], TEXT[: LEAST + 1], LEAST),
+    (TEXT[:100], TEXT[:LEAST], 0),
+    (TEXT[: LEAST - 1], TEXT[:100], 0),
+    (TEXT[:100], TEXT[:1], 0),
+])  # fmt: skip
+def test_longest_common_prefix_is_taken(before, after, count):
+    positions = Positions(1)
+    assert positions.run(before) == 0 and positions.run(after) == count and positions.made == [256]
+
+
+def test_prefix_moves_to_larger_caches():
+    positions = Positions(1)
+    assert [positions.run(TEXT[:n], c) for n, c in ((200, 256), (300, 512), (900, 1100), (100, 256))] == [
+        *(0, 200, 300, 99)
+    ]
+    assert positions.made == [256, 512, 1100], "larger ones than needed are used as they are"
+    assert positions.run(TEXT[500:600]) == 0 and positions.made[3:] == [256], "but not without a prefix"
+
+
+def test_prefixes_are_shared_among_equal_salts_and_not_when_refused():
+    positions = Positions(1)
+    positions.run(TEXT[:100], cache_salt="a")
+    assert [positions.run(TEXT[:100], cache_salt=salt) for salt in ("b", "b", "", "a")] == [0, 99, 0, 0]
+    assert positions.run(TEXT[:100], cache_salt="a", cache_prompt=False) == 0, "computed again"
+    assert positions.run(TEXT[:100], cache_salt="a") == 0, "nor kept"
+    assert positions.made == [256]
+    assert Positions(0).run(TEXT[:100]) == 0
+    none = Positions(0)
+    assert [none.run(TEXT[:100]) for _ in range(3)] == [0, 0, 0] and none.made == [256]
+
+
+def test_several_conversations_replace_the_least_recently_used():
+    positions = Positions(2)
+    one, two, three = TEXT[:200], TEXT[200:400], TEXT[400:600]
+    assert [positions.run(tokens[:150]) for tokens in (one, two, one, two)] == [0, 0, 149, 149]
+    assert [positions.run(tokens) for tokens in (one, three, two)] == [150, 0, 0], "the third took the second's place"
+    positions.run(one, cache_prompt=False)
+    assert positions.run(three) == 0 and positions.run(two) == 199 and positions.made == [256, 256]
+
+
+def test_common_start_is_copied_and_the_conversation_stays():
+    positions = Positions(2)
+    other = np.concatenate([TEXT[:50], TEXT[1000:1100]])
+    assert [positions.run(tokens) for tokens in (TEXT[:200], other, TEXT[:210], other)] == [0, 50, 200, 149]
+    alone = Positions(1)
+    assert [alone.run(tokens) for tokens in (TEXT[:200], other, TEXT[:210])] == [0, 50, 50]
+    three = Positions(3)
+    small = np.concatenate([TEXT[:50], TEXT[1000:1600]])
+    assert [three.run(TEXT[:200]), three.run(small, 1024), three.run(TEXT[:210]), three.made] == [
+        0,
+        50,
+        200,
+        [256, 1024],
+    ]
+
+
+def test_taken_caches_are_lost_with_their_request():
+    positions = Positions(1)
+    positions.run(TEXT[:100])
+    positions.cache.take(request(TEXT[:100]), 256)  # and fails
+    assert positions.run(TEXT[:100]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ on backend cpu
+
+BFLOAT16 = {"dtype": "bfloat16"}
+ROUNDED = BFLOAT16 | {"precision": Precision(param="bfloat16", compute="bfloat16")}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "layout": "tp"}
+VARIANTS = [  # changes of the model, options of the backend
+    ({}, {}),
+    (ROUNDED, {"threads": 3}),
+    (EXPERTS, {}),
+    ({}, {"weights": "int8"}),
+    ({}, {"speculation": 6}),
+    *(
+        pytest.param((changes, {"instructions": name, **options}), marks=pytest.mark.exhaustive)
+        for name in (() if custom_calls.unavailable() else custom_calls.instruction_sets())
+        for changes, options in (
+            (BFLOAT16, {"weights": "bf12"}),
+            (ROUNDED | EXPERTS, {"one_thread_per_lane": True}),
+            (ROUNDED, {"weights": "int4"}),
+            ({"layout": "dtp(1)"}, {"weights": "mxfp4"}),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def engines(request):
+    """One that keeps up to three sequences, and one that computes every prompt, without drafts."""
+    changes, options = request.param
+    ours = Engine(model(**changes), "cpu", prefix_cache=3, **options)
+    if most := options.get("speculation"):
+        ours._backend.session.speculate(most, [1.0] * 16)  # whatever passes cost here
+    return ours, Engine(model(**changes), "cpu", prefix_cache=0, **options | {"speculation": 0})
+
+
+@st.composite
+def schedules(draw):
+    """Requests that go on from the texts of earlier ones: how much of which, what else, and how they end."""
+    return [
+        {
+            "of": draw(st.integers(0, 5)),
+            "share": draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
+            "change": draw(st.booleans()) and draw(st.booleans()),
+            "more": draw(st.integers(1, 150)),
+            "seed": draw(st.integers(0, 3)),
+            "limit": draw(st.sampled_from([1, 2, 9, 40])),
+            "sampling": draw(st.sampled_from([Sampling(), RANDOM])),
+            "salt": draw(st.sampled_from(["", "", "", "a"])),
+            "keep": draw(st.sampled_from([True, True, True, False])),
+            "cancel": draw(st.sampled_from([None, None, 0, 3])),
+        }
+        for _ in range(draw(st.integers(2, 7)))
+    ]
+
+
+def next_prompt(texts, step):
+    """Part of an earlier text, perhaps with one other token, and new tokens."""
+    old = texts[-1 - step["of"] % len(texts)]
+    begin = old[: round(step["share"] * len(old))].copy()
+    if step["change"] and len(begin):
+        begin[-1] = 95 - begin[-1]
+    new = np.random.default_rng(step["seed"]).integers(0, 96, step["more"], np.int32)
+    return np.concatenate([begin, new])[: CONFIG.max_position_embeddings - 1]
+
+
+@needs_library
+@pytest.mark.parametrize("engines", VARIANTS, indirect=True)
+@settings(max_examples=25)
+@given(schedule=schedules())
+def test_answers_have_the_bits_of_requests_alone(engines, schedule):
+    ours, alone = engines
+    ours._backend._prefixes._kept.clear()
+    texts = [TEXT[:300]]
+    for step in schedule:
+        ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "top_logprobs": 2, "stop_tokens": (7,)}
+        prompt = next_prompt(texts, step)
+        expected = alone.generate(prompt, **ask).result
+        generation = ours.generate(prompt, **ask, cache_prompt=step["keep"], cache_salt=step["salt"])
+        if step["cancel"] is not None:
+            for _ in zip(range(step["cancel"]), generation, strict=False):
+                pass
+            generation.cancel()
+            generation.settle()
+        result = generation.result
+        n = len(result.tokens)
+        assert n == len(expected.tokens) or result.finish_reason == "cancelled"
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            assert getattr(result, name) == getattr(expected, name)[:n]  # to the last bit
+        assert expected.cached_tokens == 0 and (step["keep"] or result.cached_tokens == 0)
+        check_kept(ours, alone, step["keep"], np.concatenate([prompt, np.array(expected.tokens, np.int32)]))
+        texts.append(np.concatenate([prompt, np.array(result.tokens, np.int32)]))
+
+
+def check_kept(ours, alone, keeps, text):
+    """The tokens that are kept are the text's, and their keys and values those of the text computed alone."""
+    [reference] = alone._backend._prefixes._kept
+    kept = ours._backend._prefixes._kept[-1 if keeps else 0]
+    n = len(kept.tokens)
+    assert (n > 0) == keeps and n <= len(text) and kept.tokens.tolist() == text[:n].tolist()
+    for name in ("keys", "values"):
+        for a, b in zip(getattr(kept.caches, name), getattr(reference.caches, name), strict=True):
+            assert np.asarray(a[:, :, :n]).tobytes() == np.asarray(b[:, :, :n]).tobytes()
+
+
+@needs_library
+@pytest.mark.parametrize("devices", [1, 8])
+def test_second_turn_computes_what_is_new(devices):
+    made = model(None if devices == 1 else laneformer.make_mesh(devices))
+    engine, alone = Engine(made, "cpu"), Engine(made, "cpu", prefix_cache=0)
+    assert (engine.conditions["prefix_cache"], alone.conditions["prefix_cache"]) == (1, 0)
+    ask = {"max_new_tokens": 20, "sampling": RANDOM, "stop_tokens": ()}
+    first = engine.generate(TEXT[:230], **ask).result
+    second = [*TEXT[:230], *first.tokens, *TEXT[500:530]]  # in larger caches
+    result, expected = (each.generate(second, **ask).result for each in (engine, alone))
+    assert first.cached_tokens == expected.cached_tokens == 0 and result.cached_tokens == 249
+    assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs)
+    again = engine.generate(second, **ask).result
+    assert (again.cached_tokens, again.tokens) == (279, expected.tokens)
+    assert engine._backend._run._cache_size() == alone._backend._run._cache_size() + 1, (
+        "a prefix needs no other program"
+    )
+    whole = engine.generate(np.resize(TEXT, CONFIG.max_position_embeddings - 5), stop_tokens=()).result
+    full = [*np.resize(TEXT, CONFIG.max_position_embeddings - 5), *whole.tokens[:4]]
+    last = [each.generate(full, **ask).result for each in (engine, alone)]
+    assert last[0].cached_tokens == len(full) - 1 and last[0].logprobs == last[1].logprobs
+
+
+@needs_library
+def test_cancelled_prompt_leaves_what_it_absorbed():
+    engine = Engine(model(), "cpu", chaos_us=300)
+    generation = engine.generate(TEXT[:1000], max_new_tokens=2)
+    generation.cancel()
+    generation.settle()
+    [kept] = engine._backend._prefixes._kept
+    absorbed = len(kept.tokens)
+    assert 0 < absorbed < 1000
+    result = engine.generate(TEXT[:1000], max_new_tokens=2).result
+    expected = engine.generate(TEXT[:1000], max_new_tokens=2, cache_prompt=False).result
+    assert (result.cached_tokens, expected.cached_tokens) == (absorbed, 0)
+    assert result.logprobs == expected.logprobs
+
+
+@needs_library
+def test_failed_call_leaves_nothing(monkeypatch):
+    engine = Engine(model(), "cpu")
+    expected = engine.generate(TEXT[:100], max_new_tokens=5).result
+    run = engine._backend._run
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._backend, "_run", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(engine.generate(TEXT[:100], max_new_tokens=5))
+    monkeypatch.setattr(engine._backend, "_run", run)
+    result = engine.generate(TEXT[:100], max_new_tokens=5).result
+    assert result.cached_tokens == 0 and result.logprobs == expected.logprobs
+
+
+def test_backend_without_kept_prefixes():
+    engine = Engine(model(), "xla", prefix_cache=False)
+    for _ in range(2):
+        assert engine.generate(TEXT[:100], max_new_tokens=1).result.cached_tokens == 0
+    assert engine.conditions["prefix_cache"] == 0
+    with pytest.raises(ConfigError, match="prefix_cache = 2: backend xla has no such option"):
+        Engine(model(), "xla", prefix_cache=2)
