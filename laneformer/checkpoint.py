@@ -1,8 +1,8 @@
 """Opens any checkpoint: an HF folder, a training run, or one saved step of a run."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.files import parse_json, read_file, refuse_link_loops
 from laneformer.formats import KERNEL_FORMATS, Bf12Product
-from laneformer.hf import config_from_hf, read_hf_config
+from laneformer.hf import config_from_hf, find_family, read_hf_config
 from laneformer.hf.folder import HfFolder
+from laneformer.hf.quantization import read_schemes
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
@@ -106,6 +107,18 @@ def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
     """The config of the checkpoint in `path`, without its weights. Raises as `load` does."""
     step = _step_folder(Path(path))
     return read_hf_config(path, num_lanes) if step is None else SavedStep(step, num_lanes=num_lanes).config
+
+
+def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> dict[str, float]:
+    """Bytes of one weight of each quantized matrix, by its path, as the config.json `values` in the folder `path` says;
+    no weights are read. Raises ConfigError, naming file and field.
+    """
+    family, schemes = find_family(values), read_schemes(path, values)
+    if schemes is None or family.sources is None:
+        return {}
+    table = parameter_table(config)
+    sources = family.sources(config, table)
+    return schemes.bytes({path: sources[path].names[0] for path, weight in table.items() if weight.group == "matrix"})
 
 
 def _step_folder(path: Path) -> Path | None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
-from laneformer.ops import LATER, Activation, AttentionVariant
+from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant
 
 # Far above any model, and small enough that every table of a model is made in a second.
 LARGEST = {
@@ -130,7 +130,7 @@ class AttentionOptions(AttentionVariant):
     out_bias: bool = False
     """A bias on the output projection; each lane has its own."""
     sinks: bool = False
-    """Every query head has a logit of its own among its scores, a key without a value."""
+    """Every query head has one more logit among its scores, without key and value."""
     qk_norm: Literal["head", "projection"] | None
     """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
@@ -170,7 +170,7 @@ class ExpertsOptions:
     """Biases on all matrices of the experts; each lane has its own of w2."""
     limit: float | None = None
     """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
-    alpha: float = 1.702
+    alpha: float = QUICK_GELU_FACTOR
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
 
 
@@ -203,7 +203,9 @@ class ModelConfig(AttentionVariant):
     num_attention_heads: int
     """Query heads over all lanes (H)."""
     num_key_value_heads: int
-    """Key/value heads over all lanes (K). Lanes divide it, or it divides them: then L / K lanes have a copy of each."""
+    """Key/value heads over all lanes (K). Lanes divide it, or it divides them: then L / K lanes have a copy of each,
+    which training changes apart.
+    """
     head_dim: int | None = None
     """Channels of one head (e); by default hidden_size / num_attention_heads."""
     max_position_embeddings: int = 4096
@@ -267,7 +269,7 @@ class ModelConfig(AttentionVariant):
     out_bias: bool = dataclasses.field(default=False, metadata=LATER)
     """A bias on the output projection of attention (gpt-oss); each lane has its own."""
     attention_sinks: bool = dataclasses.field(default=False, metadata=LATER)
-    """Every query head has a logit of its own among its scores, a key without a value (gpt-oss; arXiv 2309.17453)."""
+    """Every query head has one more logit among its scores, without key and value (gpt-oss; arXiv 2309.17453)."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
@@ -298,7 +300,7 @@ class ModelConfig(AttentionVariant):
     """Clamped SwiGLU of the experts (gpt-oss): gate sigmoid(swiglu_alpha gate) (up + 1), the gate at most this, up
     between minus this and this; none leaves activation(gate) up.
     """
-    swiglu_alpha: float = dataclasses.field(default=1.702, metadata=LATER)
+    swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
 
     bos_token_id: int | None = None

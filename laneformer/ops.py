@@ -74,7 +74,10 @@ class Activation(IntEnum):
     RELU2 = 4
     """max(x, 0)^2 (So et al., arXiv 2109.08668)."""
     QUICK_GELU = 5
-    """x / (1 + exp(-1.702 x)), the sigmoid's approximation of gelu (arXiv 1606.08415)."""
+    """x / (1 + exp(-QUICK_GELU_FACTOR x)), the sigmoid's approximation of gelu (arXiv 1606.08415)."""
+
+
+QUICK_GELU_FACTOR = 1.702
 
 
 class ProductName(IntEnum):

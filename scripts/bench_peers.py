@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import tyro
 
 import custom_calls
+from configs.models import PackedModel
 from infer.bench.latency import packed_weight_bytes
 from infer.bench.machine import hardware, software, utc_now
-from infer.engine.sources import model_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
 from laneformer.quantized.rounding import USUAL as QUANTIZED
@@ -34,7 +34,7 @@ from laneformer.weights import kv_bytes_per_token
 from scripts.peers import prompts
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.load import QUIET, beside, quiet
-from scripts.peers.ours import full_attention
+from scripts.peers.ours import full_attention, shape_model
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import Shape, Task
 
@@ -113,7 +113,7 @@ def run(options: Options) -> str:
         "not_measured": {},
     }
     for engine in engines:
-        if why := refusal(engine, options):
+        if why := refusal(engine, options, task.shape):
             record["not_measured"][engine.name] = why
             progress(f"{engine.name}: skipped, {why}")
     if len(record["not_measured"]) == len(engines):
@@ -152,8 +152,10 @@ def chosen(names: str) -> list[Engine]:
     return list(dict.fromkeys(PEERS[name] for name in names.split(",")))
 
 
-def refusal(engine: Engine, options: Options) -> str | None:
+def refusal(engine: Engine, options: Options, shape: Shape) -> str | None:
     """Why the engine does not take part; None if it does."""
+    if shape.experts and not engine.experts:
+        return "no mixtures of experts there; choose llama.cpp"
     if options.weights in QUANTIZED and options.weights not in engine.quantized:
         having = ", ".join(engine.quantized)
         return f"no {options.weights} weights" + (f" there; choose {having}" if having else "")
@@ -179,7 +181,8 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
     ):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
-    config = full_attention(model_config(options.shape))
+    packed = shape_model(options.shape)
+    config = full_attention(packed.config)
     positions = options.context + options.tokens
     if positions > config.max_position_embeddings:
         raise ConfigError(
@@ -193,7 +196,7 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
     folder.mkdir(parents=True, exist_ok=True)
     task = Task(
         options.shape,
-        dense_shape(config, options.shape),
+        shape_of(packed, config, options),
         positions,
         threads,
         str(folder),
@@ -215,23 +218,38 @@ def lengths(options: Options, config: ModelConfig) -> list[int]:
     return [length for length in wanted if length <= config.max_position_embeddings] if options.prompt_rounds else []
 
 
-def dense_shape(config: ModelConfig, name: str) -> Shape:
-    """The dense Llama that reads equally many bytes per token. Raises ConfigError if there is none."""
+def shape_of(packed: PackedModel, config: ModelConfig, options: Options) -> Shape:
+    """The dense Llama, or the mixture of experts, that reads equally many bytes per token. Raises ConfigError if there
+    is none.
+    """
     if config.lm_head_type == "lane" and config.num_lanes > 1:
         raise ConfigError(
-            f"--shape {name} has a head per lane (lm_head_type lane), unlike a dense model; choose another"
+            f"--shape {options.shape} has a head per lane (lm_head_type lane), unlike a dense model; choose another"
         )
+    experts = {}
+    if config.num_experts:
+        if packed.format != "mxfp4" or not config.attention_sinks or options.weights != "bfloat16":
+            raise ConfigError(
+                f"--shape {options.shape} has experts, which are compared as in gpt-oss, mxfp4 beside bfloat16:"
+                " choose gpt_oss_20b or scripts.peers.shapes:gpt_oss_third, and leave --weights out"
+            )
+        experts = {
+            "experts": config.num_experts,
+            "experts_used": config.num_experts_per_tok,
+            "window": config.sliding_window,
+        }
     return Shape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_size,
-        ff=config.intermediate_size,
+        ff=config.moe_intermediate_size if config.num_experts else config.intermediate_size,
         vocab=config.vocab_size,
         tied=config.tie_word_embeddings,
         norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
+        **experts,
     )
 
 
@@ -341,8 +359,8 @@ def table(record: dict) -> str:
     text += [
         (
             f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads,"
-            f" {size['kv_heads']} key/value heads of {size['head_dim']}, feed-forward {size['ff']}, vocabulary"
-            f" {size['vocab']}, all layers full; random weights, batch 1, greedy, prompt {record['prompt_tokens']},"
+            f" {size['kv_heads']} key/value heads of {size['head_dim']}, {_feed_forward(size)}, vocabulary"
+            f" {size['vocab']}, {_windows(size)}; random weights, batch 1, greedy, prompt {record['prompt_tokens']},"
             f" {record['output_tokens']} tokens a sample, rate over those after the first."
         ),
         (
@@ -401,6 +419,16 @@ def _row(ours: dict, pair: dict, state: str, rounds: list[dict]) -> tuple[str, .
 def _weights(c: dict) -> str:
     """The format of an engine's matrices, by its conditions."""
     return "bf12" if "bf12_weights" in c else ", ".join(c.get("quantized_formats", [c["weights"]]))
+
+
+def _feed_forward(size: dict) -> str:
+    if not size["experts"]:
+        return f"feed-forward {size['ff']}"
+    return f"{size['experts']} experts of {size['ff']}, of which a token uses {size['experts_used']} (random routing)"
+
+
+def _windows(size: dict) -> str:
+    return f"every second layer with a window of {size['window']}" if size["window"] else "all layers full"
 
 
 def _all_rounds(pair: dict) -> list[dict]:

@@ -114,8 +114,8 @@ def convert_dense(options: Options) -> str:
 
 
 def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
-    """The dense model's config with lanes. Raises ConfigError unless it is dense, with norms before its modules
-    alone, the lanes divide it and the layout exists.
+    """The dense model's config with lanes. Raises ConfigError unless it is dense, without experts, sinks and a bias of
+    the output, with norms before its modules alone, the lanes divide its key/value heads and the layout exists.
     """
     if dense.num_lanes != 1 or any(own.at != m or own.scale != 1.0 for m, own in enumerate(dense.schedule.own)):
         raise ConfigError(
@@ -126,8 +126,19 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
             f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}); only models with norms"
             " before them are converted: load it with its lanes and layout tp instead"
         )
+    for name in ("num_experts", "attention_sinks", "out_bias"):
+        if value := getattr(dense, name):
+            raise ConfigError(
+                f"{options.source} has {name} = {value}, but only the heads and neurons of dense models are assigned to"
+                " lanes here: load it with its lanes and layout tp instead"
+            )
     if options.lanes < 2:
         raise ConfigError(f"--lanes must be at least 2, got {options.lanes}")
+    if dense.num_key_value_heads % options.lanes:
+        raise ConfigError(
+            f"--lanes {options.lanes} does not divide num_key_value_heads = {dense.num_key_value_heads}, and a"
+            " key/value head has one lane here: give fewer lanes"
+        )
     return dense.replace(
         num_lanes=options.lanes,
         layout=options.layout,

@@ -9,6 +9,7 @@ from infer.roofline.hf_config import ConfigFile, read_config_file
 from infer.roofline.options import Options, check
 from infer.roofline.published import MoeModel, find_moe
 from laneformer.errors import ConfigError
+from laneformer.hf import read_values
 
 if TYPE_CHECKING:
     from laneformer.config import ModelConfig
@@ -24,7 +25,9 @@ def run(options: Options) -> int:
     from infer.roofline import plot  # imports JAX, which --help and a wrong option do not need
     from infer.roofline.report import make_report
 
-    report = make_report(options, find_model(options, file), options.checkpoint or (file.name if file else ""))
+    model = find_model(options, file)
+    packed = find_packed(options, file, model)
+    report = make_report(options, model, options.checkpoint or (file.name if file else ""), packed)
     print("\n\n".join(table.text() for table in report.tables))
     for note in report.notes:
         print(f"Note: {note}")
@@ -49,6 +52,24 @@ def find_model(options: Options, file: ConfigFile | None) -> "ModelConfig | list
         config = read_file(file, options.lanes) if file else read_checkpoint(options.checkpoint, options.lanes)
         return config.replace(layout=options.layout) if options.layout else config
     return find_moe(options.moe) if options.moe else None
+
+
+def find_packed(
+    options: Options, file: ConfigFile | None, model: "ModelConfig | list[MoeModel] | None"
+) -> dict[str, float]:
+    """Bytes of one weight of each quantized matrix of the model, by its path; empty for one known by its parts. Raises
+    ConfigError.
+    """
+    if model is None or isinstance(model, list):
+        return {}
+    from infer.engine import sources
+    from laneformer.checkpoint import packed_bytes
+
+    if file is None and sources.is_recipe(options.checkpoint):
+        return sources.packed_bytes(options.checkpoint)
+    path = file.file if file else Path(options.checkpoint)
+    config = path / "config.json" if path.is_dir() else path
+    return packed_bytes(config.parent, read_values(config), model) if config.exists() else {}
 
 
 def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":

@@ -8,19 +8,19 @@ not cover.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 from infer.roofline.devices import Node
-from laneformer.blocks.block import PARTS
+from laneformer.blocks.block import PARTS, Weight
 from laneformer.config import ModelConfig
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import Schedule
 from laneformer.state import values_per_token
-from laneformer.weights import kv_bytes_per_token, module_weights, parameter_count, parameter_table
+from laneformer.weights import kv_bytes_per_token, module_weights, parameter_table
 
 EDGES = "dependent operations"
 EDGES_PER_LAYER = 5  # of models known only by their bytes: q k v, attention, wo; w1 w3, w2
@@ -38,6 +38,21 @@ class Work:
     weights: str = "bfloat16"
     kv: str = "bfloat16"
     context: int = 0
+    packed: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of one weight of each matrix that is in another format, by its path."""
+
+    @property
+    def words(self) -> str:
+        """The precision of the weights, for reports."""
+        if not self.packed:
+            return self.weights
+        bits = ", ".join(f"{8 * size:g}" for size in sorted(set(self.packed.values())))
+        return f"{len(self.packed):,} matrices in {bits} bits as published, the others {self.weights}"
+
+    def bytes_of(self, weights: Mapping[str, Weight]) -> dict[str, float]:
+        """Bytes that one token reads of each weight, by path; without the rows that it looks up."""
+        usual = FORMATS[self.weights].bytes
+        return {path: weight.read * self.packed.get(path, usual) for path, weight in weights.items()}
 
     def __post_init__(self):
         for name, value in (("--precision", self.weights), ("--kv-precision", self.kv)):
@@ -90,10 +105,11 @@ class Token:
 
 def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
     """Bytes that one token reads and writes, by part; the sum is weight_bytes_per_token + kv_bytes_per_token."""
-    weights = parameter_table(config).values()
-    sizes = {part: sum(weight.read for weight in weights if weight.part == part) for part in PARTS}
-    sizes["row of the embedding"] = sum(weight.looked_up for weight in weights)
-    parts = {part: size * FORMATS[work.weights].bytes for part, size in sizes.items() if size}
+    table = parameter_table(config)
+    read = work.bytes_of(table)
+    parts = {part: sum(size for path, size in read.items() if table[path].part == part) for part in PARTS}
+    parts["row of the embedding"] = _looked_up(table, work)
+    parts = {part: size for part, size in parts.items() if size}
     parts[f"keys and values at context {work.context:,}"] = kv_bytes_per_token(
         config, work.context, FORMATS[work.kv].bytes
     )
@@ -104,10 +120,15 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
     """Bytes of each module, attention of layer 0 first; the rest of `bytes_by_part` is read outside the layers."""
     blocks = [options for layer in config.layers for options in layer]
     return [
-        sum(weight.read + weight.looked_up for weight in weights.values()) * FORMATS[work.weights].bytes
+        sum(work.bytes_of(weights).values())
+        + _looked_up(weights, work)
         + values_per_token(options, work.context) * FORMATS[work.kv].bytes
         for options, weights in zip(blocks, module_weights(config), strict=True)
     ]
+
+
+def _looked_up(weights: Mapping[str, Weight], work: Work) -> float:
+    return sum(weight.looked_up for weight in weights.values()) * FORMATS[work.weights].bytes
 
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
@@ -224,4 +245,5 @@ def _launches(node: Node) -> list[Term]:
 
 def weights_in_memory(config: ModelConfig, work: Work) -> float:
     """Bytes of all weights."""
-    return parameter_count(config) * FORMATS[work.weights].bytes
+    usual = FORMATS[work.weights].bytes
+    return sum(weight.size * work.packed.get(path, usual) for path, weight in parameter_table(config).items())

@@ -18,6 +18,7 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 GBs = Annotated[float | None, tyro.conf.arg(metavar="GB/S")]
 Microseconds = Annotated[float | None, tyro.conf.arg(metavar="US")]
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+PUBLISHED = "published"
 Sweep = Literal["layout", "lanes", "delay", "context", "precision"]
 
 
@@ -38,7 +39,7 @@ class Options:
     layers: Integer = None
     """With --gigabytes: number of layers, to count the waits."""
     lanes: Integer = None
-    """Cut a dense checkpoint into this many lanes; the number is fixed for a Laneformer."""
+    """Cut a dense checkpoint, or a recipe of one lane, into this many; the number is fixed for a Laneformer."""
     layout: str = ""
     """Replace the model's layout, as in tp or "dtp(4)"."""
     device: str = "h200"
@@ -59,9 +60,10 @@ class Options:
     """Kernel launches per token; a persistent kernel has none."""
     launch_us: float = 1e6 * LAUNCH
     """Time of one launch, us."""
-    precision: str = "bfloat16"
-    """Precision of the weights: float32, bfloat16, float16, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits), nvfp4 (4.5
-    bits). MoE models have their own mixture.
+    precision: str = PUBLISHED
+    """Precision of the weights: published (quantized matrices of a folder, a recipe or a config.json in their formats,
+    all else bfloat16), or of all: float32, bfloat16, float16, bf12, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits),
+    nvfp4 (4.5 bits). --moe models have their own mixture.
     """
     kv_precision: str = "bfloat16"
     """Precision of keys and values."""
@@ -108,7 +110,7 @@ def check(options: Options, described: ConfigFile | None) -> None:
         raise ConfigError(f"--rate must be above 0, got {options.rate:g}")
     if options.rate is not None and (not models or options.moe == "all"):
         raise ConfigError("--rate needs one model: give CONFIG.json, --checkpoint, --moe NAME or --gigabytes")
-    if options.precision != "bfloat16" and not is_model:
+    if options.precision != PUBLISHED and not is_model:
         raise ConfigError(
             "--precision needs --checkpoint; for MoE models, which have their own mixture, use --sweep precision"
         )

@@ -1,6 +1,7 @@
 """Pictures of the roofline as one PNG, which is marked as projected."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _context_panel(config: ModelConfig, node: Node, work: Work, options: dict) -
     def draw(axes):
         for i, count in enumerate(_device_counts(config, node)):
             there = make_node(**options | {"devices": count})
-            found = [token(config, there, Work(work.weights, work.kv, context)) for context in at]
+            found = [token(config, there, replace(work, context=context)) for context in at]
             axes.plot(
                 at,
                 [t.rate for t in found],

@@ -1,7 +1,7 @@
 """The report of `infer roofline`: tables of the bytes by part, the time by summand and the speeds of each model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infer.roofline import plot, sweeps
@@ -17,7 +17,7 @@ from infer.roofline.model import (
     token_of_bytes,
     weights_in_memory,
 )
-from infer.roofline.options import Options
+from infer.roofline.options import PUBLISHED, Options
 from infer.roofline.published import MODELS_READ, MoeModel
 from infer.roofline.references import MI300X_READ, references, share, share_of_spec
 from infer.roofline.table import PROJECTED, Column, Table
@@ -25,6 +25,7 @@ from laneformer.config import ModelConfig
 
 USUAL_CONTEXT = 1536  # mean context of `infer bench`: a prompt of 512 tokens and 2,048 after it
 USUAL_DEVICES = 8
+USUAL_PRECISION = "bfloat16"
 PLAIN = (
     "plain tensor parallelism: 2 exchanges per layer",
     "operations per layer as in a dense model",
@@ -113,7 +114,7 @@ def _memory(node: Node, size: float | None) -> str:
 def laneformer_assumptions(work: Work) -> tuple[str, ...]:
     """What `token` assumes besides the node."""
     return (
-        f"weights {work.weights}, keys and values {work.kv}",
+        f"weights: {work.words}; keys and values {work.kv}",
         "bytes spread evenly over the devices",
         "nothing is read during waits",
         "exchanges of float32, pushed to every other device",
@@ -204,17 +205,19 @@ class Report:
     assumptions: str = "speeds are examples"
 
 
-def make_report(options: Options, model: ModelConfig | Sequence[MoeModel] | None, name: str) -> Report:
+def make_report(
+    options: Options, model: ModelConfig | Sequence[MoeModel] | None, name: str, packed: Mapping[str, float]
+) -> Report:
     """The report that the options ask for.
 
-    model: the model of --checkpoint or CONFIG.json, those of --moe, or None for --gigabytes and for no model. name: of
-    a ModelConfig.
+    model: the model of --checkpoint or CONFIG.json, those of --moe, or None for --gigabytes and for no model. name,
+    packed (see Work): of a ModelConfig.
     """
     report = Report()
     if options.references:
         report.tables.append(references())
     if isinstance(model, ModelConfig):
-        _report_laneformer(options, report, model, name)
+        _report_laneformer(options, report, model, name, packed)
     elif model is not None:
         _report_moe(options, report, model)
     elif options.gigabytes is not None:
@@ -245,10 +248,15 @@ def _node_options(options: Options, devices: int) -> dict:
     }
 
 
-def _report_laneformer(options: Options, report: Report, config: ModelConfig, name: str) -> None:
+def _report_laneformer(
+    options: Options, report: Report, config: ModelConfig, name: str, packed: Mapping[str, float]
+) -> None:
     """A model that this package runs."""
     context = min(USUAL_CONTEXT, config.max_position_embeddings) if options.context is None else options.context
-    work = Work(options.precision, options.kv_precision, context)
+    published = options.precision == PUBLISHED
+    work = Work(
+        USUAL_PRECISION if published else options.precision, options.kv_precision, context, packed if published else {}
+    )
     limit = DEVICES[options.device].per_node if options.device in DEVICES else config.num_lanes
     most = max(n for n in range(1, min(limit, config.num_lanes) + 1) if config.num_lanes % n == 0)
     described = _node_options(options, most)
@@ -275,7 +283,8 @@ def _report_laneformer(options: Options, report: Report, config: ModelConfig, na
 
 def _report_moe(options: Options, report: Report, models: Sequence[MoeModel]) -> None:
     """Mixture-of-experts models."""
-    work = Work(options.precision, options.kv_precision, USUAL_CONTEXT if options.context is None else options.context)
+    context = USUAL_CONTEXT if options.context is None else options.context
+    work = Work(kv=options.kv_precision, context=context)
     node = make_node(**_node_options(options, USUAL_DEVICES))
     for model in models:
         parts = moe_parts(model, work)

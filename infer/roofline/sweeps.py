@@ -1,6 +1,7 @@
 """Tables of the speed against layout, lanes, delay, context and precision."""
 
 import inspect
+from dataclasses import replace
 
 from infer.roofline.devices import Node, make_node
 from infer.roofline.model import Token, Work, hidden_up_to, module_seconds, token, token_of_bytes
@@ -10,6 +11,7 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS
+from laneformer.weights import parameter_table
 
 TRIED_ARGUMENTS = (2, 0.5, 1, 0)  # for layouts with arguments
 _UNPACKED = "unpacking is free; the quality of the answers is not considered"
@@ -117,14 +119,14 @@ def by_context(config: ModelConfig, node: Node, work: Work) -> Table:
     longest = config.max_position_embeddings
     rows = []
     for context in contexts(longest):
-        found = token(config, node, Work(work.weights, work.kv, context))
+        found = token(config, node, replace(work, context=context))
         rows.append((context, found.bytes / 1e9, *_speed(found)))
     return Table(
         "context",
         f"Speed against context, {node.name}",
         (Column("context", ",d"), Column("GB/token", ",.3f", PROJECTED), *SPEED),
         rows,
-        _assumed(node, f"weights {work.weights}, keys and values {work.kv}, in sliding layers the window's"),
+        _assumed(node, f"weights: {work.words}; keys and values {work.kv}, in sliding layers the window's"),
     )
 
 
@@ -138,11 +140,16 @@ def contexts(longest: int) -> list[int]:
 
 
 def by_precision(config: ModelConfig, node: Node, work: Work) -> Table:
-    """The speed with all weights in each precision; keys and values keep theirs."""
+    """The speed with all weights in each precision, and in the published ones; keys and values keep theirs."""
+    table = parameter_table(config)
+    works = {name: Work(name, work.kv, work.context) for name in sorted(FORMATS, key=lambda n: -FORMATS[n].bytes)}
+    if work.packed:
+        works = {"as published": work} | works
     rows = []
-    for name in sorted(FORMATS, key=lambda name: -FORMATS[name].bytes):
-        found = token(config, node, Work(name, work.kv, work.context))
-        rows.append((name, 8 * FORMATS[name].bytes, found.bytes / 1e9, *_speed(found)))
+    for name, one in works.items():
+        found = token(config, node, one)
+        bits = 8 * sum(one.bytes_of(table).values()) / sum(weight.read for weight in table.values())
+        rows.append((name, bits, found.bytes / 1e9, *_speed(found)))
     return Table(
         "precision",
         f"Speed against precision of the weights, {node.name}",
@@ -182,6 +189,6 @@ def _assumed(node: Node, words: str) -> str:
 
 def _fixed(work: Work) -> str:
     return (
-        f"weights {work.weights}, keys and values {work.kv}, context {work.context:,}; the quality of the answers is"
+        f"weights: {work.words}; keys and values {work.kv}, context {work.context:,}; the quality of the answers is"
         " not considered"
     )

@@ -120,7 +120,7 @@ class Fields:
         """Raises ConfigError for a router that is not a softmax over its logits."""
         for name, known in ROUTERS.items():
             if (value := self.get(name, known[0])) not in known:
-                raise ConfigError(f"{name} = {value!r} is not supported here; experts are chosen with {known[0]!r}")
+                raise ConfigError(f"{name} = {value!r}: only models with {name} = {known[0]!r} are supported")
 
     def unread(self) -> list[str]:
         """Names of fields that have a value, were never asked for, and may matter."""

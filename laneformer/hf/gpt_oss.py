@@ -62,7 +62,7 @@ def more(fields: Fields) -> dict[str, Any]:
         "router_bias": True,
         "expert_bias": True,
         "swiglu_limit": fields.get("swiglu_limit", 7.0),
-        "swiglu_alpha": fields.get("swiglu_alpha", 1.702),
+        "swiglu_alpha": fields.get("swiglu_alpha", ModelConfig.swiglu_alpha),
     }
     if fields.is_null("head_dim"):
         found["head_dim"] = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.files import parse_json, read_file
+from laneformer.formats import FORMATS
 from laneformer.hf.fields import Fields
 
 FP8_METHODS = ("fp8", "finegrained_fp8", "fbgemm_fp8")
@@ -93,6 +94,10 @@ def _compressed(quantization: Fields) -> str:
     )
 
 
+E2M1 = {"mxfp4": "mxfp4", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+"""Packings of such codes -> their format."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How weights are packed."""
@@ -107,6 +112,15 @@ class Scheme:
     """Rows and columns that share a scale."""
     zeros_less_one: bool = False
     """Zero points are stored as one less."""
+    zero_points: bool = False
+    """Whether some are not the usual ones."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one weight with its share of a group's scale, of 16 bits, and zero point."""
+        if self.packing in E2M1:
+            return FORMATS[E2M1[self.packing]].bytes
+        return (self.bits + ((16 + self.bits * self.zero_points) / self.group if self.group else 0)) / 8
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,13 @@ class Schemes:
 
     def of(self, module: str) -> Scheme | None:
         return next((scheme for pattern, scheme in self.rules if pattern == "*" or _matches(pattern, module)), None)
+
+    def bytes(self, names: Mapping[str, str]) -> dict[str, float]:
+        """Bytes of one weight of each matrix that is packed, by path. names: path -> tensor, as in module.weight, or
+        the parameter of all experts.
+        """
+        found = {path: self.of(name.removesuffix(".weight")) for path, name in names.items()}
+        return {path: scheme.bytes for path, scheme in found.items() if scheme is not None}
 
 
 # Beside config.json in older folders: the method, and the names of its fields there -> those of today.
@@ -181,7 +202,13 @@ def _fp8(fields: Fields, method: str) -> Rules:
 def _gptq(fields: Fields, method: str) -> Rules:
     """`dynamic` has regular expressions of modules: "-:" are not packed, "+:" or neither have other settings."""
     version = fields.word("checkpoint_format", "gptq")
-    usual = Scheme("gptq", fields.size("bits", 4), _group(fields), zeros_less_one=version == "gptq")
+    usual = Scheme(
+        "gptq",
+        fields.size("bits", 4),
+        _group(fields),
+        zeros_less_one=version == "gptq",
+        zero_points=not fields.flag("sym", True),
+    )
     if version not in ("gptq", "gptq_v2"):
         usual = Scheme(f"gptq's checkpoint_format {version}")
     rules: Rules = []
@@ -195,7 +222,7 @@ def _gptq(fields: Fields, method: str) -> Rules:
 def _awq(fields: Fields, method: str) -> Rules:
     version, bits = fields.word("version", "gemm").lower(), fields.size("bits", 4)
     packing = "awq" if (version, bits) == ("gemm", 4) else f"awq's version {version} of {bits} bits"
-    return [("*", Scheme(packing, bits, _group(fields)))]
+    return [("*", Scheme(packing, bits, _group(fields), zero_points=fields.flag("zero_point", True)))]
 
 
 def _compressed_tensors(fields: Fields, method: str) -> Rules:
@@ -223,7 +250,8 @@ def _compressed_scheme(weights: Fields, form: str) -> Scheme:
     strategy = weights.word("strategy", "")
     block = _block(weights, "block_structure") if strategy == "block" else None
     grouped = strategy in ("group", "tensor_group", "") and weights.get("group_size") is not None
-    return Scheme(form, bits, _group(weights) if grouped else None, block)
+    symmetric = weights.flag("symmetric", True)
+    return Scheme(form, bits, _group(weights) if grouped else None, block, zero_points=not symmetric)
 
 
 def _mxfp4(fields: Fields, method: str) -> Rules:

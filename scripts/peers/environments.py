@@ -39,6 +39,8 @@ class Engine:
     """Environment variables of the process."""
     quantized: tuple[str, ...] = ()
     """Kinds of quantized weights that it can hold."""
+    experts: bool = False
+    """Whether it runs mixtures of experts."""
 
     def python(self, folder: Path) -> str | None:
         """The interpreter to run the engine with; None if its environment is missing or of other versions."""
@@ -50,7 +52,7 @@ OURS = Engine("laneformer", "scripts.peers.ours")
 PEERS = {
     engine.name: engine
     for engine in (
-        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp", quantized=tuple(QUANTIZED)),
+        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp", quantized=tuple(QUANTIZED), experts=True),
         Engine("torch", "scripts.peers.torch_compiled", "torch", variables=INDUCTOR),
         Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
         Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),

@@ -1,5 +1,5 @@
-"""Writes a dense Llama with random weights, in bfloat16 or quantized, as a GGUF file, version 3, for llama.cpp; needs
-numpy alone.
+"""Writes a dense Llama with random weights, in bfloat16 or quantized, or a mixture of experts like gpt-oss, with its
+experts in mxfp4, as a GGUF file, version 3, for llama.cpp; needs numpy alone.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of weights: src/ggml-common.h and ggml-quants.c there.
 """
@@ -97,8 +97,8 @@ QUANTIZED = {
 
 
 def write(path: Path, shape: Shape, type: Type = BF16) -> None:
-    """type: of the matrices but for the embedding's table, which is bfloat16. Raises ValueError for a shape whose rows
-    are not whole blocks.
+    """type: of the matrices but for the embedding's table, which is bfloat16, and experts, which are mxfp4. Raises
+    ValueError for a shape whose rows are not whole blocks.
     """
     fields, listed = _fields(shape, type), [(*one, type_of(*one, type)) for one in tensors(shape)]
     for name, sizes, stored in listed:
@@ -116,60 +116,74 @@ def write(path: Path, shape: Shape, type: Type = BF16) -> None:
         # GGUF lists the sizes from the innermost on.
         header += _string(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), stored.number, offset)
         offset += _padded(stored.bytes(sizes))
-    ones = np.ones(shape.hidden, np.float32).tobytes()
     normal = 0.02 * np.random.default_rng(0).standard_normal(NORMALS, np.float32)
-    blocks = {stored: stored.pack(normal.reshape(-1, stored.weights)) for stored in (BF16, type)}
+    kinds = dict.fromkeys(stored for *_, stored in listed)
+    blocks = {stored: stored.pack(normal.reshape(-1, stored.weights)) for stored in kinds}
     with path.open("wb") as file:
         file.write(header.ljust(_padded(len(header)), b"\0"))
-        for number, (_, sizes, stored) in enumerate(listed):
-            if stored is F32:
-                file.write(ones)
-            else:  # another offset for each matrix
+        for number, (name, sizes, stored) in enumerate(listed):
+            if name.endswith("norm.weight"):
+                np.ones(sizes, np.float32).tofile(file)
+            else:  # another offset for each
                 np.resize(np.roll(blocks[stored], number * 10_007, 0), stored.bytes(sizes)).tofile(file)
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and sizes [outputs, inputs] of each tensor, in the order of the file."""
+    """Name and sizes [outputs, inputs] of each tensor, of all experts [experts, outputs, inputs], in the order of the
+    file.
+    """
     d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield EMBEDDING, (shape.vocab, d)
     yield "output_norm.weight", (d,)
     if not shape.tied:
         yield "output.weight", (shape.vocab, d)
+    attention = [("attn_q", (q, d)), ("attn_k", (kv, d)), ("attn_v", (kv, d)), ("attn_output", (d, q))]
+    hidden = [("gate", (shape.ff, d)), ("up", (shape.ff, d)), ("down", (d, shape.ff))]
     for n in range(shape.layers):
-        for name, sizes in (
-            ("attn_norm", (d,)),
-            ("attn_q", (q, d)),
-            ("attn_k", (kv, d)),
-            ("attn_v", (kv, d)),
-            ("attn_output", (d, q)),
-            ("ffn_norm", (d,)),
-            ("ffn_gate", (shape.ff, d)),
-            ("ffn_up", (shape.ff, d)),
-            ("ffn_down", (d, shape.ff)),
-        ):
-            yield f"blk.{n}.{name}.weight", sizes
+        layer = [("attn_norm", (d,)), *attention]
+        if shape.experts:
+            layer += [("post_attention_norm", (d,)), ("attn_sinks", (shape.heads,))]
+            biased = [*attention, ("ffn_gate_inp", (shape.experts, d))]
+            experts = [(f"ffn_{name}_exps", (shape.experts, *sizes)) for name, sizes in hidden]
+            layer += [biased[-1], *experts]
+            yield from ((f"blk.{n}.{name}.bias", sizes[:-1]) for name, sizes in (*biased, *experts))
+        else:
+            layer += [("ffn_norm", (d,)), *((f"ffn_{name}", sizes) for name, sizes in hidden)]
+        yield from ((f"blk.{n}.{name}.weight", sizes) for name, sizes in layer)
 
 
 def type_of(name: str, sizes: tuple[int, ...], type: Type) -> Type:
     """The type of a tensor in a file of that type."""
-    return F32 if len(sizes) == 1 else BF16 if name == EMBEDDING else type
+    if "_exps." in name:
+        return QUANTIZED["mxfp4"] if name.endswith("weight") else F32
+    if len(sizes) == 1 or "ffn_gate_inp" in name:
+        return F32
+    return BF16 if name == EMBEDDING else type
 
 
 def facts(shape: Shape, type: Type) -> dict[str, object]:
-    """The quantized weights of a file and their bytes, as our backends count theirs; empty if there are none."""
-    if type is BF16:
+    """The quantized weights that a token reads and their bytes, as our backends count theirs; empty if there are
+    none.
+    """
+    found = [(type_of(*one, type), one[1]) for one in tensors(shape)]
+    found = [(stored, sizes) for stored, sizes in found if stored not in (F32, BF16)]
+    if not found:
         return {}
-    found = [sizes for name, sizes in tensors(shape) if type_of(name, sizes, type) is type]
+
+    def read(count: int, sizes: tuple[int, ...]) -> int:
+        return count * shape.experts_used // shape.experts if len(sizes) == 3 else count
+
     return {
-        "quantized_formats": [type.name],
-        "quantized_weights": sum(map(math.prod, found)),
-        "quantized_bytes": sum(map(type.bytes, found)),
+        "quantized_formats": list(dict.fromkeys(stored.name for stored, _ in found)),
+        "quantized_weights": sum(read(math.prod(sizes), sizes) for _, sizes in found),
+        "quantized_bytes": sum(read(stored.bytes(sizes), sizes) for stored, sizes in found),
     }
 
 
 def _fields(shape: Shape, type: Type) -> dict[str, tuple[int, int | float | str]]:
     """Type and value of each metadata field."""
+    architecture = "gpt-oss" if shape.experts else "llama"
     numbers = {
         "context_length": LONGEST,
         "embedding_length": shape.hidden,
@@ -182,14 +196,21 @@ def _fields(shape: Shape, type: Type) -> dict[str, tuple[int, int | float | str]
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
     }
+    if shape.experts:
+        numbers |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.experts_used,
+            "expert_feed_forward_length": shape.ff,
+            "attention.sliding_window": shape.window,
+        }
     return {
-        "general.architecture": (STRING, "llama"),
+        "general.architecture": (STRING, architecture),
         "general.alignment": (UINT32, ALIGNMENT),
         "general.file_type": (UINT32, type.file),
         "tokenizer.ggml.model": (STRING, "no_vocab"),
-        **{f"llama.{name}": (UINT32, value) for name, value in numbers.items()},
-        "llama.attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
-        "llama.rope.freq_base": (FLOAT32, shape.rope_theta),
+        **{f"{architecture}.{name}": (UINT32, value) for name, value in numbers.items()},
+        f"{architecture}.attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
+        f"{architecture}.rope.freq_base": (FLOAT32, shape.rope_theta),
     }
 
 

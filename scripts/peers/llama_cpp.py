@@ -13,6 +13,11 @@ from scripts.peers import gguf_file
 from scripts.peers.protocol import Task, serve
 
 BATCH = 512  # tokens of a prompt per batch
+ACTIVATIONS = {  # by whether matrices are quantized, and whether there are experts, in mxfp4
+    (False, False): "bfloat16",
+    (False, True): "bfloat16; 8 bits (Q8_0) for mxfp4",
+    (True, False): "8 bits (Q8_0)",
+}
 
 
 class LlamaCpp:
@@ -41,7 +46,7 @@ class LlamaCpp:
             **gguf_file.facts(task.shape, stored),
             "compute": f"as llama.cpp chooses for {stored.name}",
             # ggml-cpu.c: the vec_dot_type of each type
-            "activations": "bfloat16" if stored is gguf_file.BF16 else "8 bits (Q8_0)",
+            "activations": ACTIVATIONS[stored is not gguf_file.BF16, task.shape.experts > 0],
             "kv": "float16",
             "threads": task.threads,
             "load": "not mapped (load mode none)",

@@ -1,5 +1,5 @@
 """Our engine in the same harness, with random weights: the decode kernel with bfloat16 weights, the same weights in
-12 bits (option "bf12") or quantized ones; with option "xla", XLA in float32.
+12 bits (option "bf12") or quantized ones; with option "xla", XLA in float32. The experts of a mixture are as published.
 """
 
 import dataclasses
@@ -10,9 +10,10 @@ import jax
 import jaxlib
 import numpy as np
 
+from configs.models import PackedModel
 from infer.engine.backend import Request
 from infer.engine.cpu import CpuBackend
-from infer.engine.sources import RandomSource, model_config
+from infer.engine.sources import RandomSource, is_recipe, model_config, recipe_model
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
 from laneformer.config import ModelConfig
@@ -25,38 +26,33 @@ DIGITS = {"float32": "23 bits (3 digits)", "bfloat16": "16 bits (2 digits)"}
 
 
 def full_attention(config: ModelConfig) -> ModelConfig:
-    """The same model with full attention in every layer, since the other engines lack sliding windows."""
+    """The same model with full attention in every layer, since the other engines lack sliding windows; those of a
+    mixture of experts stay, since llama.cpp has them there.
+    """
+    if config.num_experts:
+        return config
     return config.replace(sliding_window=None, sliding_window_n_layers=0, unclamped_layers=(), swa_layers=None)
-
-
-class Resuming(CpuBackend):
-    """Computes a prompt once; a next request with the same prompt reuses the cache for all but its last token."""
-
-    _absorbed = b""
-
-    def _absorb(self, prompt: np.ndarray, keys: list, values: list) -> tuple[int, list, list]:
-        known, self._absorbed = self._absorbed == prompt.tobytes(), prompt.tobytes()
-        return len(prompt) - 1 if known else 0, keys, values
 
 
 class Ours:
     def __init__(self, task: Task):
-        config = full_attention(model_config(task.checkpoint))
+        _, format, matrices = packed = shape_model(task.checkpoint)
+        config = full_attention(packed.config)
         if task.option == XLA:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA uses a thread per core
             self._backend = XlaBackend(RandomSource(config, "float32"))
         else:
             weights = BF12 if task.option == BF12 else task.weights
             precision = dataclasses.replace(Precision.default("bfloat16"), compute=task.compute)
-            source = RandomSource(config, "bfloat16", precision=precision)
-            self._backend = Resuming(source, threads=task.threads, weights=weights)
+            source = RandomSource(config, "bfloat16", precision=precision, format=format, matrices=matrices)
+            self._backend = CpuBackend(source, threads=task.threads, weights=weights)
         self._vocab, self._prompts, c = config.vocab_size, 0, self._backend.conditions
         self.conditions = {
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
             "weights": c["weights_dtype"],
             **{name: c[name] for name in FACTS if name in c},
             "compute": c["compute_dtype"],
-            "activations": DIGITS[task.compute] if task.weights in BY_DIGITS else c["compute_dtype"],
+            "activations": _activations(task, format),
             "kv": c["kv_dtype"],
             "threads": c.get("threads", task.threads),
             "load": f"layout {config.layout}, {config.num_lanes} lanes",
@@ -64,18 +60,31 @@ class Ours:
         }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
-        ids = np.random.default_rng(0).integers(0, self._vocab, prompt, np.int32)
+        ids = np.random.default_rng(0).integers(0, self._vocab, prompt, np.int32)  # computed once
         times = []
         for chunk in self._backend.start(Request(ids, tokens, Sampling(), stop_tokens=())):
             times += [time.perf_counter()] * len(chunk.tokens)
         return times
 
     def first(self, prompt: int) -> float:
-        self._prompts += 1  # other ids each time, so that nothing is reused
+        self._prompts += 1  # other ids each time
         ids = np.random.default_rng(self._prompts).integers(0, self._vocab, prompt, np.int32)
         start = time.perf_counter()
-        next(self._backend.start(Request(ids, 1, Sampling(), stop_tokens=())))
+        next(self._backend.start(Request(ids, 1, Sampling(), stop_tokens=(), cache_prompt=False)))
         return time.perf_counter() - start
+
+
+def shape_model(shape: str) -> PackedModel:
+    """The model of a --shape. Raises ConfigError or CheckpointError."""
+    return recipe_model(shape) if is_recipe(shape) else PackedModel(model_config(shape))
+
+
+def _activations(task: Task, format: str | None) -> str:
+    """What they are rounded to."""
+    by_digits = DIGITS[task.compute]
+    if format in BY_DIGITS:
+        return f"{task.compute}; {by_digits} for {format}"
+    return by_digits if task.weights in BY_DIGITS else task.compute
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ LONGEST = 131_072  # context length in the files of models, for any request
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense Llama, which decide its speed with random weights."""
+    """Sizes of a dense Llama, or of a mixture of experts like gpt-oss, which decide its speed with random weights."""
 
     hidden: int
     layers: int
@@ -36,15 +36,23 @@ class Shape:
     kv_heads: int
     head_dim: int
     ff: int
+    """Of the feed-forward module, or of one expert."""
     vocab: int
     tied: bool
     norm_eps: float
     rope_theta: float
+    experts: int = 0
+    """Of each layer, in mxfp4, with sinks, biases and clamped SwiGLU; 0: the model is a dense Llama."""
+    experts_used: int = 0
+    """By one token."""
+    window: int = 0
+    """Of every second layer, from the first on; 0: all layers are full."""
 
     @property
     def name(self) -> str:
         """Name for files of this shape."""
-        sizes = "-".join(f"{name}{value}" for name, value in dataclasses.asdict(self).items() if type(value) is int)
+        given = dataclasses.asdict(self).items()
+        sizes = "-".join(f"{name}{value}" for name, value in given if type(value) is int and value)
         return f"{sizes}{'-tied' if self.tied else ''}"
 
 

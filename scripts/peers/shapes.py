@@ -1,5 +1,6 @@
-"""A shape to compare on besides the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
+"""Shapes to compare on besides the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
 
+from configs.models import EXPERTS, GPT_OSS_20B, PackedModel
 from laneformer.config import ModelConfig
 
 
@@ -17,3 +18,13 @@ def quarter_billion() -> ModelConfig:
         layout="laneformer",
         broadcast_delay=2,
     )
+
+
+def gpt_oss_third() -> PackedModel:
+    """A third of the layers and vocabulary of gpt-oss-20b, so that two engines fit in 24 GB: the shares of attention,
+    experts and head in the bytes of a token are those of the whole model.
+    """
+    config = GPT_OSS_20B.replace(
+        num_hidden_layers=8, swa_layers=tuple(range(0, 8, 2)), vocab_size=GPT_OSS_20B.vocab_size // 3, eos_token_id=()
+    )
+    return PackedModel(config, "mxfp4", EXPERTS)

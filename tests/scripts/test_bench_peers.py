@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from configs.models import PackedModel
 from configs.stdlib import stdlib
 from infer.engine.backend import Request
 from infer.engine.cpu import CpuBackend
@@ -28,7 +29,7 @@ from scripts import bench_peers
 from scripts.peers import environments, gguf_file
 from scripts.peers.environments import Engine
 from scripts.peers.load import quiet
-from scripts.peers.ours import Ours
+from scripts.peers.ours import Ours, full_attention, shape_model
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import XLA, Shape, Task
 
@@ -51,7 +52,18 @@ def small():
     config = tiny()
     model = config.model.replace(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
     return dataclasses.replace(config, model=model, then={})
+def mixture():
+    from configs.models import EXPERTS, GPT_OSS_20B, PackedModel
+    model = GPT_OSS_20B.replace(
+        vocab_size=50, hidden_size=64, moe_intermediate_size=96, num_hidden_layers=2, swa_layers=(0,), num_experts=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, sliding_window=4,
+        eos_token_id=(), max_position_embeddings=64,
+    )
+    return PackedModel(model, "mxfp4", EXPERTS)
+def unpacked():
+    return mixture().config
 """
+MIXTURE = dataclasses.replace(SHAPE, norm_eps=1e-5, rope_theta=150_000.0, experts=8, experts_used=2, window=4)
 # Draws a token every `option` seconds, by its own clock.
 FAKE = """
 import os, time
@@ -264,19 +276,23 @@ def test_engine_that_does_not_answer_is_killed(fakes):
         (["--rounds", "0", "--prompt-rounds", "0"], "leave nothing to measure"),
         (["--context", "5000"], "--context 5000"),
         (["--shape", "nosuch"], "nosuch"),
+        (["--shape", "{recipes}:mixture"], "none of slow can be measured: no mixtures of experts there"),
+        (["--shape", "{recipes}:mixture", "--weights", "int4"], "leave --weights out"),
+        (["--shape", "{recipes}:unpacked"], "choose gpt_oss_20b"),
     ],
 )
 def test_bad_options_are_one_line(fakes, arguments, words, capsys):
-    assert command(fakes, "slow", *arguments) == 2
+    assert command(fakes, "slow", *(word.format(recipes=fakes / "recipes.py") for word in arguments)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert words in line
 
 
 def test_head_per_lane_raises():
-    config = stdlib().model
-    with pytest.raises(ConfigError, match="lm_head_type lane"):
-        bench_peers.dense_shape(config.replace(lm_head_type="lane"), "stdlib")
-    assert bench_peers.dense_shape(config, "stdlib").heads == 8
+    model = PackedModel(stdlib().model)
+    options = bench_peers.Options(folder=Path("peers"), shape="stdlib")
+    with pytest.raises(ConfigError, match=r"--shape stdlib .*lm_head_type lane"):
+        bench_peers.shape_of(model, model.config.replace(lm_head_type="lane"), options)
+    assert bench_peers.shape_of(model, model.config, options).heads == 8
 
 
 def test_links_are_separate_if_threads_read_faster_together():
@@ -325,15 +341,34 @@ def test_our_engine_decodes_with_all_layers_full(small, option, compute, weights
     assert ours.first(8) > 0
 
 
+def test_our_engine_holds_a_mixture_as_published(tmp_path):
+    """Windows and all; a token reads two of eight experts, in 4.25 bits."""
+    (tmp_path / "recipes.py").write_text(RECIPE)
+    name = f"{tmp_path / 'recipes.py'}:mixture"
+    options = bench_peers.Options(folder=tmp_path, shape=name, prompt_rounds=0)
+    assert bench_peers.shape_of(shape_model(name), full_attention(shape_model(name).config), options) == MIXTURE
+    ours = Ours(task(tmp_path, MIXTURE, checkpoint=name))
+    assert ours._backend.source.config.layer_windows == (4, None)
+    assert ours.conditions["activations"] == "float32; 23 bits (3 digits) for mxfp4"
+    theirs = gguf_file.facts(MIXTURE, gguf_file.BF16)
+    assert (theirs["quantized_formats"], theirs["quantized_weights"]) == (
+        ["MXFP4"],
+        ours.conditions["quantized_weights"],
+    )
+    assert theirs["quantized_bytes"] == 2 * 2 * 3 * 64 * 96 * 4.25 / 8
+    assert len(ours.decode(8, 5)) == 5
+
+
 def test_prompt_is_computed_once(small):
-    resuming = Ours(small)._backend
-    request = Request(np.arange(9, dtype=np.int32), 6, Sampling(), ())
+    ours = Ours(small)._backend
+    request = Request(np.arange(40, dtype=np.int32), 6, Sampling(), ())
 
     def drawn(backend):
-        return [pair for chunk in backend.start(request) for pair in zip(chunk.tokens, chunk.logprobs, strict=True)]
+        chunks = list(backend.start(request))
+        return chunks[0].cached, [pair for c in chunks for pair in zip(c.tokens, c.logprobs, strict=True)]
 
-    assert drawn(CpuBackend(resuming.source, threads=small.threads)) == drawn(resuming) == drawn(resuming)
-    assert resuming._absorb(request.prompt, [], [])[0] == 8 and resuming._absorb(request.prompt + 1, [], [])[0] == 0
+    (anew, wanted), first, again = drawn(CpuBackend(ours.source, threads=small.threads)), drawn(ours), drawn(ours)
+    assert (anew, *first) == (0, 0, wanted) and again == (39, wanted)
 
 
 # Of the types of tensors: a block and its weights, after ggml-common.h.
@@ -421,6 +456,30 @@ def test_the_gguf_file_has_the_model(tmp_path, tied, kind):
     starts = {m.tobytes()[:64] for m in matrices}
     assert len(starts) == len(matrices), "no two are equal"
     assert read.end <= len(read.data) < read.end + 32
+
+
+def test_the_gguf_file_has_the_experts(tmp_path):
+    gguf_file.write(tmp_path / "m.gguf", MIXTURE)
+    read = Reader(tmp_path / "m.gguf")
+    named = {name.removeprefix("blk.1."): t.shape for name, t in read.tensors.items() if name.startswith("blk.1.")}
+    hidden, columns, experts = 64, 96, 8
+    rows = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": hidden}
+    assert named == {
+        **{f"{name}.weight": (count, 64) for name, count in rows.items()},
+        **{f"{name}.bias": (count,) for name, count in rows.items()},
+        **{f"{name}.weight": (hidden,) for name in ("attn_norm", "post_attention_norm")},
+        **{"attn_sinks.weight": (4,), "ffn_gate_inp.weight": (experts, hidden), "ffn_gate_inp.bias": (experts,)},
+        **{f"ffn_{name}_exps.weight": (experts, columns, hidden) for name in ("gate", "up")},
+        **{f"ffn_{name}_exps.bias": (experts, columns) for name in ("gate", "up")},
+        **{"ffn_down_exps.weight": (experts, hidden, columns), "ffn_down_exps.bias": (experts, hidden)},
+    }
+    assert read.bytes[39] == 2 * 3 * experts * hidden * columns * 4.25 / 8
+    assert read.bytes[30] == 2 * (2 * hidden * (2 * 64 + 2 * 32) + 2 * 50 * hidden)
+    found = {name: read.fields[f"gpt-oss.{name}"] for name in ("expert_count", "expert_used_count")}
+    assert found == {"expert_count": 8, "expert_used_count": 2}
+    assert read.fields["gpt-oss.attention.sliding_window"] == 4
+    assert read.fields["gpt-oss.expert_feed_forward_length"] == columns
+    assert 0.015 < read.tensors["blk.0.ffn_up_exps.weight"].std() < 0.025
 
 
 @pytest.mark.parametrize("kind", gguf_file.QUANTIZED)

@@ -107,7 +107,7 @@ def test_affinity_misses_less_and_follows_the_seed(tmp_path, capsys, converted):
     ("source", "options", "message"),
     [
         ("nowhere", ("--lanes", "4"), "is not a folder"),
-        (DENSE / "qwen3", ("--lanes", "3"), "num_lanes"),
+        (DENSE / "qwen3", ("--lanes", "3"), "--lanes 3 does not divide num_key_value_heads"),
         (DENSE / "qwen3", ("--lanes", "1"), "--lanes must be at least 2, got 1"),
         (DENSE / "qwen3", ("--lanes", "4", "--layout", "tp"), "layout tp"),
         (DENSE / "qwen3", ("--lanes", "4", "--layout", "dtq"), "'dtq'"),
@@ -205,16 +205,26 @@ def test_late_pairs_match_the_schedule():
         assert late_pairs(make_schedule(config.replace(layout=layout))) == late, layout
 
 
-def test_models_with_norms_after_their_modules_are_refused():
+@pytest.mark.parametrize(
+    ("changes", "lanes", "words"),
+    [
+        ({"norm_after": "sum"}, 2, "norm_after = 'sum'"),
+        ({"num_experts": 4}, 2, "num_experts = 4.*layout tp instead"),
+        ({"attention_sinks": True}, 2, "attention_sinks = True"),
+        ({"out_bias": True}, 2, "out_bias = True"),
+        ({}, 4, "--lanes 4 does not divide num_key_value_heads = 2"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(changes, lanes, words):
     dense = laneformer.ModelConfig(
         vocab_size=8,
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
         layout="tp",
-        norm_after="sum",
+        **changes,
     )
-    with pytest.raises(laneformer.ConfigError, match="norm_after = 'sum'"):
-        lane_config(dense, Options(source=Path("dense"), target=Path("lanes"), lanes=2))
+    with pytest.raises(laneformer.ConfigError, match=words):
+        lane_config(dense, Options(source=Path("dense"), target=Path("lanes"), lanes=lanes))

@@ -124,6 +124,26 @@ def test_dense_model_with_measured_figures(tmp_path, capsys):
     assert "4 exchanges of 7.00 us, 4 exposed landings" in capsys.readouterr().out
 
 
+def test_quantized_folder_and_recipe_are_counted_as_published(tmp_path, capsys):
+    quantized = QWEN | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    matrices = 2 * (3 * 1024 + 3 * 2048)
+    rest = 2 * (2 * (64 + 16) + 32 + 48 * 32 + 32) + 2 * 64
+    for arguments in (["--checkpoint", str(tmp_path)], [str(tmp_path)]):
+        for precision, size in ((), 1), (("--precision", "bfloat16"), 2):
+            assert main(["roofline", *arguments, "--context", "0", *precision]) == 0
+            assert f"together {'':25}{(size * matrices + rest) / 1e9:.4f}" in re.sub(
+                r"together +", f"together {'':25}", capsys.readouterr().out
+            )
+    # 5.1 billion weights of 24 layers a token, by hand: attention, router and head in 2 bytes, 4 experts in 4.25 bits.
+    assert main(["roofline", "--checkpoint", "gpt_oss_20b", "--lanes", "2", "--context", "0"]) == 0
+    attention, experts = 2 * 24 * 2880 * (64 * (64 + 8 + 8 + 64) + 32), 24 * 4 * 3 * 2880 * 2880 * 4.25 / 8
+    out = capsys.readouterr().out
+    [found] = re.findall(r"together +([\d.]+) ", out)[:1]
+    assert float(found) == pytest.approx((attention + experts + 2 * 201_088 * 2880) / 1e9, rel=1e-3)
+    assert "72 matrices in 4.25 bits as published" in out and "2 lanes" in out
+
+
 def test_moe_models_are_reported(tmp_path, capsys):
     picture = tmp_path / "moe.png"
     assert (
@@ -242,6 +262,7 @@ def test_bytes_references_and_agent_need_no_model(tmp_path, capsys):
         (["--checkpoint", "{folder}", "--layout", "dtp"], "write dtp(delta)"),
         (["--checkpoint", "{folder}", "--devices", "3"], "4 lanes spread over 1, 2, 4"),
         (["--checkpoint", "{folder}", "--lanes", "2"], "trained with 4 lanes"),
+        (["--checkpoint", "stdlib", "--lanes", "2"], "stdlib has 8 lanes"),
         (["--checkpoint", "{folder}", "--kv-precision", "fp2"], "fp2"),
         (["--checkpoint", "{folder}", "--kv-precision", "bf12"], "a format of weights"),
         (["--checkpoint", "{folder}", "--context", "65"], "longest context is 64"),

@@ -15,6 +15,7 @@ from infer.roofline.model import (
     token,
     token_of_bytes,
     waits,
+    weights_in_memory,
 )
 from infer.roofline.references import references, share, share_of_spec
 from infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_precision, layouts_of
@@ -22,7 +23,7 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import LAYOUTS, _schedule, make_schedule
-from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token, parameter_table, weight_bytes_per_token
 
 # The published 2B, whose sums are in docs/roofline.md.
 LARGE = ModelConfig(
@@ -214,6 +215,24 @@ def test_context_slows_and_fewer_bits_speed_up():
     rates, bits = column(table, "tok/s"), column(table, "bits")
     assert bits == sorted(bits, reverse=True) and rates == sorted(rates)
     assert column(table, "weights")[0] == "float32" and rates[0] < rates[1] < rates[-1]
+
+
+def test_quantized_matrices_have_their_own_bytes():
+    """A model in which two matrices of one layer are packed, against the same in 16 bits."""
+    table, packed = parameter_table(SMALL), {"layers.1.attention.wq": 1.0, "layers.3.feed_forward.w2": 4.25 / 8}
+    usual, mixed = Work(context=20), Work(context=20, packed=packed)
+    saved = sum(table[path].read * (2 - size) for path, size in packed.items())
+    before, after = (bytes_by_part(SMALL, work) for work in (usual, mixed))
+    assert (
+        sum(before.values()) - sum(after.values())
+        == saved
+        == weights_in_memory(SMALL, usual) - weights_in_memory(SMALL, mixed)
+    )
+    pairs = zip(module_bytes(SMALL, usual), module_bytes(SMALL, mixed), strict=True)
+    assert [n for n, (a, b) in enumerate(pairs) if a != b] == [2, 7]
+    found = by_precision(SMALL, bare(), mixed)
+    assert column(found, "weights")[:2] == ["as published", "float32"] and 15 < column(found, "bits")[0] < 16
+    assert mixed.words == "2 matrices in 4.25, 8 bits as published, the others bfloat16"
 
 
 def test_lanes_raise_the_ceiling_in_proportion():
