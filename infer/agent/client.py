@@ -29,6 +29,8 @@ class Reply:
     finish_reason: str | None
     prompt_tokens: int | None
     """None if the server does not report it."""
+    cached: int | None
+    """Tokens of the prompt that the server did not compute, as it reports."""
     tokens: int | None
     first: float
     """Time from sending the request to the first text, without the server's queue if that is reported."""
@@ -71,6 +73,9 @@ class Model:
         described = known[self.name].model_extra or {} if known else {}
         self.conditions: dict[str, Any] | None = described.get("conditions")
         """Conditions of the engine, as our server reports them; None for other servers."""
+        context = described.get("max_model_len")
+        self.context: int | None = context if isinstance(context, int) else None
+        """Tokens of prompt and answer together, as our server and vLLM report."""
         self.mode: Mode = mode if mode != "auto" else "completion" if described.get("chat") is False else "chat"
 
     def ask(
@@ -118,6 +123,7 @@ class Model:
             "".join(pieces),
             reason,
             usage and usage.prompt_tokens,
+            usage and usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens,
             usage and usage.completion_tokens,
             first - began - queue,
             last - first,

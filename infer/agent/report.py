@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from infer.agent.client import Model
-from infer.agent.loop import FIRST, TESTS, WAITING, Run, Turn
 from infer.agent.task import Task
+from infer.agent.turns import FIRST, TESTS, WAITING, Run, Turn
 from infer.roofline.agent import AgentTask, agent_table, usual_rates
 from infer.roofline.table import MEASURED, Column, Table
 
@@ -24,8 +24,9 @@ def turn_line(turn: Turn, max_turns: int) -> str:
         tokens += f", {(reply.tokens - 1) / reply.decode:,.0f} tok/s"
     queue = f"queue {reply.queue:.2f} s, " if reply.queue >= 0.005 else ""
     cut = ", cut off at --max-new-tokens" if reply.finish_reason == "length" else ""
-    times = f"{queue}first token {1000 * reply.first:,.0f} ms, decode {reply.decode:.2f} s, tests {turn.tests:.2f} s"
-    return f"turn {turn.number}/{max_turns}: {result}; {tokens}, {times}{cut}"
+    prompt = f" ({reply.cached:,} of {reply.prompt_tokens:,} tokens cached)" if reply.cached else ""
+    times = f"first token {1000 * reply.first:,.0f} ms{prompt}, decode {reply.decode:.2f} s, tests {turn.tests:.2f} s"
+    return f"turn {turn.number}/{max_turns}: {result}; {tokens}, {queue}{times}{cut}"
 
 
 def split_table(run: Run, conditions: dict[str, Any]) -> Table:
@@ -39,6 +40,9 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
     count = "an unknown number of" if run.tokens is None else f"{run.tokens:,}"
     speed = "" if run.rate is None else f", {run.rate:,.0f} tok/s while decoding"
     title = f"{run.task.name}: {run.verdict} after {len(run.turns)} turns, {count} tokens{speed}"
+    prompts = "unknown" if run.prompt_tokens is None else f"{run.prompt_tokens:,} tokens"
+    if run.cached_tokens is not None:
+        prompts += f", {run.cached_tokens:,} of them from the server's cache"
     sampling = f"{conditions['mode']}, temperature {conditions['options']['temperature']:g}"
     return Table(
         "split",
@@ -46,7 +50,8 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
         columns,
         [*rows, ("together", run.wall, 100.0)],
         f"measured at the client of {conditions['base_url']}, model {conditions['model']}{engine}; {sampling}, "
-        f"sandbox {conditions['sandbox']['level']}; tokens as the server counts them; "
+        f"sandbox {conditions['sandbox']['level']}; history {conditions['history']}, prompts {prompts}; tokens as the"
+        " server counts them; "
         "waiting: the server's queue if it reports that, connections, files",
     )
 
@@ -94,6 +99,8 @@ def record(run: Run, described: dict[str, Any], task: Task) -> dict[str, Any]:
         "wall": run.wall,
         "split": run.split,
         "tokens": run.tokens,
+        "prompt_tokens": run.prompt_tokens,
+        "cached_tokens": run.cached_tokens,
         "tokens_per_second": run.rate,
         "turns": [asdict(turn) for turn in run.turns],
         "projected": projected.record() if projected else None,

@@ -30,6 +30,15 @@ LARGEST_READ = 4 << 30  # bytes; far larger than any cache, and leaves room for 
 MULTIPLY_ADDS = 1 << 28  # of each thread in a pass: some milliseconds
 
 
+class Text(NamedTuple):
+    """A known text that is measured: the answer is forced to it, whatever the model draws."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    source: str
+    """Where it is from, for records."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured: a size of request and a number of runs."""
@@ -41,6 +50,8 @@ class Case:
     sampling: Sampling = Sampling()  # noqa: RUF009  frozen
     tokens_per_dispatch: int | None = None
     """Tokens per dispatch; None for the engine's choice."""
+    text: Text | None = None
+    """Instead of random prompts and of what the model draws."""
 
     def check(self, context: int) -> None:
         """Raises ConfigError for a value outside its range, and if the request exceeds the model's context."""
@@ -55,8 +66,17 @@ class Case:
                 f" {context}: choose a smaller --context or --output-tokens"
             )
 
+    @property
+    def prompts(self) -> str:
+        """What the prompts are, for records."""
+        return f"random token ids, seed {self.sampling.seed}" if self.text is None else self.text.source
+
     def prompt(self, number: int, vocabulary: int) -> np.ndarray:
-        """Random ids for a run, int32 [prompt_tokens]; a function of the sampling's seed and the run's number."""
+        """Ids for a run, int32 [prompt_tokens]: of the text, or random ones, a function of the sampling's seed and the
+        run's number.
+        """
+        if self.text is not None:
+            return np.array(self.text.prompt, np.int32)
         return np.random.default_rng([self.sampling.seed, number]).integers(0, vocabulary, self.prompt_tokens, np.int32)
 
 
@@ -88,12 +108,15 @@ class Run:
     """Time at which the kernel drew each token, from the first one, float64 [tokens]; None if unknown."""
     speeds: Speeds = Speeds()  # noqa: RUF009  a tuple
     """Of the machine around the run."""
+    drafting: custom_calls.Drafting | None = None
+    """Passes and their drafts; None on backends without drafts."""
 
     @classmethod
     def of(cls, result: Result, drawn: np.ndarray | None, speeds: Speeds) -> "Run":
         counts = np.array(result.tokens_per_dispatch)
         arrivals = np.array(result.token_times)[np.cumsum(counts) - 1]
-        return cls(result.tokens, arrivals, counts, None if drawn is None else drawn - drawn[0], speeds)
+        since_first = None if drawn is None else drawn - drawn[0]
+        return cls(result.tokens, arrivals, counts, since_first, speeds, result.drafting)
 
     @property
     def seconds(self) -> float:
@@ -166,6 +189,7 @@ def _run(engine: Engine, case: Case, number: int, machine: "Machine | None") -> 
         sampling=case.sampling,
         stop_tokens=(),
         tokens_per_dispatch=case.tokens_per_dispatch,
+        forced=() if case.text is None else case.text.answer,
     ).result
     after = machine.speeds() if machine else Speeds()
     drawn = None if engine.session is None else engine.session.drawn(0, len(result.tokens)).times

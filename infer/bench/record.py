@@ -88,14 +88,14 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         },
         "batch_size": 1,
         "concurrency": 1,
-        "speculative": False,
+        "speculative": bool(facts.get("speculation")),
         "quantized": "quantized_formats" in facts,
         "pruned": False,
         "prompt_tokens": case.prompt_tokens,
         "output_tokens": case.output_tokens,
         "context_mean": latency.mean_context(case),
         "sliding_window": config.sliding_window if any(config.layer_windows) else None,
-        "prompts": f"random token ids, seed {case.sampling.seed}",
+        "prompts": case.prompts,
         "sampling": asdict(case.sampling),
         "ignore_eos": True,
         "parallelism": {
@@ -140,6 +140,7 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
     )
     prompt_rates = [case.prompt_tokens / run.arrivals[0] for run in runs]
     rates, totals = [run.rate for run in runs], [run.seconds for run in runs]
+    reading = [] if engine.conditions.get("speculation") else runs  # runs that read all of this for each token
     gaps = [gaps for run in runs if (gaps := run.gaps) is not None]
     peaks = [found for run in runs if (found := latency.peak(run.arrivals, run.counts)) is not None]
     peak, peak_tokens = max(peaks, default=(None, None))
@@ -182,13 +183,13 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
             "peak_spec": (
                 None
                 if bandwidth_spec is None
-                else latency.share([num_bytes * rate / (devices * bandwidth_spec) for rate in rates])
+                else latency.share([num_bytes * run.rate / (devices * bandwidth_spec) for run in reading])
             ),
             "effective": latency.share(
-                [num_bytes * run.rate / run.speeds.bandwidth for run in runs if run.speeds.bandwidth is not None]
+                [num_bytes * run.rate / run.speeds.bandwidth for run in reading if run.speeds.bandwidth is not None]
             ),
             "read_pass": latency.share(
-                [run.speeds.read_pass * run.rate for run in runs if run.speeds.read_pass is not None]
+                [run.speeds.read_pass * run.rate for run in reading if run.speeds.read_pass is not None]
             ),
             "bytes_per_token": num_bytes,
         },
@@ -218,13 +219,21 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
     notes = []
     if random_weights:
         notes.append("random weights: the speeds are those of the architecture, and the text is meaningless")
+    if most := measured.engine.conditions.get("speculation"):
+        counts = [run.drafting for run in measured.runs]
+        passes, drafted = sum(count.passes for count in counts), sum(count.drafted for count in counts)
+        notes.append(
+            f"speculative decoding, up to {most} drafts a pass: {len(counts) * (case.output_tokens - 1) / passes:.2f}"
+            f" tokens per pass, {sum(sum(count.accepted) for count in counts)} of {drafted} drafts right;"
+            f" prompt {case.prompts}"
+        )
     if case.output_tokens < SUSTAINED:
         notes.append(
             f"{case.output_tokens} output tokens: fewer than the {SUSTAINED:,} from which a rate counts as sustained"
         )
     if measured.machine.unavailable:
         notes.append(f"no effective bandwidth and arithmetic peak: {measured.machine.unavailable}")
-    if session is not None:
+    if session is not None and not most:
         notes.append(
             "mbu.read_pass: time in which the workers only read one token's weights, over the time of a token; without"
             " keys and values"

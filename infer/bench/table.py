@@ -135,6 +135,7 @@ def condition_line(record: dict) -> str:
         f" {precision['kv_cache']}",
         f"batch {c['batch_size']}, mean context {c['context_mean']:,.0f}",
         "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']}",
+        *(["speculative decoding, a forced text"] if c["speculative"] else []),
         f"{hardware['count']} x {hardware['device']}"
         + (f", {threads} threads" if (threads := c["engine"].get("threads")) else ""),
         (

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infer.agent.client import Model, OwnServer
-from infer.agent.loop import Run, Turn, Workspace, check_start, solve
+from infer.agent.conversation import History
+from infer.agent.loop import check_start, solve
 from infer.agent.report import conditions, projection, record, split_table, turn_line
 from infer.agent.task import Task, load_task
+from infer.agent.turns import Run, Turn, Workspace
 from infer.engine.options import EngineOptions, Integer
 from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError
@@ -46,6 +48,10 @@ class Options:
     """Instead of --base-url: start `infer serve` with --checkpoint and these options."""
     mode: Literal["auto", "chat", "completion"] = "auto"
     """chat: ask in messages. completion: continue a text. auto: chat, unless our server reports no chat template."""
+    history: History = "auto"
+    """Earlier turns in a prompt. last: the last answer and its failure. whole: all turns while they fit the context, so
+    that each prompt continues the one before. auto: whole if the server reports that it keeps prompts, else last.
+    """
     max_turns: int = 6
     """Maximum number of rounds of writing and testing."""
     max_new_tokens: int = 1024
@@ -136,7 +142,13 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
     asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
     asked |= {} if options.seed is None else {"seed": options.seed}
     described = conditions(
-        model, judge.report, judge.sandbox.report, asked, max_turns=options.max_turns, test_seconds=options.test_seconds
+        model,
+        judge.report,
+        judge.sandbox.report,
+        asked,
+        history=options.history,
+        max_turns=options.max_turns,
+        test_seconds=options.test_seconds,
     )
     found, path = Run(task), options.json or folder / "record.json"
     print(f"{task.name}: {model.name} at {model.base_url}, {model.mode}", file=sys.stderr)
@@ -165,6 +177,7 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
                 judge,
                 max_turns=options.max_turns,
                 test_seconds=options.test_seconds,
+                history=options.history,
                 options=asked,
                 progress=live.show,
                 report=report,

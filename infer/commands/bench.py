@@ -13,13 +13,15 @@ import tyro
 from custom_calls.trace import spans_needed, write_perfetto
 from infer.bench import record as bench_record
 from infer.bench import table as bench_table
-from infer.bench.latency import Case, Measured, measure
+from infer.bench.latency import Case, Measured, Text, measure
 from infer.engine.engine import Engine
 from infer.engine.job import is_first_process, open_engine, show_log, take_devices
 from infer.engine.options import Integer, JobEngineOptions
 from infer.engine.sources import is_recipe, model_config
 from infer.sampling import Sampling
-from laneformer.errors import ConfigError
+from infer.text.tokenizer import Tokenizer
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError, InputError
 
 USUAL_OUTPUT = 2048
 TRACED = 32  # tokens of the traced run
@@ -39,6 +41,12 @@ class Options:
     """Measure a recipe's model under each of these layouts in turn, with the same weights, as in tp 'dtp(2)' none."""
     context: str = "512"
     """Prompt lengths, tokens, as in 128,512,4096; one record each."""
+    text: File = None
+    """Force every answer to this text, as if the model wrote it: what drafts of backend cpu are worth on it."""
+    prompt_file: File = None
+    """With --text: file with the prompt, instead of random ones."""
+    tokenizer: File = None
+    """With --text: tokenizer.json of a recipe's model."""
     output_tokens: Integer = None
     """Tokens to generate in each run; by default 2048, or what the model's context has room for."""
     runs: int = 10
@@ -68,7 +76,7 @@ def run(options: Options) -> int:
         return 0
     check(options)
     take_devices(options.engine)
-    wanted = cases(options, model_config(options.engine.checkpoint, options.engine.lanes).max_position_embeddings)
+    wanted = cases(options, model_config(options.engine.checkpoint, options.engine.lanes))
     engines = open_engines(options)
     records, measured = [], []
     for case in wanted:
@@ -110,6 +118,7 @@ def check(options: Options) -> None:
     threads = options.engine.threads
     if threads is not None and options.compare and "cpu" not in names:
         raise ConfigError(f"--threads {threads} needs backend cpu: add it to --compare")
+    check_text(options)
     if options.trace and set(names) == {"xla"}:
         raise ConfigError("--trace needs a native backend: backend xla records no spans")
     if options.json and options.json.suffix != ".json":
@@ -118,13 +127,52 @@ def check(options: Options) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
+def check_text(options: Options) -> None:
+    """Raises ConfigError unless there is a text where there must be one."""
+    if (options.text is None) != (options.prompt_file is None):
+        raise ConfigError("give --text and --prompt-file together: an answer and its prompt")
+    if options.text is None and options.engine.draft_max:
+        raise ConfigError("--draft-max needs --text and --prompt-file: random prompts have nothing to copy")
+    if options.text is not None and is_recipe(options.engine.checkpoint) != (options.tokenizer is not None):
+        raise ConfigError("--text needs --tokenizer with a recipe, and the checkpoint's own with a checkpoint")
+
+
 def backends(options: Options) -> list[str]:
     """The backends to measure, by name."""
     return options.compare.split(",") if options.compare else [options.engine.backend]
 
 
-def cases(options: Options, context: int) -> list[Case]:
-    """One case for each prompt length. Raises ConfigError if one does not fit the model's context."""
+def read_text(options: Options, config: ModelConfig) -> Text:
+    """The text to measure. Raises InputError for a file that is not UTF-8."""
+    if options.tokenizer is None:
+        tokenizer = Tokenizer.find(options.engine.checkpoint, config.bos_token_id)
+    else:
+        tokenizer = Tokenizer(options.tokenizer)
+    if tokenizer is None:
+        raise ConfigError(f"--text needs a tokenizer.json beside the checkpoint {options.engine.checkpoint}")
+    texts = []
+    for path in (options.prompt_file, options.text):
+        try:
+            texts.append(tokenizer.encode(path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is not UTF-8 text: convert it") from None
+    prompt, answer = texts
+    answer = answer[tokenizer.bos_token_id is not None :]
+    return Text(tuple(prompt), tuple(answer), f"{options.prompt_file}, answers forced to {options.text}")
+
+
+def cases(options: Options, config: ModelConfig) -> list[Case]:
+    """One case for each prompt length, or one for a text. Raises ConfigError if one does not fit the model's
+    context.
+    """
+    context = config.max_position_embeddings
+    if options.text is not None:
+        text = read_text(options, config)
+        output = len(text.answer) if options.output_tokens is None else min(options.output_tokens, len(text.answer))
+        sizes = (len(text.prompt), output, options.runs, options.warmup_runs)
+        made = Case(*sizes, options.sampling, options.tokens_per_dispatch, text)
+        made.check(context)
+        return [made]
     try:
         prompts = [int(word) for word in options.context.split(",")]
     except ValueError:
@@ -153,7 +201,8 @@ def open_engines(options: Options) -> list[Engine]:
             if weights != ways[0]:
                 continue
             engine = dataclasses.replace(engine, threads=None, weights=None if name == "xla" else engine.weights)
-        made.append(open_engine(engine, layout))
+            engine = dataclasses.replace(engine, draft_max=0)
+        made.append(open_engine(engine, layout, prefix_cache=0))  # each prompt is computed
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")
     return made

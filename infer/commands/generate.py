@@ -146,12 +146,14 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     return (
         f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | {c['model']}:"
         f" {c['parameters']:,} parameters, weights {weights}; backend {c['backend']}{threads}, {c['devices']} x"
-        f" {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, context {c['context']}; {sampling}"
+        f" {c['device']}; batch 1, prompt {result.prompt_tokens} tokens, context {c['context']};"
+        f" {drafts(engine, result)}; {sampling}"
     )
 
 
 def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
-    """Bytes read per token at the answer's mean context, and the time of only reading them over the time per token.
+    """Bytes read per pass at the answer's mean context, and the time of only reading them over the time per pass, which
+    is a token unless drafts were right.
 
     The reading time is measured now, on native backends; a share below 1 shows time that is not spent streaming. None
     without a rate.
@@ -166,7 +168,7 @@ def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None
     passes = [engine.session.read_pass()]
     while len(passes) < 3 or sum(passes) < 0.1:  # more passes if they are short
         passes.append(engine.session.read_pass())
-    return total, total / weights * min(passes) / result.time_per_token
+    return total, total / weights * min(passes) / (result.time_per_token * result.tokens_per_pass)
 
 
 def _reading(engine: Engine, result: Result) -> str:
@@ -174,7 +176,20 @@ def _reading(engine: Engine, result: Result) -> str:
         return ""
     num_bytes, share = read
     bound = "" if share is None else f", {share:.0%} of what its threads can read"
-    return f" ({num_bytes / 1e6:,.1f} MB per token, {num_bytes / result.time_per_token / 1e9:.1f} GB/s{bound})"
+    unit, seconds = "token", result.time_per_token
+    if result.tokens_per_pass > 1:
+        unit, seconds = "pass", result.time_per_token * result.tokens_per_pass
+    return f" ({num_bytes / 1e6:,.1f} MB per {unit}, {num_bytes / seconds / 1e9:.1f} GB/s{bound})"
+
+
+def drafts(engine: Engine, result: Result) -> str:
+    """What drafts were worth."""
+    if not engine.conditions.get("speculation"):
+        return "no speculative decoding"
+    return (
+        f"{result.tokens_per_pass:.2f} tokens per pass, {sum(result.drafting.accepted)} of"
+        f" {result.drafting.drafted} drafts right"
+    )
 
 
 def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
@@ -182,6 +197,8 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
     num_bytes, share = reading(engine, result) or (None, None)
     return {
         **dataclasses.asdict(result),
+        "drafting": None if result.drafting is None else result.drafting._asdict(),
+        "tokens_per_pass": result.tokens_per_pass,
         "bytes_per_token": num_bytes,
         "share_of_read_speed": share,
         "conditions": {

@@ -8,7 +8,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -52,6 +52,10 @@ class Options:
     """Minimum time between two events of a stream, ms; longer times give fewer and larger events."""
     tokens_per_dispatch: Integer = None
     """Tokens after which a disconnected client is noticed; by default the engine's choice."""
+    prefix_cache: bool = True
+    """Keep the last conversation for prompts that go on from it, on a backend that can; answers stay the same."""
+    prefix_slots: Integer = None
+    """How many conversations to keep, each with its own caches; by default 1."""
 
 
 def run(options: Options) -> int:
@@ -69,8 +73,9 @@ def run(options: Options) -> int:
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)
+    model = ServedModel(options.engine, options.chat_template, backend_options(options))
     if options.engine.distributed and not _is_first():
-        follow(options.engine)
+        follow(model)
         return 0
     key = read_key(options)
     if key is None and not is_loopback(options.host) and not options.insecure:
@@ -82,7 +87,6 @@ def run(options: Options) -> int:
     logging.getLogger("infer").setLevel(logging.INFO)
     metrics = Metrics()
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
-    model = ServedModel(options.engine, options.chat_template)
     engine = EngineProcess(model, limits, metrics, end=lambda: setattr(server, "should_exit", True))
     name = options.model_name or Path(options.engine.checkpoint.rsplit(":", 1)[-1]).absolute().name
 
@@ -120,6 +124,12 @@ def run(options: Options) -> int:
     return 0
 
 
+def backend_options(options: Options) -> dict[str, Any]:
+    """Options of the backend that only a server has; those that are left out are the backend's to choose."""
+    slots = options.prefix_slots if options.prefix_cache else 0
+    return {} if slots is None else {"prefix_cache": slots}
+
+
 def _is_first() -> bool:
     """Whether this process of the job is the one that listens."""
     from laneformer.processes import job_index  # imports JAX, which the web process does not need
@@ -137,6 +147,7 @@ def check(options: Options) -> None:
         ("connections_per_address", 1),
         ("stream_interval_ms", 0),
         ("tokens_per_dispatch", 1),
+        ("prefix_slots", 1),
     ):
         value = getattr(options, name)
         if value is not None and not value >= least:

@@ -195,6 +195,8 @@ class EngineProcess:
             call.logprobs,
             self.limits.tokens_per_dispatch,
             call.chat,
+            call.cache_prompt,
+            call.cache_salt,
         )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()
@@ -303,16 +305,16 @@ class EngineProcess:
             if isinstance(end, End):
                 self._metrics.success.labels(end.reason).inc()
                 self._metrics.prompt_tokens.inc(len(job.ids))
+                if job.call.cache_prompt and self.facts["conditions"]["prefix_cache"]:
+                    self._metrics.prefix_queries.inc(len(job.ids))
+                    self._metrics.prefix_hits.inc(end.cached)
                 self._metrics.whole.observe(time.perf_counter() - job.arrived)
                 job.put(end)
                 rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
+                cached = f" ({end.cached} cached)" if end.cached else ""
                 log.info(
-                    "%d + %d tokens (%s)%s, waited %.3f s",
-                    len(job.ids),
-                    end.tokens,
-                    end.reason,
-                    rate,
-                    job.started - job.arrived,
+                    "%d%s + %d tokens (%s)%s, waited %.3f s",
+                    *(len(job.ids), cached, end.tokens, end.reason, rate, job.started - job.arrived),
                 )
             else:
                 self._fail(job, ApiError(500, end, code="engine_error"), "error")

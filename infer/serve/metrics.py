@@ -37,6 +37,10 @@ class Metrics:
             Histogram, "e2e_request_latency_seconds", "From arrival to the last token", buckets=REQUESTS
         )
         self.prompt_tokens = self._of(Counter, "prompt_tokens", "Prompt tokens of completed answers")
+        self.prefix_queries = self._of(
+            Counter, "prefix_cache_queries", "Prompt tokens of completed answers that were looked up in kept prefixes"
+        )
+        self.prefix_hits = self._of(Counter, "prefix_cache_hits", "Those among them that were not computed")
         self.generation_tokens = self._of(Counter, "generation_tokens", "Tokens generated")
         self.success = self._of(Counter, "request_success", "Completed answers", labelnames=("finished_reason",))
         self.failure = self._of(

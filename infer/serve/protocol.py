@@ -117,10 +117,10 @@ ABSENT: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("metadata", "prediction", "prompt_cache_retention", "service_tier", "store", "verbosity")),
     "web_search_options": ({},),
-    **dict.fromkeys(("cache_salt", "data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern")),
+    **dict.fromkeys(("data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern")),
     **dict.fromkeys(("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "priority", "request_id", "rid")),
     **dict.fromkeys(("session_params", "spaces_between_special_tokens", "stream_reasoning", "vllm_xargs")),
-    **dict.fromkeys(("cache_prompt", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers")),
+    **dict.fromkeys(("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers")),
     **dict.fromkeys(("dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep")),
     **dict.fromkeys(("post_sampling_probs", "repeat_last_n", "return_progress", "slot_id", "timings_per_token")),
     "xtc_threshold": None,
@@ -159,6 +159,10 @@ class Call:
     continuous_usage: bool
     template_values: dict[str, Any]
     """Variables of the chat template besides the messages."""
+    cache_prompt: bool
+    """Whether prefixes are reused for this prompt, and it is kept for later ones."""
+    cache_salt: str
+    """Prefixes are shared among equal salts only."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
@@ -204,6 +208,8 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         include_usage=usage,
         continuous_usage=continuous,
         template_values=template_values,
+        cache_prompt=_take(left, "cache_prompt", bool, True),
+        cache_salt=_take(left, "cache_salt", str, ""),
         warnings=(),
     )
     for name in LABELS:

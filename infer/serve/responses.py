@@ -20,6 +20,7 @@ class Answer:
     def __init__(self, job: Job, model: str, fingerprint: str):
         self._job, self._call = job, job.call
         self._tokens, self._reasoning = 0, 0
+        self._cached: int | None = None  # until the end
         self._offset = 0  # characters of text so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
@@ -76,6 +77,7 @@ class Answer:
         if self._call.return_timeline:
             choice["timeline"] = _timeline(tokens)
         self._count(tokens)
+        self._cached = end.cached
         return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
 
     def _tokens_event(self, tokens: list[Token]) -> bytes:
@@ -97,7 +99,7 @@ class Answer:
         return self._event(choice)
 
     def _ending(self, end: End) -> Iterator[bytes]:
-        call = self._call
+        call, self._cached = self._call, end.cached
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
         last = {
@@ -127,11 +129,14 @@ class Answer:
             return f', "usage": {json.dumps(self._usage())}'
         return ', "usage": null' if self._call.include_usage else ""
 
-    def _usage(self) -> dict[str, int]:
-        prompt = len(self._job.ids)
-        details = {"completion_tokens_details": {"reasoning_tokens": self._reasoning}} if self._reasoning else {}
-        total = prompt + self._tokens
-        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": total, **details}
+    def _usage(self) -> dict[str, Any]:
+        prompt, tokens = len(self._job.ids), self._tokens
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        if self._cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._cached}
+        if self._reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
+        return usage
 
     def _count(self, tokens: Sequence[Token]) -> None:
         self._tokens += len(tokens)
@@ -166,15 +171,16 @@ class Answer:
         first, decoding = end.time_to_first_token, None
         if first is not None:
             decoding = end.total_time - first
-        prompt, rate = len(self._job.ids), 1 / end.time_per_token if end.time_per_token else None
+        computed, rate = len(self._job.ids) - end.cached, 1 / end.time_per_token if end.time_per_token else None
         warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
         return {
             **warnings,
             "seed": self._call.sampling["seed"],
             "timings": {
-                "prompt_n": prompt,
+                "cache_n": end.cached,
+                "prompt_n": computed,
                 "prompt_ms": _ms(end.prefill_time),
-                "prompt_per_second": prompt / end.prefill_time if end.prefill_time else None,
+                "prompt_per_second": computed / end.prefill_time if end.prefill_time else None,
                 "predicted_n": end.tokens,
                 "predicted_ms": _ms(decoding),
                 "predicted_per_second": rate,

@@ -42,6 +42,8 @@ class ServedModel(NamedTuple):
     engine: JobEngineOptions
     chat_template: Path | None
     """Template to use instead of the checkpoint's."""
+    options: dict[str, Any]
+    """Further options of the backend."""
 
 
 class Question(NamedTuple):
@@ -72,6 +74,8 @@ class Order(NamedTuple):
     tokens_per_dispatch: int | None
     chat: bool
     """Whether the answer may have channels."""
+    cache_prompt: bool
+    cache_salt: str
 
 
 class Named(NamedTuple):
@@ -102,6 +106,8 @@ class End(NamedTuple):
     tail: str
     """Content that was held back when the last token was yielded."""
     tokens: int
+    cached: int
+    """Tokens of the prompt that were not computed."""
     time_to_first_token: float | None
     prefill_time: float | None
     time_per_token: float | None
@@ -112,27 +118,27 @@ def main(connection: Connection, model: ServedModel) -> None:
     """Runs the process, which ends when the other end of the pipe is closed."""
     began = time.perf_counter()
     try:
-        engine = _open(model.engine)
+        engine = _open(model)
         with engine.leading():
             _serve(connection, engine, model, began)
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
 
 
-def follow(options: JobEngineOptions) -> None:
+def follow(model: ServedModel) -> None:
     """Runs another process of a job, whose engine generates in step with the first one's. Raises GroupError if it is
     lost.
     """
-    _open(options).follow()
+    _open(model).follow()
 
 
-def _open(options: JobEngineOptions) -> "Engine":
+def _open(model: ServedModel) -> "Engine":
     from infer.engine.job import open_engine, show_log, take_devices
 
     show_log()
     say_errors_once()
-    take_devices(options)
-    return open_engine(options)
+    take_devices(model.engine)
+    return open_engine(model.engine, **model.options)
 
 
 def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: float) -> None:
@@ -309,6 +315,8 @@ class _Worker:
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,
             channels=self._chat.channels(order.ids) if order.chat and self._chat is not None else None,
+            cache_prompt=order.cache_prompt,
+            cache_salt=order.cache_salt,
         )
         with self._state:
             self._running = (number, generation)
@@ -331,6 +339,7 @@ class _Worker:
                 r.stop_reason,
                 r.text[sent:],
                 len(r.tokens),
+                r.cached_tokens,
                 r.time_to_first_token,
                 r.prefill_time,
                 r.time_per_token,

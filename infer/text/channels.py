@@ -1,5 +1,5 @@
-"""Answers in harmony, the format of gpt-oss (OpenAI, "Harmony response format"): reasoning and content are messages of
-their own.
+"""Answers in harmony, the format of gpt-oss (OpenAI, "Harmony response format"): reasoning and content are different
+messages.
 
     <|start|>assistant<|channel|>analysis<|message|>2 + 2 is 4.<|end|>
     <|start|>assistant<|channel|>final<|message|>4<|return|>
@@ -57,7 +57,7 @@ class Channels:
     """
 
     def __init__(self, harmony: Harmony, tokenizer: "Tokenizer", prompt: Sequence[int]):
-        """prompt: its token ids, of which the last message may have begun."""
+        """prompt: its token ids; the answer continues its last message."""
         self._harmony, self._tokenizer = harmony, tokenizer
         self._header: list[int] | None = None  # ids of the header in which the answer is
         self._body = Part.CONTENT

@@ -202,7 +202,7 @@ class ChatTemplate:
         return found if self._harmony is None else self._harmony.turn_stops(found)
 
     def channels(self, prompt: Sequence[int]) -> Channels | None:
-        """What tells reasoning from content in the answer to these ids; None if the template has no channels."""
+        """What separates reasoning from content in the answer to these ids; None if the template has no channels."""
         return None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt)
 
     @property

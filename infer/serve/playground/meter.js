@@ -23,7 +23,7 @@ export function showConditions(model, recording) {
     facts.device && `${facts.devices} × ${facts.device}`,
     facts.backend && `backend ${facts.backend}${facts.threads ? `, ${facts.threads} threads` : ""}`,
     `batch ${facts.batch_size ?? 1}`,
-    recording?.final && `prompt ${recording.final.timings.prompt_n} tokens`,
+    recording?.final && promptInWords(recording.final.timings),
     recording && samplingInWords(recording.request.body, seed),
   ];
   put("conditions", words.filter(Boolean).join(" · "));
@@ -35,6 +35,10 @@ export function showConditions(model, recording) {
       return made;
     }),
   );
+}
+
+function promptInWords({ prompt_n: computed, cache_n: cached }) {
+  return `prompt ${computed + cached} tokens${cached ? `, ${cached} of them from the cache` : ""}`;
 }
 
 /** The figures that change while tokens arrive. elapsed: ms since Run. */
@@ -55,6 +59,7 @@ export function showProgress(recording, elapsed) {
 export function showDetails(recording) {
   const { timings, metrics } = recording.final ?? {};
   put("prompt-n", timings ? tokens(timings.prompt_n) : NONE);
+  put("cache-n", timings ? tokens(timings.cache_n) : NONE);
   put("prompt-ms", milliseconds(timings?.prompt_ms));
   put("prompt-rate", timings?.prompt_per_second ? `${figures(timings.prompt_per_second)} tok/s` : NONE);
   put("queue-ms", milliseconds(metrics?.queue_time_ms));

@@ -143,6 +143,22 @@ def test_second_turn_passes(task, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
+@pytest.mark.parametrize(("cached", "history", "whole"), [(5, (), True), (None, (), False), (5, ("last",), False)])
+def test_whole_history_is_sent_to_a_server_that_keeps_prompts(task, tmp_path, capsys, cached, history, whole):
+    words = ("--history", *history) if history else ()
+    with Scripted("No idea.", WRONG, RIGHT, cached=cached) as server:
+        assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "work", *words)) == 0
+    first, second, third = (request["messages"] for request in server.requests)
+    assert second[:1] == first and len(second) == 3 and second[1]["content"] == "No idea."
+    assert third[-2]["content"] == WRONG and third[:-2] == (second if whole else first)
+    record, (out, err) = json.loads((tmp_path / "work/record.json").read_text()), capsys.readouterr()
+    assert record["prompt_tokens"] == 21 and record["cached_tokens"] == (cached and 15)
+    assert [turn["reply"]["cached"] for turn in record["turns"]] == [cached] * 3
+    assert record["conditions"]["history"] == (history[0] if history else "auto")
+    assert ("(5 of 7 tokens cached)" in err) == bool(cached) and ("15 of them from" in out) == bool(cached)
+
+
+@pytest.mark.usefixtures("known_judge")
 def test_protected_files_stay_and_turns_run_out(task, tmp_path, capsys):
     cheats = (
         "```python test_intervals.py\nimport unittest\n```",

@@ -52,7 +52,7 @@ def test_percentiles_match_numpy(count):
 
 def test_run_has_the_arrivals_of_dispatches():
     times = (0.5, 0.7, 0.7, 0.7, 1.5)
-    result = SimpleNamespace(tokens=(5, 6, 7, 8, 9), token_times=times, tokens_per_dispatch=(1, 3, 1))
+    result = SimpleNamespace(tokens=(5, 6, 7, 8, 9), token_times=times, tokens_per_dispatch=(1, 3, 1), drafting=None)
     run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), Speeds(5e9, 3e9, 0.25))
     assert run.arrivals.tolist() == [0.5, 0.7, 1.5] and run.counts.tolist() == [1, 3, 1] and run.seconds == 1.5
     assert run.rate == pytest.approx(4 / 1.0)
@@ -89,9 +89,9 @@ class FakeEngine:
         assert stop_tokens == () and len(prompt) == 4
         self._log.append(f"{self.backend} runs")
         times = tuple(float(n + 1) for n in range(max_new_tokens))
-        return SimpleNamespace(
-            result=SimpleNamespace(tokens=(1,) * len(times), token_times=times, tokens_per_dispatch=(1,) * len(times))
-        )
+        ones = (1,) * len(times)
+        result = SimpleNamespace(tokens=ones, token_times=times, tokens_per_dispatch=ones, drafting=None)
+        return SimpleNamespace(result=result)
 
 
 def test_engines_take_turns_between_measurements_of_the_machine(monkeypatch):

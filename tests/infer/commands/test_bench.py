@@ -13,6 +13,7 @@ import pytest
 
 import custom_calls
 from infer.__main__ import main
+from tests.support.checkpoints import save_checkpoint
 
 RECIPE = """
 from pathlib import Path
@@ -200,6 +201,42 @@ def test_weight_formats_take_turns(recipe, capsys, tmp_path):
     capsys.readouterr()
 
 
+@pytest.mark.skipif(not NATIVE, reason=str(custom_calls.unavailable()))
+def test_a_text_is_measured_with_drafts(capsys, tmp_path):
+    """Answers are forced to it, so random weights copy a file as well as a model that can."""
+    checkpoint = save_checkpoint(tmp_path / "small", bos_token_id=0)
+    code = "def double(x):\n    return 2 * x\n"
+    (tmp_path / "old.py").write_text(code + "print(double(4))\n")
+    (tmp_path / "new.py").write_text(code + "print(double(5))\n")
+    text = ["--text", str(tmp_path / "new.py"), "--prompt-file", str(tmp_path / "old.py")]
+    for most in (0, 3, 15):
+        file = tmp_path / "out.json"
+        options = [
+            "--backend",
+            "cpu",
+            "--runs",
+            "1",
+            "--warmup-runs",
+            "0",
+            "--json",
+            str(file),
+            "--draft-max",
+            str(most),
+        ]
+        assert main(["bench", "--checkpoint", str(checkpoint), *text, *options]) == 0
+        (record,) = json.loads(file.read_text())
+        c = record["conditions"]
+        assert c["speculative"] is (most > 0) and c["engine"]["speculation"] == most
+        assert (c["prompt_tokens"], c["output_tokens"]) == (1 + len(code) + 17, len(code) + 17)
+        assert c["prompts"] == f"{text[3]}, answers forced to {text[1]}"
+        note = f"speculative decoding, up to {most} drafts a pass: "
+        assert any(note in line for line in record["notes"]) == (most > 0)
+        assert (record["metrics"]["mbu"]["read_pass"] is None) == (most > 0)
+    capsys.readouterr()
+    assert main(["bench", "--checkpoint", str(checkpoint), *text, "--backend", "xla"]) == 2
+    assert "backend xla cannot force an answer: use backend cpu" in capsys.readouterr().err
+
+
 def test_one_token_per_dispatch_times_each_token(recipe, capsys, tmp_path):
     args = ["--backend", "xla", "--context", "5", "--tokens-per-dispatch", "1", "--runs", "1", "--warmup-runs", "0"]
     more = ["--compute", "bfloat16", "--bandwidth-spec", "100", "--json", str(tmp_path / "a.json")]
@@ -234,9 +271,15 @@ def test_one_token_per_dispatch_times_each_token(recipe, capsys, tmp_path):
         (("--bandwidth-spec", "0"), "got 0.0"),
         (("--layouts", "tp", "tp"), "name each layout once"),
         (("--layouts", "magic"), "magic"),
-        (("--lanes", "2"), "--lanes is for dense checkpoints"),
+        (("--lanes", "2"), "has 4 lanes, which are fixed"),
         (("--devices", "0"), "--devices must be at least 1, got 0"),
         (("--table", "a.json"), "give either --checkpoint"),
+        (("--draft-max", "3"), "--draft-max needs --text and --prompt-file"),
+        (("--draft-max", "16", "--text", "a", "--prompt-file", "b", "--tokenizer", "c"), "must be 0 to 15, got 16"),
+        (("--no-speculation", "--draft-max", "3"), "--draft-max needs --text"),
+        (("--text", "a.py"), "give --text and --prompt-file together"),
+        (("--text", "a.py", "--prompt-file", "b.py"), "--text needs --tokenizer with a recipe"),
+        (("--text", "no.py", "--prompt-file", "no.py", "--tokenizer", "no.json"), "no.json"),
     ],
 )
 def test_errors_are_one_line(recipe, capsys, args, message):

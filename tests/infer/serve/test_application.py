@@ -44,6 +44,7 @@ def test_completion_matches_the_engine(server, engine):
     [choice] = whole["choices"]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (result.text, "length", None)
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": 40, "total_tokens": len(PROMPT) + 40}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}  # too short
     assert whole["usage"] == usage
     with server.stream(prompt=[PROMPT], max_tokens=40, stream_options={"include_usage": True}, **DRAW) as stream:
         *chunks, done = stream
@@ -64,6 +65,34 @@ def test_timings_are_consistent(server):
     assert m["queue_time_ms"] + m["time_to_first_token_ms"] + m["generation_time_ms"] < elapsed
     assert t["predicted_per_second"] == pytest.approx(1000 / m["mean_itl_ms"]) == m["tokens_per_second"]
     assert t["predicted_per_second"] == pytest.approx(49 / (m["generation_time_ms"] / 1000))
+
+
+def test_prefixes_are_reused_and_counted(server, engine):
+    text = "Reuse " + "what was computed for the text before. " * 3
+    fields = {"max_tokens": 20, "return_token_ids": True, **DRAW}
+
+    def ask(prompt, **more):
+        counters = [f"prefix_cache_{name}_total" for name in ("queries", "hits")]
+        before = [server.metric(name) for name in counters]
+        answer = server.complete(prompt, **fields, **more)
+        cached, timings = answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["timings"]
+        assert timings["cache_n"] == cached and timings["prompt_n"] == answer["usage"]["prompt_tokens"] - cached
+        counted = [server.metric(name) - old for name, old in zip(counters, before, strict=True)]
+        looked_up = BACKEND == "cpu" and more.get("cache_prompt", True)
+        assert counted == ([answer["usage"]["prompt_tokens"], cached] if looked_up else [0, 0])
+        assert "warnings" not in answer and answer["choices"][0]["text"] == expected(engine, prompt, 20).text
+        return answer, cached
+
+    first, cached = ask(text)
+    assert cached == 0
+    longer = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"], *range(97, 117)]
+    kept = len(longer) - 21 if BACKEND == "cpu" else 0
+    assert ask(longer, prompt_cache_key="talk")[1] == kept
+    assert ask(longer, cache_salt="mine")[1] == 0 and ask(longer, cache_salt="yours")[1] == 0
+    assert ask(longer, cache_prompt=False)[1] == 0 and ask(longer)[1] == 0
+    with server.stream(prompt=longer, **fields, stream_options={"include_usage": True}) as stream:
+        *_, usage, _ = stream
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(longer) - 1 if BACKEND == "cpu" else 0)
 
 
 def test_chat_matches_the_engine(server, engine, checkpoint):
@@ -364,7 +393,8 @@ def test_openai_client_works(server, engine):
         assert [model.id for model in client.models.list()] == ["small"]
         done = client.completions.create(model="small", prompt=PROMPT, max_tokens=40, logprobs=1, **DRAW)
         assert done.choices[0].text == result.text and done.usage.completion_tokens == 40
-        asked = {"model": "small", "messages": TALK, "max_tokens": 20, "logprobs": True, "extra_body": {"top_k": 1}}
+        asked = {"model": "small", "messages": TALK, "max_tokens": 20, "logprobs": True}
+        asked["extra_body"] = {"top_k": 1, "cache_prompt": False}
         whole = client.chat.completions.create(**asked)
         with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
             chunks = list(stream)

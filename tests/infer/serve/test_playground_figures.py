@@ -42,6 +42,14 @@ def test_fast_stream_shows_every_token(server, open_page):
     raise AssertionError(f"the page was busy, or the stream too slow: {shares}")
 
 
+def test_tokens_from_the_cache_are_named(server, open_page):
+    page, prompt = open_page(server), f"again {CODE}"
+    complete(page, prompt, 30)
+    size = len(prompt.encode())
+    assert (number(page, "#prompt-n"), number(page, "#cache-n")) == (5, size - 5)
+    assert f"prompt {size} tokens, {size - 5} of them from the cache" in page.locator("#conditions").text_content()
+
+
 def test_figures_match_the_record(server, open_page):
     page = open_page(server)
     complete(page, CODE, 1200, seed=5, top_k=7, min_p="", temperature=0.8)

@@ -20,6 +20,7 @@ from tests.support.serve_cases import BACKEND, JSON, ROOT, Server
 
 KEY = "sk-test-1234"
 TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # in which backend xla also compiles
+LONG = "a prompt long enough to be kept for the next one"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -66,7 +67,10 @@ def test_slow_answer_times_out(server):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
 def test_crashed_engine_is_restarted(server):
     [engine] = server.children()
-    with server.stream(headers=AUTH, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
+    for cached in (0, len(LONG) - 1 if BACKEND == "cpu" else 0):
+        body = server.post("/v1/completions", AUTH, prompt=LONG, max_tokens=1)[1]
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+    with server.stream(headers=AUTH, prompt=LONG, max_tokens=CONTEXT, ignore_eos=True) as stream:
         next(stream)
         os.kill(engine, signal.SIGKILL)
         *_, error = stream
@@ -75,7 +79,10 @@ def test_crashed_engine_is_restarted(server):
     status, body, headers = server.send("POST", "/v1/completions", json.dumps({"prompt": "a"}), {**JSON, **AUTH})
     assert status == 503 and body["error"]["code"] == "engine_restarting" and headers["retry-after"]
     server.wait_until(200)
-    assert server.post("/v1/completions", AUTH, prompt="a")[0] == 200
+    status, body = server.post("/v1/completions", AUTH, prompt=LONG)
+    assert status == 200 and body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}, (
+        "of the engine that is gone"
+    )
     assert "laneformer_engine_restarts_total 1.0" in server.get("/metrics", AUTH)[1]
 
 
@@ -94,7 +101,8 @@ def test_signal_ends_both_processes_and_fails_requests(server):
 def test_options_of_models_and_templates(checkpoint, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{% if thinking %}!{% endif %}{{ reasoning_effort }}")
-    server = Server(checkpoint, "--backend", BACKEND, "--any-model-name", "--chat-template", template).wait_until(200)
+    options = ("--any-model-name", "--chat-template", template, "--no-prefix-cache")
+    server = Server(checkpoint, "--backend", BACKEND, *options).wait_until(200)
     try:
         asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_token_ids": True}
         asked |= {"model": "gpt-4", "chat_template_kwargs": {"thinking": True, "other": 1}, "reasoning_effort": "l"}
@@ -103,6 +111,9 @@ def test_options_of_models_and_templates(checkpoint, tmp_path):
         assert status == 200 and body["prompt_token_ids"] == plain["prompt_token_ids"]
         assert body["model"] == "small" and body["warnings"] == ["chat_template_kwargs.other has no effect"]
         assert server.get("/v1/models/gpt-4")[1]["id"] == "small"
+        assert server.get("/v1/models/gpt-4")[1]["conditions"]["prefix_cache"] == 0
+        usage = [server.post("/v1/completions", prompt=LONG, max_tokens=1)[1]["usage"] for _ in range(2)]
+        assert [each["prompt_tokens_details"]["cached_tokens"] for each in usage] == [0, 0]
     finally:
         server.kill()
 
@@ -123,6 +134,7 @@ def test_reasoning_is_apart_from_content(thinker):
     server = Server(thinker, "--backend", BACKEND).wait_until(200)
     try:
         asked = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 14, "temperature": 0}
+        asked["cache_prompt"] = False  # both times the same usage
         status, body = server.post("/v1/chat/completions", **asked, logprobs=True)
         [choice] = body["choices"]
         assert (status, choice["finish_reason"]) == (200, "length"), body
@@ -196,6 +208,7 @@ def test_missing_checkpoint_is_one_line(tmp_path):
         (("--port", "70000"), "got 70000"),
         (("--max-waiting", "-1"), "--max-waiting must be at least 0, got -1"),
         (("--connections-per-address", "0"), "--connections-per-address must be at least 1, got 0"),
+        (("--prefix-slots", "0"), "--prefix-slots must be at least 1, got 0"),
         (("--timeout", "0"), "--timeout must be above 0 seconds, got 0.0"),
         (("--stream-interval-ms", "nan"), "got nan"),
         (("--host", "192.0.2.1", "--insecure"), "--host 192.0.2.1 --port 8000"),

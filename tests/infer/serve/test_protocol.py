@@ -33,6 +33,7 @@ def test_defaults_match_openai():
         False,
     )
     assert read_call(dict(CHAT), chat=True).max_tokens is None
+    assert (call.cache_prompt, call.cache_salt) == (True, "")
     assert read_call(dict(TEXT), chat=False).sampling["seed"] != call.sampling["seed"]
 
 
@@ -55,6 +56,8 @@ def test_every_parameter_is_read():
             "return_token_ids": True,
             "stream": True,
             "user": "u",
+            "cache_prompt": False,
+            "cache_salt": "s",
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         },
         chat=False,
@@ -81,6 +84,7 @@ def test_every_parameter_is_read():
         True,
         True,
     )
+    assert (call.cache_prompt, call.cache_salt, call.warnings) == (False, "s", ())
     chat = read_call({**CHAT, "logprobs": True, "top_logprobs": 3, "max_completion_tokens": 9, "stop": "x"}, chat=True)
     assert (chat.logprobs, chat.max_tokens, chat.stop) == (3, 9, ("x",))
     assert read_call({**CHAT, "logprobs": True}, chat=True).logprobs == 0

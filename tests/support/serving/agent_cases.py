@@ -11,8 +11,11 @@ class Scripted:
     block.
     """
 
-    def __init__(self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None):
-        """pause: seconds before the first piece, twice those before other pieces. metrics: of the last chunk."""
+    def __init__(
+        self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None, cached=None
+    ):
+        """pause: seconds before the first piece, twice those before others. metrics, cached: of the last chunk."""
+        self.cached = cached
         self.answers, self.requests, self.pause, self.usage, self.metrics = list(answers), [], pause, usage, metrics
         outer = self
 
@@ -53,7 +56,7 @@ class Scripted:
                 self.end_headers()
                 try:
                     outer.stream(self, answer, chat="messages" in asked)
-                except BrokenPipeError:
+                except ConnectionError:  # broken, or reset where it had not read all
                     outer.requests.append("gone")
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -82,11 +85,10 @@ class Scripted:
             event(choice(piece))
         event(choice("", "stop"))
         if self.usage:
-            event(
-                [],
-                usage={"prompt_tokens": 7, "completion_tokens": 10 * len(pieces), "total_tokens": 7 + 10 * len(pieces)},
-                **({"metrics": self.metrics} if self.metrics else {}),
-            )
+            usage = {"prompt_tokens": 7, "completion_tokens": 10 * len(pieces), "total_tokens": 7 + 10 * len(pieces)}
+            if self.cached is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+            event([], usage=usage, **({"metrics": self.metrics} if self.metrics else {}))
         handler.wfile.write(b"data: [DONE]\n\n")
 
     def __enter__(self):

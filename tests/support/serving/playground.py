@@ -40,7 +40,7 @@ FIELDS = {
     "text": str,
     "timings": NULL(
         {
-            **dict.fromkeys(("prompt_n", "predicted_n"), int),
+            **dict.fromkeys(("cache_n", "prompt_n", "predicted_n"), int),
             "prompt_ms": NUMBER,
             "prompt_per_second": NUMBER,
             "predicted_ms": NUMBER,

@@ -1,8 +1,8 @@
 """`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
 and needs no model.
 
-The prompt "crash" ends the engine process. --checkpoint no-chat has no chat template; a path is "loaded" once the file
-exists.
+The prompt "crash" ends the engine process; of one that begins with "again" all but 5 tokens are cached. --checkpoint
+no-chat has no chat template; a path is "loaded" once the file exists.
 """
 
 import itertools
@@ -40,6 +40,7 @@ class Echo(Iterator):
     def __init__(self, prompt, tokens):
         self.began, self.tokens, self.texts, self.times, self.cancelled = time.perf_counter(), tokens, [], [], False
         self.pieces = pieces(prompt)
+        self.cached = len(prompt.encode()) - 5 if prompt.startswith("again") else 0
 
     def cancel(self):
         self.cancelled = True
@@ -62,6 +63,7 @@ class Echo(Iterator):
             stop_reason=None,
             text="".join(self.texts),
             tokens=self.texts,
+            cached_tokens=self.cached,
             time_to_first_token=first,
             prefill_time=PREFILL,
             time_per_token=(last - first) / (n - 1) if n > 1 else None,
@@ -112,6 +114,7 @@ def worker(connection, model):
         "weights_dtype": "bfloat16",
         "compute_dtype": "bfloat16",
         "kv_dtype": "bfloat16",
+        "prefix_cache": 0,
         "device": "no device",
         "devices": 8,
         "batch_size": 1,

@@ -1,0 +1,126 @@
+"""What the model is asked: the task, and as much of the turns so far as `--history` says."""
+
+from typing import Literal
+
+from infer.agent.client import Model, Reply
+from infer.agent.task import Task
+from infer.agent.turns import Turn, Workspace
+from laneformer.errors import InputError
+
+History = Literal["auto", "whole", "last"]
+Prompt = str | list[dict[str, str]]
+
+REQUEST = """{text}
+
+These are the files. Leave {tests} as they are, they are the tests.
+
+{files}
+Answer with every file that you change or add, whole, each in a code block with its name after the opening fence, as in
+```python {example}
+"""
+FAILED = """The tests fail:
+```
+{output}
+```
+{notes}Answer with the corrected files, whole, in the same form."""
+MARGIN = 1.25  # of estimated tokens: output of tests has more of them in a character than text has
+
+
+class Conversation:
+    """The prompt of each turn: messages in a chat; otherwise a Python text up to the file to write."""
+
+    def __init__(self, workspace: Workspace, model: Model, history: History, room: int):
+        """room: most tokens of an answer. Raises InputError for a task that this model cannot answer."""
+        self._workspace, self._model, self._history, self._room = workspace, model, history, room
+        task = workspace.task
+        if model.mode != "chat" and len(task.editable) != 1:
+            raise InputError(
+                f"{task.name}: a model that cannot chat writes one file, and the task has "
+                f"{', '.join(task.editable) or 'none'} to write: give a task with one, or a chat model"
+            )
+        self.prompt: Prompt = _request(task) if model.mode == "chat" else _unfinished(task)
+
+    def add(self, turn: Turn) -> None:
+        """Makes the prompt of the next turn. It begins with the last one and its answer if all turns are wanted and
+        fit the context; otherwise it has the last turn alone, and turns are added to that from there on.
+        """
+        longer = self._longer(turn)
+        if not self._is_whole(turn.reply) or not self._fits(longer, turn.reply):
+            longer = self._short(turn)
+        self.prompt = longer
+
+    def _is_whole(self, reply: Reply) -> bool:
+        """Whether earlier turns are wanted."""
+        if self._history != "auto":
+            return self._history == "whole"
+        keeps = (self._model.conditions or {}).get(
+            "prefix_cache", True
+        )  # our server reports cached tokens without, too
+        return reply.cached is not None and bool(keeps)
+
+    def _fits(self, prompt: Prompt, reply: Reply) -> bool:
+        """Whether a prompt leaves room for an answer, as far as is known."""
+        context = self._model.context
+        if context is None or reply.prompt_tokens is None or reply.tokens is None:
+            return True
+        before = _characters(self.prompt)
+        added = _characters(prompt) - before - len(reply.text)
+        return reply.prompt_tokens * (1 + MARGIN * added / before) + reply.tokens + self._room <= context
+
+    def _longer(self, turn: Turn) -> Prompt:
+        if isinstance(self.prompt, list):
+            return self.prompt + _answered(turn)
+        [target] = self._workspace.task.editable
+        failing = f"\n\n# These tests fail:\n{_failure(turn)}\n\n# {target}, corrected:\n"
+        return self.prompt + turn.reply.text + failing
+
+    def _short(self, turn: Turn) -> Prompt:
+        task = self._workspace.task
+        if isinstance(self.prompt, list):
+            return _request(task) + _answered(turn)
+        [target] = task.editable
+        failing = _text(self._workspace.files[target])
+        return (
+            f"{_head(task)}# {target}, which fails these tests:\n{failing}\n\n{_failure(turn)}\n\n# {target},"
+            " corrected:\n"
+        )
+
+
+def _request(task: Task) -> list[dict[str, str]]:
+    files = "".join(f"{name}\n```\n{_text(content)}\n```\n\n" for name, content in task.files.items())
+    example = task.editable[0] if task.editable else "name.py"
+    content = REQUEST.format(text=task.text, tests=", ".join(task.tests), files=files, example=example)
+    return [{"role": "user", "content": content}]
+
+
+def _answered(turn: Turn) -> list[dict[str, str]]:
+    notes = "".join(f"{note}\n" for note in turn.notes)
+    return [
+        {"role": "assistant", "content": turn.reply.text or "(nothing)"},
+        {"role": "user", "content": FAILED.format(output=turn.output, notes=notes)},
+    ]
+
+
+def _unfinished(task: Task) -> str:
+    [target] = task.editable
+    return f"{_head(task)}# {target}\n{_text(task.files[target])}\n\n# {target}, complete:\n"
+
+
+def _head(task: Task) -> str:
+    tests = "\n\n".join(f"# {name}\n{_text(task.files[name])}" for name in task.tests)
+    return f'"""\n{task.text}\n"""\n\n{tests}\n\n'
+
+
+def _failure(turn: Turn) -> str:
+    return "\n".join(f"# {line}" for line in turn.output.splitlines())
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode().rstrip("\n")
+    except UnicodeDecodeError:
+        return f"({len(content):,} bytes that are no text)"
+
+
+def _characters(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)

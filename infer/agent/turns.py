@@ -1,0 +1,112 @@
+"""The turns of an agent's run, with their times, and the copy of the task that they change."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from infer.agent.answers import Edits
+from infer.agent.client import Reply
+from infer.agent.task import FAILURE, MOST_OUTPUT, Task, test_program
+from infer.evaluate.scoring import Judge
+from infer.sandbox.sandbox import Outcome
+from laneformer.errors import InputError
+
+FIRST, DECODE, TESTS, WAITING = "prompt, up to the first token", "decode", "tests", "waiting"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round of asking and testing. Times in seconds."""
+
+    number: int
+    reply: Reply
+    written: tuple[str, ...]
+    """Names of the files that the answer changed."""
+    notes: tuple[str, ...]
+    outcome: Outcome
+    output: str
+    """Output of the tests if they fail."""
+    tests: float
+    """Time in the sandbox, including its start."""
+    total: float
+
+
+@dataclass
+class Run:
+    """A task and the turns of solving it."""
+
+    task: Task
+    turns: list[Turn] = field(default_factory=list)
+    verdict: Literal["passed", "failed", "interrupted", "error"] = "error"
+    wall: float = 0.0
+    """Seconds from the first request to the end."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Number of generated tokens; None if the server did not report it."""
+        counts = [turn.reply.tokens for turn in self.turns]
+        return None if None in counts else sum(counts)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of tokens of all prompts; None if the server did not report it."""
+        counts = [turn.reply.prompt_tokens for turn in self.turns]
+        return None if None in counts else sum(counts)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Those among them that the server did not compute; None if it did not report it."""
+        counts = [turn.reply.cached for turn in self.turns]
+        return None if None in counts else sum(counts)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first token of each answer; None if unknown."""
+        seconds = sum(turn.reply.decode for turn in self.turns)
+        return (
+            None
+            if not self.tokens or not seconds
+            else sum(max(turn.reply.tokens - 1, 0) for turn in self.turns) / seconds or None
+        )
+
+    @property
+    def split(self) -> dict[str, float]:
+        """The parts of the wall time, in seconds, which add up to it."""
+        parts = {
+            FIRST: sum(turn.reply.first for turn in self.turns),
+            DECODE: sum(turn.reply.decode for turn in self.turns),
+            TESTS: sum(turn.tests for turn in self.turns),
+        }
+        if self.verdict in ("interrupted", "error"):
+            parts["a turn that did not end"] = self.wall - sum(turn.total for turn in self.turns)
+        return parts | {WAITING: self.wall - sum(parts.values())}
+
+
+class Workspace:
+    """The copy of a task to which the model's answers are written."""
+
+    def __init__(self, task: Task, folder: Path):
+        self.task, self.folder, self.files = task, folder, dict(task.files)
+        for name in self.files:
+            self._write(name)
+
+    def apply(self, edits: Edits) -> None:
+        """Writes the files. Raises InputError for a name that the file system refuses."""
+        for name, text in edits.files.items():
+            self.files[name] = text.encode(errors="replace")
+            self._write(name)
+
+    def _write(self, name: str) -> None:
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.files[name])
+        except OSError as error:
+            raise InputError(
+                f"cannot write {path} ({error.strerror}): free space, or choose another --workspace"
+            ) from None
+
+    def test(self, judge: Judge, seconds: float) -> tuple[Outcome, str]:
+        """Runs the tests in the sandbox; the outcome, and their output if they fail."""
+        outcome = judge.run(test_program(self.files, self.task.command), seconds, MOST_OUTPUT + len(FAILURE) + 2)
+        return outcome, outcome.error.removeprefix(f"{FAILURE}: ").strip()
