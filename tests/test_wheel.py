@@ -60,7 +60,8 @@ import types
 from configs.tiny import tiny
 from custom_calls.gpu import compile
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import H200, Layout
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.tiling import H200
 from infer.engine.native import plan_of
 from laneformer import Precision
 
