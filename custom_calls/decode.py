@@ -19,7 +19,9 @@ class Inputs(NamedTuple):
     prompt: jax.Array
     """int32 [p]: token ids; only the first control[0] are used."""
     control: jax.Array
-    """int32 [4]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k."""
+    """int32 [5]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k, and the session's
+    slot that runs the call.
+    """
     settings: jax.Array
     """float32 [4]: temperature, top_p, min_p, repetition penalty (infer/sampling.py says what they do)."""
     key: jax.Array

@@ -1,7 +1,7 @@
 """What decode sessions on every platform share: a model in the native library, and its running call."""
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,41 @@ class Drafting(NamedTuple):
     """Of these, the tokens that were drawn, by their place in a pass: first drafts, second ones, ..."""
 
 
-class DecodeSession:
+class CallStream:
+    """The tokens of a call while it runs, or of the last one."""
+
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of the library."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports."""
+        self._stream("begin")
+
+    def wait(self, have: int, timeout_ms: int = 50) -> int:
+        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The
+        GIL is free.
+        """
+        return self._stream("wait", have, timeout_ms)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the call has ended."""
+        return bool(self._stream("finished"))
+
+    def cancel(self) -> None:
+        """Ends the running call, or the one that `begin` has announced, before its next token."""
+        self._stream("cancel")
+
+    def drawn(self, first: int, count: int, top: int = 0) -> EmittedTokens:
+        """Tokens first .. first + count - 1 of the call, once `wait` has reported them; top: as in the call."""
+        arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
+        ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
+        self._stream("drawn", first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
+        return EmittedTokens(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
+
+
+class DecodeSession(CallStream):
     """One model in the library, by its plan. Subclasses open it, pack weights and name the ops of a trace."""
 
     plan: Plan
@@ -103,28 +137,10 @@ class DecodeSession:
                 f"{len(self._missing)} weights have not been packed, among them {next(iter(self._missing))}"
             )
 
-    def begin(self) -> None:
-        """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports."""
-        self._function("begin")(self.id)
-
-    def wait(self, have: int, timeout_ms: int = 50) -> int:
-        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The
-        GIL is free.
-        """
-        return self._function("wait")(self.id, have, timeout_ms)
-
     @property
-    def finished(self) -> bool:
-        """Whether the call has ended."""
-        return bool(self._function("finished")(self.id))
+    def slots(self) -> tuple[CallStream, ...]:
+        """What can run a call while others run, by the number that a call gives: one stream of tokens each."""
+        return (self,)
 
-    def cancel(self) -> None:
-        """Ends the running call, or the one that `begin` has announced, before its next token."""
-        self._function("cancel")(self.id)
-
-    def drawn(self, first: int, count: int, top: int = 0) -> EmittedTokens:
-        """Tokens first .. first + count - 1 of the call, once `wait` has reported them; top: as in the call."""
-        arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
-        ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
-        self._function("drawn")(self.id, first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
-        return EmittedTokens(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        return self._function(name)(self.id, *arguments)

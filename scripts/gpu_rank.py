@@ -150,7 +150,7 @@ def time_per_token(session: GpuSession, config: ModelConfig, options: Options, s
     keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
     inputs = custom_calls.Inputs(
         np.array([seed], np.int32),
-        np.array([1, options.context, options.tokens, 0], np.int32),
+        np.array([1, options.context, options.tokens, 0, 0], np.int32),
         np.array([0, 1, 0, 1], np.float32),
         np.array([seed, 0], np.uint32),
         np.array([-1], np.int32),

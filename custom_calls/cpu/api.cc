@@ -20,7 +20,7 @@ Sessions<Decoder> sessions;
 
 // One device's part of a call: the buffers that XLA passed.
 struct Operands {
-  const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k
+  const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k, slot
   const float* settings;                    // temperature, top_p, min_p, repetition_penalty
   const uint32_t* key;
   int64_t num_stops, capacity, top;
@@ -58,7 +58,8 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   call.top = (int32_t)first.top;
   call.seen = first.seen;
   call.logits = first.logits;
-  call.speculation = decoder.take_speculation();
+  const int32_t number = first.control[4];
+  call.speculation = decoder.schedule().take_speculation(number);
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
@@ -81,26 +82,27 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   }
   End end;
   try {
-    end = decoder.run(call);
+    end = decoder.run(call, number);
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, e.what());
   }
-  const int drawn = decoder.drawn();
+  const Slot& slot = decoder.slot(number);
+  const int drawn = slot.drawn;
   for (const Operands& device : devices) {
-    std::memcpy(device.tokens, decoder.answer().tokens.data(), drawn * sizeof(int32_t));
+    std::memcpy(device.tokens, slot.answer.tokens.data(), drawn * sizeof(int32_t));
     std::memset(device.tokens + drawn, 0, (device.room - drawn) * sizeof(int32_t));
-    std::memcpy(device.logprobs, decoder.answer().logprobs.data(), drawn * sizeof(float));
+    std::memcpy(device.logprobs, slot.answer.logprobs.data(), drawn * sizeof(float));
     std::memset(device.logprobs + drawn, 0, (device.room - drawn) * sizeof(float));
     if (call.top) {
-      std::memcpy(device.top_tokens, decoder.answer().top_tokens.data(), drawn * call.top * sizeof(int32_t));
-      std::memcpy(device.top_logprobs, decoder.answer().top_logprobs.data(), drawn * call.top * sizeof(float));
+      std::memcpy(device.top_tokens, slot.answer.top_tokens.data(), drawn * call.top * sizeof(int32_t));
+      std::memcpy(device.top_logprobs, slot.answer.top_logprobs.data(), drawn * call.top * sizeof(float));
     }
     if (device.seen != first.seen) std::memcpy(device.seen, first.seen, model.vocab_size);
     if (device.logits && device.logits != first.logits)
       std::memcpy(device.logits, first.logits, (int64_t)drawn * model.vocab_size * sizeof(float));
     device.state[0] = drawn;
     device.state[1] = (int32_t)end;
-    device.state[2] = (int32_t)(call.start + decoder.absorbed() + drawn);
+    device.state[2] = (int32_t)(call.start + slot.absorbed + drawn);
   }
   return ffi::Error::Success();
 }
@@ -162,18 +164,23 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
                   ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
   const std::shared_ptr<Decoder> decoder = sessions.find(session);
   if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
+  if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
+      state->element_count() != 3)
+    return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
+  const int32_t slot = control.typed_data()[4];
+  if (slot < 0 || slot >= decoder->schedule().slots())
+    return wrong("slot " + std::to_string(slot) + " is not among the " + std::to_string(decoder->schedule().slots()) +
+                 " of this session");
   const struct Settle {
-    Decoder& decoder;
-    ~Settle() { decoder.settle(); }  // also a call that is refused here has ended
-  } settle{*decoder};
+    Schedule& schedule;
+    int slot;
+    ~Settle() { schedule.settle(slot); }  // also a call that is refused here has ended
+  } settle{decoder->schedule(), slot};
   const plan::Plan& model = decoder->plan();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
   if (position < 0 || position >= devices || model.lanes % devices != 0)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) +
                  " devices of the decode call");
-  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
-      state->element_count() != 3)
-    return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
   if ((int64_t)seen.element_count() != model.vocab_size || (int64_t)caches.size() != 2 * model.num_layers() ||
@@ -253,9 +260,11 @@ int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API
 // The plan as words and floats; instructions: "" for the best set that this machine has.
 int64_t laneformer_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
                         int32_t threads, int32_t one_thread_per_lane, int32_t chaos_us, int32_t timeout_ms,
-                        int32_t bf12, const char* instructions, char* error, int64_t size) {
+                        int32_t bf12, int32_t slots, double most_slowdown, const char* instructions, char* error,
+                        int64_t size) {
   return guarded(error, size, [&] {
-    const Options options{threads, one_thread_per_lane != 0, chaos_us, timeout_ms, instructions, bf12 != 0};
+    const Options options{threads,      one_thread_per_lane != 0, chaos_us, timeout_ms, instructions, bf12 != 0, slots,
+                          most_slowdown};
     return sessions.add(std::make_shared<Decoder>(plan::decode(words, num_words, floats, num_floats), options));
   });
 }
@@ -292,50 +301,56 @@ int64_t laneformer_map_quantized(int64_t id, int32_t product, const int64_t* pie
   });
 }
 
-void laneformer_begin(int64_t id) { sessions.find(id)->begin(); }
-int32_t laneformer_wait(int64_t id, int32_t have, int32_t timeout_ms) {
-  return sessions.find(id)->wait(have, timeout_ms);
+void laneformer_begin(int64_t id, int32_t slot) { sessions.find(id)->schedule().begin(slot); }
+int32_t laneformer_wait(int64_t id, int32_t slot, int32_t have, int32_t timeout_ms) {
+  return sessions.find(id)->wait(have, timeout_ms, slot);
 }
-int32_t laneformer_finished(int64_t id) { return sessions.find(id)->finished(); }
-void laneformer_cancel(int64_t id) { sessions.find(id)->cancel(); }
+int32_t laneformer_finished(int64_t id, int32_t slot) { return sessions.find(id)->slot(slot).finished(); }
+void laneformer_cancel(int64_t id, int32_t slot) {
+  sessions.find(id)->slot(slot).cancel.store(1, std::memory_order_relaxed);
+}
 
-// Copies tokens first .. first + count - 1 of the running or last call, which must be drawn; null pointers are skipped.
-void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
-                      int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
+// Copies tokens first .. first + count - 1 of a slot's running or last call, which must be drawn; null pointers are
+// skipped.
+void laneformer_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, int32_t top, int32_t* tokens,
+                      float* logprobs, int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
   const auto decoder = sessions.find(id);
+  const Answer& answer = decoder->slot(slot).answer;
   const auto copy = [&](const auto& from, auto* to, int64_t each) {
     if (to && each) std::memcpy(to, from.data() + first * each, count * each * sizeof *to);
   };
-  copy(decoder->answer().tokens, tokens, 1);
-  copy(decoder->answer().logprobs, logprobs, 1);
-  copy(decoder->answer().times_ns, times_ns, 1);
-  copy(decoder->answer().top_tokens, top_tokens, top);
-  copy(decoder->answer().top_logprobs, top_logprobs, top);
+  copy(answer.tokens, tokens, 1);
+  copy(answer.logprobs, logprobs, 1);
+  copy(answer.times_ns, times_ns, 1);
+  copy(answer.top_tokens, top_tokens, top);
+  copy(answer.top_logprobs, top_logprobs, top);
 }
 
 // Drafts of a pass at most, and the prices of passes of 1, 2, ... kMostRows rows; null: as they were.
 int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->speculate(most, prices);
+    sessions.find(id)->schedule().speculate(most, prices);
     return (int64_t)0;
   });
 }
 
-// Of the next call: Speculation's texts.
-int64_t laneformer_give_texts(int64_t id, const int32_t* before, int64_t num_before, const int32_t* forced,
-                              int64_t num_forced, const int32_t* given, int64_t num_given, char* error, int64_t size) {
+// Of the next call of a slot: Speculation's texts.
+int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, int64_t num_before,
+                              const int32_t* forced, int64_t num_forced, const int32_t* given, int64_t num_given,
+                              char* error, int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
-                                  {given, given + num_given});
+                                  {given, given + num_given}, slot);
     return (int64_t)0;
   });
 }
 
-// Of the last call: passes after the prompt, drafts, and those that were right by their place in a pass.
-void laneformer_drafting(int64_t id, int64_t* to) {
-  const Drafting& found = sessions.find(id)->drafting();
-  to[0] = found.passes, to[1] = found.drafted;
-  std::copy(std::begin(found.accepted), std::end(found.accepted), to + 2);
+// Of the last call of a slot: the numbers of Passes, in its order.
+void laneformer_passes(int64_t id, int32_t slot, int64_t* to) {
+  const auto decoder = sessions.find(id);
+  const Passes& found = decoder->slot(slot).passes;
+  to[0] = found.shared, to[1] = found.drawing, to[2] = found.drafted;
+  std::copy(std::begin(found.accepted), std::end(found.accepted), to + 3);
 }
 
 // Seconds of passes of `count` numbers of rows.

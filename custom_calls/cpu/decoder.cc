@@ -46,49 +46,27 @@ void Decoder::on_all(const std::function<void(int)>& job) {
     }
 }
 
-void Decoder::begin() {
-  armed_ = true;
-  state_.cancel.store(0);
-  state_.count.raise(0);
-  done_.store(0);
-}
-
-void Decoder::settle() {
-  const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
-  if (!alone.owns_lock()) return;  // another call runs
-  armed_ = false;
-  done_.store(1, std::memory_order_release);
-}
-
-int32_t Decoder::wait(int32_t have, int timeout_ms) {
+int32_t Decoder::wait(int32_t have, int timeout_ms, int number) {
+  Slot& of = slot(number);
   const int64_t until = now_ns() + timeout_ms * 1'000'000LL;
-  while (drawn() <= have && !finished() && now_ns() < until) {
-    state_.count.wait((uint32_t)have + 1, done_, std::max<int64_t>(0, until - now_ns()), 0);
-  }
-  return drawn();
+  while (of.drawn_tokens() <= have && !of.finished() && now_ns() < until)
+    of.count.wait((uint32_t)have + 1, of.done, std::max<int64_t>(0, until - now_ns()), 0);
+  return of.drawn_tokens();
 }
 
-End Decoder::run(const Call& call) {
-  const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
-  if (!alone.owns_lock()) throw std::runtime_error("this model is already generating: wait for that call to end");
-  if (!armed_) begin();
-  armed_ = false;
-  state_.answer.tokens.resize(call.limit);
-  state_.answer.logprobs.resize(call.limit);
-  state_.answer.times_ns.resize(call.limit);
-  state_.answer.top_tokens.resize((int64_t)call.limit * call.top);
-  state_.answer.top_logprobs.resize(state_.answer.top_tokens.size());
+// Passes until the slot's call has stopped.
+void Decoder::lead(const Slot& slot) {
   state_.stopped.store(0);
   state_.reason.clear();
-  state_.drafting = {};
+  state_.leader = &slot;
   for (auto& worker : workers_) worker->reset();
-  state_.call = &call;
+  state_.schedule.plan(slot, {}, state_.passes[0]);
   on_all([&](int w) { workers_[w]->generate(); });
-  state_.call = nullptr;
-  done_.store(1, std::memory_order_release);
-  wake_all(state_.count.value);
   if (state_.stopped.load()) throw std::runtime_error(state_.reason);
-  return state_.end;
+}
+
+End Decoder::run(const Call& call, int number) {
+  return state_.schedule.run(number, call, [&](const Slot& slot) { lead(slot); });
 }
 
 // Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
@@ -127,23 +105,15 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
       call.limit = 1 + passes * rows[i];
       speculation.most = rows[i] - 1;
       run(call);
-      const auto time = [&](int pass) { return state_.answer.times_ns[pass * rows[i]]; };
+      const auto time = [&](int pass) { return slot().answer.times_ns[pass * rows[i]]; };
       for (int pass = 0; pass < passes; pass++)
         fastest[i] = std::min(fastest[i], 1e-9 * (double)(time(pass + 1) - time(pass)));
     }
   return fastest;
 }
 
-void Decoder::speculate(int most, const float* prices) {
-  if (most < 0 || most >= kMostRows)
-    throw std::runtime_error("drafts of a pass must be 0 to " + std::to_string(kMostRows - 1) + ", got " +
-                             std::to_string(most));
-  const std::lock_guard<std::mutex> lock(speculation_lock_);
-  speculation_.most = most;
-  if (prices) std::copy_n(prices, kMostRows, speculation_.prices.begin());
-}
-
-void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given) {
+void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given,
+                         int slot) {
   const auto check = [&](const std::vector<int32_t>& tokens, int32_t least) {
     for (const int32_t token : tokens)
       if (token < least || token >= state_.plan.vocab_size)
@@ -151,24 +121,21 @@ void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> force
                                  std::to_string(state_.plan.vocab_size));
   };
   check(before, kEndOfText), check(forced, 0), check(given, -1);
-  const std::lock_guard<std::mutex> lock(speculation_lock_);
-  speculation_.before = std::move(before);
-  speculation_.forced = std::move(forced);
-  speculation_.given = std::move(given);
-}
-
-Speculation Decoder::take_speculation() {
-  const std::lock_guard<std::mutex> lock(speculation_lock_);
-  Speculation taken = speculation_;
-  speculation_.before.clear(), speculation_.forced.clear(), speculation_.given.clear();
-  return taken;
+  Speculation texts;
+  texts.before = std::move(before);
+  texts.forced = std::move(forced);
+  texts.given = std::move(given);
+  state_.schedule.give_texts(slot, std::move(texts));
 }
 
 double Decoder::read_pass() {
-  const std::lock_guard<std::mutex> alone(running_);
-  const int64_t began = now_ns();
-  on_all([&](int w) { state_.packets[w].rows[0].sum = workers_[w]->read(); });
-  return 1e-9 * (double)(now_ns() - began);
+  double seconds;
+  state_.schedule.alone([&] {
+    const int64_t began = now_ns();
+    on_all([&](int w) { state_.packets[w].rows[0].sum = workers_[w]->read(); });
+    seconds = 1e-9 * (double)(now_ns() - began);
+  });
+  return seconds;
 }
 
 void Decoder::trace(int64_t spans) {

@@ -29,25 +29,19 @@ class Decoder {
   static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
-  End run(const Call&);  // the whole answer; throws std::runtime_error when a worker does not come
+  // The whole answer, beside those of other slots; throws std::runtime_error when a worker does not come.
+  End run(const Call&, int slot = 0);
   // What passes cost that draw from these numbers of rows: seconds of the fastest of some times `passes` passes.
   std::vector<double> time_passes(const std::vector<int>& rows, int passes);
 
-  // What calls may draft. The texts are of the next call alone; throws std::runtime_error for what does not fit.
-  void speculate(int most, const float* prices);
-  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given);
-  Speculation take_speculation();
-  const Drafting& drafting() const { return state_.drafting; }  // of the last call
+  // Texts of the next call of a slot; throws std::runtime_error for tokens outside the vocabulary.
+  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int slot = 0);
 
-  // Streaming: what the running call has drawn so far, and telling it to end.
-  void begin();
-  void settle();  // after a call that was refused
-  int32_t wait(int32_t have,
-               int timeout_ms);  // tokens drawn; returns early when there are more than `have` or the call has ended
-  bool finished() const { return done_.load(std::memory_order_acquire); }
-  int32_t drawn() const { return (int32_t)state_.count.value.load(std::memory_order_acquire); }
-  const Answer& answer() const { return state_.answer; }  // of the running call, readable up to `drawn`
-  void cancel() { state_.cancel.store(1, std::memory_order_relaxed); }
+  // Streaming: what the running call of a slot has drawn so far. Returns the tokens drawn, early when there are more
+  // than `have` or the call has ended.
+  int32_t wait(int32_t have, int timeout_ms, int slot = 0);
+  Schedule& schedule() { return state_.schedule; }
+  Slot& slot(int number = 0) { return state_.schedule.slot(number); }
 
   const plan::Plan& plan() const { return state_.plan; }
   const Options& options() const { return state_.options; }
@@ -61,10 +55,10 @@ class Decoder {
   Bf12Weights bf12_weights() const;
   void trace(int64_t spans_per_worker);
   const std::vector<Span>& spans(int worker) const;
-  int64_t absorbed() const { return state_.absorbed; }
 
  private:
   void find_places();
+  void lead(const Slot& slot);
   void on_all(const std::function<void(int)>&);
   struct Rows {  // where a matrix lies
     const Product* product;
@@ -88,12 +82,6 @@ class Decoder {
   std::function<void(int)> job_;
   bool closing_ = false;
   uint32_t jobs_ = 0;
-
-  std::mutex running_;
-  std::mutex speculation_lock_;
-  Speculation speculation_;
-  std::atomic<int> done_{1};
-  bool armed_ = false;
 };
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Logits of a run's rows from the streams after the last module: each worker computes its share of the vocabulary.
+// Logits of a pass's rows from the streams after the last module: each worker computes its share of the vocabulary.
 #include <algorithm>
 #include <cstring>
 
@@ -9,19 +9,19 @@ namespace laneformer {
 void Worker::head() {
   int64_t began = clock();
   const int64_t d = m_.hidden_size, all = m_.lanes * d;
-  const int rows = run_.rows, first = positions_ - rows;  // block position of row 0
-  float* finals = d_.finals.floats();                     // [rows][lanes][hidden_size]
+  const int rows = pass_->rows;
+  float* finals = d_.finals.floats();  // [rows][lanes][hidden_size]
   for (int lane = first_lane_; lane < last_lane_; lane++) {
     if (!owns(lane)) continue;
-    for (int row = 0; row < rows; row++) {
-      const float* x = stream(lane, first + row);
-      float* final = finals + row * all + lane * d;
+    each_row([&](const Run& run, int i) {
+      const float* x = stream(lane, run.place_of(i));
+      float* final = finals + (run.row + i) * all + lane * d;
       if (m_.head.norm_of_sum) {
         std::memcpy(final, x, d * sizeof(float));
       } else {
         k_.rms_norm(x, d_.small(m_.head.norm.gain, lane), m_.head.norm.eps, d, final);
       }
-    }
+    });
   }
   if (d_.mail && m_.head.kind != plan::HeadKind::vocab_parallel) {
     const uint32_t tag = token_tags_ + (uint32_t)m_.sums.size();

@@ -1,4 +1,4 @@
-// The next tokens from the logits of a run's rows, as infer/sampling.py defines them: each with the noise of its own
+// The next tokens from the logits of a pass's rows, as infer/sampling.py defines them: each with the noise of its own
 // position. Each worker takes the part of the vocabulary whose logits it computed.
 #include <algorithm>
 #include <cmath>
@@ -57,15 +57,17 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
 
 }  // namespace
 
-bool Worker::sample() {
+void Worker::sample() {
   const int64_t began = clock();
-  const Call& call = *d_.call;
-  const Sampling& s = call.sampling;
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
-  const int64_t position = call.start + (int64_t)call.prompt.size() + drawn_;  // of the first token
-  const int rows = run_.rows;
+  const int rows = pass_->rows;
   DecodeState::Packet& own = d_.packets[index_];
-  if (index_ == 0) d_.cancelled[2] = d_.cancel.load(std::memory_order_relaxed);
+  bool any_filtered = false;
+  for (int r = 0; r < pass_->runs; r++) {
+    Slot& slot = *pass_->run[r].slot;
+    if (index_ == 0) slot.cancelled = slot.cancel.load(std::memory_order_relaxed);
+    any_filtered |= pass_->run[r].rows > 0 && slot.call->filtered();
+  }
   temper();
   meet();
 
@@ -78,104 +80,107 @@ bool Worker::sample() {
       largest_z[row] = std::max(largest_z[row], part.largest_z);
     }
   }
-  const bool filtered = s.temperature > 0 && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0);
-  if (filtered) {
-    for (int row = index_; row < rows; row += count_) d_.least[row] = threshold(row, largest_z[row]);
+  if (any_filtered) {
+    each_row([&](const Run& run, int i) {
+      const int row = run.row + i;
+      if (row % count_ == index_ && run.slot->call->filtered())
+        d_.least[row] = threshold(run.slot->call->sampling, row, largest_z[row]);
+    });
     meet();
   }
-  for (int row = 0; row < rows; row++) {
+  each_row([&](const Run& run, int i) {
+    const int row = run.row + i;
+    const Call& call = *run.slot->call;
+    const int64_t position = run.start + run.count - run.rows + i + 1;  // of the token
     own.rows[row].sum = k_.sum_exp(d_.logits.floats() + row * vocab + first, largest[row], count);
-    own.rows[row].best = k_.draw(d_.z.floats() + row * vocab, filtered ? d_.least[row] : -INFINITY, s.temperature > 0,
-                                 s.key, (uint32_t)(position + row), first, vocab_last_);
-  }
+    own.rows[row].best =
+        k_.draw(d_.z.floats() + row * vocab, call.filtered() ? d_.least[row] : -INFINITY, call.sampling.temperature > 0,
+                call.sampling.key, (uint32_t)position, first, vocab_last_);
+  });
   meet();
+  for (int r = 0; r < pass_->runs && index_ == 0; r++)
+    if (pass_->run[r].rows > 0) accept(pass_->run[r], largest + pass_->run[r].row);
+  mark(kSample, m_.num_layers(), began);
+}
 
-  if (d_.cancelled[2]) {
-    if (index_ == 0) d_.end = End::cancelled;
-    return false;
+// The logits with penalty and temperature. In a row a draft before it has been seen: each worker marks those of its
+// part, and takes the marks away again.
+void Worker::temper() {
+  const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
+  for (int r = 0; r < pass_->runs; r++) {
+    const Run& run = pass_->run[r];
+    const Call& call = *run.slot->call;
+    const Sampling& s = call.sampling;
+    int32_t marked[kMostRows];
+    int marks = 0;
+    for (int i = 0; i < run.rows; i++) {
+      const int32_t draft = pass_->tokens[run.place_of(i)];
+      if (i > 0 && draft >= first && draft < vocab_last_ && !call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
+      const float* logits = d_.logits.floats() + (run.row + i) * vocab + first;
+      float* z = d_.z.floats() + (run.row + i) * vocab + first;
+      k_.temper(logits, call.seen + first, s.repetition_penalty, s.temperature, count, z);
+      DecodeState::Drawn& own = d_.packets[index_].rows[run.row + i];
+      own.largest = k_.largest(logits, count);
+      own.largest_z = k_.largest(z, count);
+      if (call.logits) std::memcpy(call.logits + (run.slot->drawn + i) * vocab + first, logits, count * sizeof(float));
+    }
+    while (marks > 0) call.seen[marked[--marks]] = 0;
   }
-  // A draft is right if it is what the row before it has drawn; the first row whose token is another ends the run.
+}
+
+// Worker 0: the tokens that the rows of a run have drawn. A draft is right if it is what the row before it has drawn;
+// the first row whose token is another ends the run. largest: logit of each of its rows.
+void Worker::accept(const Run& run, const float* largest) {
+  Slot& slot = *run.slot;
+  const Call& call = *slot.call;
+  if (slot.cancelled) {
+    slot.stopped = true, slot.end = End::cancelled;
+    return;
+  }
+  const int32_t before = slot.drawn;
   bool stop = false;
-  const int32_t before = drawn_;
-  for (int row = 0; row < rows; row++) {
+  for (int i = 0; i < run.rows; i++) {
+    const int row = run.row + i;
     Best best = {-INFINITY, -1};
     for (const DecodeState::Packet& packet : d_.packets) {
       const Best& part = packet.rows[row].best;
       if (part.token >= 0 && (best.token < 0 || part.value > best.value)) best = part;  // workers are in order of ids
     }
     int32_t token = std::max(best.token, 0);  // no token where no logit is a number; the log-probability is NaN
-    if (drawn_ < (int64_t)call.speculation.forced.size()) token = call.speculation.forced[drawn_];
+    if (slot.drawn < (int64_t)call.speculation.forced.size()) token = call.speculation.forced[slot.drawn];
     stop = std::find(call.stops.begin(), call.stops.end(), token) != call.stops.end();
-    if (index_ == 0) emit(row, token, largest[row]);
-    drawn_++;
-    if (stop || (row + 1 < rows && token != run_.tokens[row + 1])) break;
+    emit(slot, row, token, largest[i]);
+    if (stop || (i + 1 < run.rows && token != pass_->tokens[run.place_of(i + 1)])) break;
   }
-  const bool more = !stop && drawn_ < call.limit;
-  if (index_ == 0) {
-    const int right = drawn_ - before - 1;
-    d_.drafting.drafted += rows - 1;
-    for (int place = 0; place < right; place++) d_.drafting.accepted[place]++;
-    d_.end = stop ? End::stop : End::length;
-    if (more) plan_run(drawn_ - before);
-    d_.count.raise((uint32_t)drawn_);
+  const int drawn = slot.drawn - before;
+  slot.passes.drafted += run.rows - 1;
+  for (int place = 0; place < drawn - 1; place++) slot.passes.accepted[place]++;
+  slot.stopped = stop || slot.drawn == call.limit;
+  slot.end = stop ? End::stop : End::length;
+  if (!slot.stopped) {
+    slot.passes.drawing++;
+    const int32_t* const tokens = slot.answer.tokens.data() + before;
+    if (call.speculation.most > 0) slot.drafts.learn(tokens, drawn);
+    for (int i = 0; i < drawn && call.speculation.most > 0; i++) slot.drafts.add(tokens[i]);
   }
-  meet();  // the others may now read the tokens
-  run_ = d_.next;
-  mark(kSample, m_.num_layers(), began);
-  return more;
-}
-
-// The logits with penalty and temperature. In a row a draft before it has been seen: each worker marks those of its
-// part, and takes the marks away again.
-void Worker::temper() {
-  const Call& call = *d_.call;
-  const Sampling& s = call.sampling;
-  const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
-  int32_t marked[kMostRows];
-  int marks = 0;
-  for (int row = 0; row < run_.rows; row++) {
-    const int32_t draft = run_.tokens[row];
-    if (row > 0 && draft >= first && draft < vocab_last_ && !call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
-    const float* logits = d_.logits.floats() + row * vocab + first;
-    float* z = d_.z.floats() + row * vocab + first;
-    k_.temper(logits, call.seen + first, s.repetition_penalty, s.temperature, count, z);
-    DecodeState::Drawn& own = d_.packets[index_].rows[row];
-    own.largest = k_.largest(logits, count);
-    own.largest_z = k_.largest(z, count);
-    if (call.logits) std::memcpy(call.logits + (drawn_ + row) * vocab + first, logits, count * sizeof(float));
-  }
-  while (marks > 0) call.seen[marked[--marks]] = 0;
+  slot.count.raise((uint32_t)slot.drawn);
 }
 
 // Records a token that is drawn.
-void Worker::emit(int row, int32_t token, float largest) {
+void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
   uint64_t sum = 0;
   for (const DecodeState::Packet& packet : d_.packets) sum += packet.rows[row].sum;
   const float lse = std::isnan(largest) ? largest : (float)((double)largest + std::log((double)sum * 0x1p-40));
   const float* logits = d_.logits.floats() + (int64_t)row * m_.vocab_size;
-  d_.call->seen[token] = 1;
-  d_.answer.logprobs[drawn_] = logits[token] - lse;
-  if (d_.call->top) best_tokens(logits, lse);
-  d_.answer.times_ns[drawn_] = now_ns();
-  d_.answer.tokens[drawn_] = token;
-}
-
-// Worker 0: the last of some tokens that were drawn now, and drafts of those after it.
-void Worker::plan_run(int drawn) {
-  const Speculation& speculation = d_.call->speculation;
-  const int32_t* tokens = d_.answer.tokens.data() + drawn_ - drawn;
-  d_.next.rows = 1;
-  d_.next.tokens[0] = tokens[drawn - 1];
-  d_.drafting.passes++;
-  if (speculation.most == 0) return;
-  d_.drafts.learn(tokens, drawn);
-  for (int i = 0; i < drawn; i++) d_.drafts.add(tokens[i]);
-  d_.next.rows += d_.drafts.propose(drawn_, d_.call->limit - drawn_ - 1, d_.next.tokens + 1);
+  slot.call->seen[token] = 1;
+  slot.answer.logprobs[slot.drawn] = logits[token] - lse;
+  if (slot.call->top) best_tokens(slot, logits, lse);
+  slot.answer.times_ns[slot.drawn] = now_ns();
+  slot.answer.tokens[slot.drawn++] = token;
 }
 
 // The filters' threshold on z of a row; -inf keeps every token.
-float Worker::threshold(int row, float best) {
-  const Sampling& s = d_.call->sampling;
+float Worker::threshold(const Sampling& s, int row, float best) {
   const float* z = d_.z.floats() + (int64_t)row * m_.vocab_size;
   float least = -INFINITY;
   if (s.top_k > 0) least = largest_reaching(z, m_.vocab_size, s.top_k, [](int64_t) { return uint64_t{1}; });
@@ -192,10 +197,10 @@ float Worker::threshold(int row, float best) {
 }
 
 // Writes the most likely tokens, lowest id first among equals.
-void Worker::best_tokens(const float* logits, float lse) {
-  const int n = d_.call->top;
-  int32_t* tokens = d_.answer.top_tokens.data() + (int64_t)drawn_ * n;
-  float* logprobs = d_.answer.top_logprobs.data() + (int64_t)drawn_ * n;
+void Worker::best_tokens(Slot& slot, const float* logits, float lse) const {
+  const int n = slot.call->top;
+  int32_t* tokens = slot.answer.top_tokens.data() + (int64_t)slot.drawn * n;
+  float* logprobs = slot.answer.top_logprobs.data() + (int64_t)slot.drawn * n;
   int found = 0;
   for (int32_t token = 0; token < m_.vocab_size; token++) {
     if (found == n && !(logits[token] > logits[tokens[n - 1]])) continue;

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +13,7 @@ from custom_calls.cpu.tiles import MidTile, make_pieces, refusal
 from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
 from custom_calls.measured import amx_gain, bf12_gain, pass_prices
 from custom_calls.plan import Dtype, Plan
-from custom_calls.session import Bf12Weights, DecodeSession, Drafting
+from custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES, HeadKind
@@ -28,9 +29,51 @@ PASSES = 3  # of each, in turns
 PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows of the passes that are measured
 
 
+class Slot(CallStream):
+    """Runs a call at a time, beside the calls of the session's other slots. Results do not depend on these."""
+
+    def __init__(self, session: "Session", number: int):
+        self._session, self.number = weakref.proxy(session), number
+
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        return self._session._function(name)(self._session.id, self.number, *arguments)
+
+    def give_texts(self, *, before: Sequence[int] = (), forced: Sequence[int] = (), given: Sequence[int] = ()) -> None:
+        """Texts of this slot's next call, as token ids.
+
+        before: what drafts may be copied from besides prompt and answer, the text before the prompt; -1 ends another
+        text. forced: the first tokens of the answer, whatever is drawn, for measurements: drafts of them are right as
+        if the model had drawn them. given: for tests, drafts of the answer's tokens by their number, at any price, -1
+        for none. Raises NativeError for tokens outside the vocabulary.
+        """
+        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
+        call(
+            "give_texts",
+            self._session.id,
+            self.number,
+            *(word for text in texts for word in (text.ctypes.data, text.size)),
+        )
+
+    @property
+    def drafting(self) -> Drafting:
+        """What drafts were worth in the last call, once it has ended."""
+        passes, drafted, *accepted = self._passes()[1:]
+        return Drafting(passes, drafted, tuple(accepted))
+
+    @property
+    def shared_passes(self) -> int:
+        """Passes of the last call that had rows of other calls, once it has ended."""
+        return self._passes()[0]
+
+    def _passes(self) -> list[int]:
+        counts = np.zeros(3 + MOST_ROWS - 1, np.int64)
+        self._stream("passes", counts.ctypes.data)
+        return counts.tolist()
+
+
 class Session(DecodeSession):
     """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a
-    time.
+    time in each slot.
     """
 
     _prefix, target = "", TARGET
@@ -47,6 +90,8 @@ class Session(DecodeSession):
         timeout_ms: int = 60_000,
         instructions: str | None = None,
         bf12: bool = False,
+        slots: int = 1,
+        most_slowdown: float = 1.5,
     ):
         """threads: by default one per core that may be used.
 
@@ -54,12 +99,15 @@ class Session(DecodeSession):
         for bit. chaos_us: random delays of up to this many microseconds around every exchange. Both are for tests.
         timeout_ms: how long a call waits for a worker or a device before it fails. instructions: one of
         `instruction_sets()`, by default the first. bf12: pack bfloat16 weights in 12 bits, each matrix that has few
-        exceptions; the results have the same bits, and a weight can be packed only once. Raises NativeError.
+        exceptions; the results have the same bits, and a weight can be packed only once. slots: calls that may run
+        together, at most MOST_ROWS. most_slowdown: time of a pass over that of one row, up to which the rows of other
+        calls are let into it; it needs prices (`speculate`). Raises NativeError.
         """
         if threads is not None and threads < 1:
             raise NativeError(f"threads must be at least 1, got {threads}")
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
+        self._num_slots = slots
         self._mapped: list[np.ndarray] = []  # which the library reads
         # Of quantized products, which the library reads, with the share of them that a token reads.
         self._tiles: list[tuple[np.ndarray, float]] = []
@@ -73,6 +121,8 @@ class Session(DecodeSession):
             chaos_us,
             timeout_ms,
             bf12,
+            slots,
+            most_slowdown,
             (instructions or "").encode(),
         )
 
@@ -219,7 +269,7 @@ class Session(DecodeSession):
         Raises NativeError.
         """
         if prices is None:
-            prices = self.prices if most else [1.0] * MOST_ROWS
+            prices = self.prices if most or self._num_slots > 1 else [1.0] * MOST_ROWS
         given = np.asarray(prices, np.float32)
         if given.shape != (MOST_ROWS,):
             raise NativeError(f"prices must be {MOST_ROWS}, got {given.size}")
@@ -244,24 +294,22 @@ class Session(DecodeSession):
         call("time_passes", self.id, counts.ctypes.data, len(counts), PASSES, seconds.ctypes.data)
         return seconds.tolist()
 
-    def give_texts(self, *, before: Sequence[int] = (), forced: Sequence[int] = (), given: Sequence[int] = ()) -> None:
-        """Texts of the next call, as token ids.
+    @cached_property
+    def slots(self) -> tuple["Slot", ...]:
+        """What can run a call while others run. The session itself is the first one's stream of tokens."""
+        return tuple(Slot(self, number) for number in range(self._num_slots))
 
-        before: what drafts may be copied from besides prompt and answer, the text before the prompt; -1 ends another
-        text. forced: the first tokens of the answer, whatever is drawn, for measurements: drafts of them are right as
-        if the model had drawn them. given: for tests, drafts of the answer's tokens by their number, at any price, -1
-        for none. Raises NativeError for tokens outside the vocabulary.
-        """
-        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
-        call("give_texts", self.id, *(word for text in texts for word in (text.ctypes.data, text.size)))
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        return self._function(name)(self.id, 0, *arguments)
+
+    def give_texts(self, **texts: Sequence[int]) -> None:
+        """Of the next call of slot 0; see Slot.give_texts."""
+        self.slots[0].give_texts(**texts)
 
     @property
     def drafting(self) -> Drafting:
-        """What drafts were worth in the last call, once it has ended."""
-        counts = np.zeros(2 + MOST_ROWS - 1, np.int64)
-        self._lib.laneformer_drafting(self.id, counts.ctypes.data)
-        passes, drafted, *accepted = counts.tolist()
-        return Drafting(passes, drafted, tuple(accepted))
+        """What drafts were worth in the last call of slot 0, once it has ended."""
+        return self.slots[0].drafting
 
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound

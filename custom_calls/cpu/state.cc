@@ -99,7 +99,8 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       threads(options.one_thread_per_lane ? plan.lanes : std::max(1, options.threads)),
       lanes_shared(plan.lanes % threads != 0),
       spin_ns(threads > default_threads() ? 500 : kSpinNs),  // 500: others wait for this core
-      progress(std::make_unique<Counter[]>(threads)) {
+      progress(std::make_unique<Counter[]>(threads)),
+      schedule(options.slots, options.most_slowdown) {
   if (options.bf12 && weights != Dtype::bf16) throw std::runtime_error("weights in 12 bits must be bfloat16");
   make_ops();
   make_buffers();

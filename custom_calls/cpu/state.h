@@ -12,11 +12,11 @@
 #include <variant>
 #include <vector>
 
-#include "../common/drafts.h"
 #include "../common/plan.h"
 #include "exchange.h"
 #include "kernels/kernels.h"
 #include "kernels/quantized.h"
+#include "schedule.h"
 #include "sync.h"
 
 namespace laneformer {
@@ -28,27 +28,9 @@ struct Options {
   int timeout_ms = 60'000;           // for a worker or a device that is missing
   std::string instructions;          // empty: the best that this machine has
   bool bf12 = false;                 // bf16 weights in 12 bits, matrix by matrix where few are exceptions
+  int slots = 1;                     // calls that may run together
+  double most_slowdown = 1.5;        // of a pass, over a pass of one row, through other calls
 };
-
-struct Sampling {
-  float temperature, top_p, min_p, repetition_penalty;
-  int32_t top_k;
-  uint32_t key[2];
-};
-
-struct Call {
-  std::vector<int32_t> prompt;
-  int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
-  int32_t limit = 0, top = 0;
-  Sampling sampling{};
-  std::vector<int32_t> stops;
-  std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
-  uint8_t* seen = nullptr;          // [vocab], updated
-  float* logits = nullptr;          // [limit][vocab] or null: for tests
-  Speculation speculation;
-};
-
-enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
 
 // A range of units of one matrix: a worker's share of it.
 struct Share {
@@ -128,24 +110,7 @@ struct Span {  // one op of one worker, for the trace
 // Ops of a trace (custom_calls/cpu/session.py): those of layers follow, as in laneformer.ops.TRACE_NAMES.
 enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 
-constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
 constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
-
-struct Drafting {                        // what drafts were worth in a call
-  int64_t passes = 0, drafted = 0;       // passes after the prompt's
-  int64_t accepted[kMostRows - 1] = {};  // by their place in a pass
-};
-
-struct Run {  // the rows of a pass: the last token and drafts of those after it
-  int rows = 1;
-  int32_t tokens[kMostRows] = {};
-};
-
-struct Answer {  // a place for each token of a call
-  std::vector<int32_t> tokens, top_tokens;
-  std::vector<float> logprobs, top_logprobs;
-  std::vector<int64_t> times_ns;
-};
 
 // Tiles of a product with quantized matrices, of those that have one format and one order of columns.
 struct Piece {
@@ -236,18 +201,10 @@ struct DecodeState {
   float least[kMostRows] = {};  // of the filters
   std::unique_ptr<Mailboxes> mail;
 
-  // The running call.
-  const Call* call = nullptr;
-  Answer answer;
-  Counter count;  // tokens drawn
-  Drafts drafts;  // of worker 0
-  Run next;       // pass, as worker 0 has planned it
-  Drafting drafting;
-  int64_t absorbed = 0;  // tokens of the prompt that are in the cache
-  End end = End::length;
-  std::atomic<int> cancel{0};
-  // `cancel` as worker 0 saw it, so that all end together: after blocks of the prompt, in turns, and after tokens.
-  int cancelled[3] = {};
+  // The running calls.
+  Schedule schedule;
+  const Slot* leader = nullptr;  // whose thread is worker 0
+  Pass passes[2];                // in turns: worker 0 plans the next one while others finish
   std::atomic<int> stopped{0};
   std::mutex reason_lock;
   std::string reason;

@@ -122,9 +122,6 @@ void Worker::reset() {
   progress_.raise(0);
   progress_.core = -1;  // the caller's thread has raised it
   point_ = 0;
-  drawn_ = 0;
-  blocks_ = 0;
-  run_ = {};
 }
 
 void Worker::delay() {
@@ -171,50 +168,29 @@ void Worker::mark(int op, int layer, int64_t began) {
 
 void Worker::generate() {
   const FlushToZero flush;
-  const Call& call = *d_.call;
   try {
-    const int64_t n = (int64_t)call.prompt.size();
-    const bool drafting = index_ == 0 && call.speculation.most > 0;
-    if (drafting) d_.drafts.begin(call.speculation);
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int positions = (int)std::min<int64_t>(kBlock, n - i);
-      for (int p = 0; p < positions && drafting; p++) d_.drafts.add(call.prompt[i + p]);
-      step(call.prompt.data() + i, call.start + i, positions, i + positions == n);
-      if (i + positions == n) break;
-      const int turn = blocks_++ % 2;
-      if (index_ == 0) d_.cancelled[turn] = d_.cancel.load(std::memory_order_relaxed);
+    for (int turn = 0; !d_.passes[turn].over; turn ^= 1) {
+      pass_ = &d_.passes[turn];
+      step();
+      if (pass_->rows) sample();
+      if (index_ == 0) d_.schedule.plan(*d_.leader, *pass_, d_.passes[turn ^ 1]);
       meet();
-      if (index_ == 0) d_.absorbed = i + positions;
-      if (d_.cancelled[turn]) {
-        if (index_ == 0) d_.end = End::cancelled;
-        return;
-      }
+      if (index_ == 0) d_.schedule.publish();
     }
-    if (index_ == 0) d_.absorbed = n;
-    while (sample()) step(run_.tokens, call.start + n + drawn_ - 1, run_.rows, true);
   } catch (const Stopped&) {
-    if (index_ == 0) d_.end = End::failed;
   }
 }
 
-void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last) {
-  start_ = start;
-  positions_ = positions;
+void Worker::step() {
+  positions_ = pass_->positions;
   const int64_t began = clock();
-  for (int p = 0; p < positions; p++) {
-    d_.embed(tokens[p], stream(first_lane_, p));
+  for (int p = 0; p < positions_; p++) {
+    d_.embed(pass_->tokens[p], stream(first_lane_, p));
     for (int lane = first_lane_ + 1; lane < last_lane_; lane++)
       std::memcpy(stream(lane, p), stream(first_lane_, p), m_.hidden_size * sizeof(float));
-    for (size_t r = 0; r < turns_.size(); r++) {
-      const plan::Rotary& rotary = m_.rotaries[r];
-      const size_t pairs = rotary.frequencies.size();
-      for (size_t i = 0; i < pairs; i++) {
-        const float angle = (float)(start + p) * rotary.frequencies[i];
-        turns_[r].cos[p * pairs + i] = std::cos(angle) * rotary.factor;
-        turns_[r].sin[p * pairs + i] = std::sin(angle) * rotary.factor;
-      }
-    }
   }
+  for (const Run* run = pass_->run; run < pass_->run + pass_->runs; run++)
+    for (int i = 0; i < run->count; i++) turn(run->first + i, run->start + i);
   mark(kEmbed, 0, began);
   std::fill(has_.begin(), has_.end(), 0);
   token_tags_ = tags_;
@@ -229,7 +205,20 @@ void Worker::step(const int32_t* tokens, int64_t start, int positions, bool last
     apply(t);
   }
   apply(modules);
-  if (last) head();
+  if (pass_->rows) head();
+}
+
+// The angles of a block position, which is that position of its text.
+void Worker::turn(int p, int64_t position) {
+  for (size_t r = 0; r < turns_.size(); r++) {
+    const plan::Rotary& rotary = m_.rotaries[r];
+    const size_t pairs = rotary.frequencies.size();
+    for (size_t i = 0; i < pairs; i++) {
+      const float angle = (float)position * rotary.frequencies[i];
+      turns_[r].cos[p * pairs + i] = std::cos(angle) * rotary.factor;
+      turns_[r].sin[p * pairs + i] = std::sin(angle) * rotary.factor;
+    }
+  }
 }
 
 // Between two ops of a module, workers that share lanes meet: one reads what the others have written.

@@ -56,8 +56,9 @@ class Worker {
   }
   void delay();
 
-  // One block of positions through the model.
-  void step(const int32_t* tokens, int64_t start, int positions, bool last);
+  // The positions of a pass through the model.
+  void step();
+  void turn(int p, int64_t position);
   void module(int number);
 #define DECLARE(Kind) void run(const Prepared<plan::Kind>& op, int module);
   EACH_OP(DECLARE)
@@ -102,8 +103,13 @@ class Worker {
   Vectors read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step, int64_t columns);
   uint64_t read_experts(const Product& product) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
-  void queries(const plan::Attend& op, int lane);
-  void attend(const plan::Attend& op, int layer, Keys part, Keys next, int chunk, int64_t window);
+  struct Unit {  // of attention
+    const Run* run;
+    int chunk;
+    Keys keys;
+  };
+  void queries(const plan::Attend& op, const Run& run, int lane);
+  void attend(const plan::Attend& op, int layer, const Unit& unit, const Unit* next, int64_t window);
   void merge(int lane);
   void round_trip(float* x, int64_t n);
 
@@ -118,13 +124,19 @@ class Worker {
   void post(uint32_t tag, int64_t floats);
   void fetch(int from, uint32_t tag, int64_t floats);
 
-  // The next tokens from the logits of the run; whether to go on, with another run.
-  bool sample();
+  // The next tokens from the logits of the pass's rows.
+  void sample();
   void temper();
-  float threshold(int row, float best);
-  void emit(int row, int32_t token, float largest);
-  void best_tokens(const float* logits, float lse);
-  void plan_run(int drawn);
+  float threshold(const Sampling& s, int row, float best);
+  void accept(const Run& run, const float* largest);
+  void emit(Slot& slot, int row, int32_t token, float largest);
+  void best_tokens(Slot& slot, const float* logits, float lse) const;
+
+  template <class F>
+  void each_row(const F& f) const {  // f(its run, which of the run's rows)
+    for (int r = 0; r < pass_->runs; r++)
+      for (int i = 0; i < pass_->run[r].rows; i++) f(pass_->run[r], i);
+  }
 
   void mark(int op, int layer, int64_t began);
   int64_t clock() const { return tracing_ ? now_ns() : 0; }
@@ -162,13 +174,10 @@ class Worker {
   uint32_t tags_ = 1, token_tags_ = 1;   // of exchanges by message
   uint64_t random_;
 
-  int64_t start_ = 0;
-  int positions_ = 0;
+  const Pass* pass_ = nullptr;
+  int positions_ = 0;                     // of the pass
   const plan::Attend* attend_ = nullptr;  // the module's, once it has attended
-  int chunks_ = 0;                        // into which it cut a lane's keys
-  int32_t drawn_ = 0;
-  int blocks_ = 0;
-  Run run_;  // whose tokens are drawn next
+  int chunks_[kMostRows] = {};            // into which it cut a lane's keys, of each run
 
   std::vector<float> x_;            // [own lanes][B][hidden_size]
   std::vector<float> h_, a_;        // [B][widest]

@@ -3,11 +3,14 @@ one call.
 """
 
 import logging
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 import custom_calls
-from custom_calls import Session, fastest_way
+from custom_calls import Plan, Session, fastest_way
+from custom_calls.cpu.session import MOST_ROWS
 from infer.engine.backend import CheckpointSource, Request, Source, device_name
 from infer.engine.native import (
     NativeBackend,
@@ -21,9 +24,10 @@ from infer.engine.native import (
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.quantized.rounding import USUAL
-from laneformer.weights import weight_bytes_per_token
+from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 log = logging.getLogger("infer")
+MOST_PARALLEL = 4  # by default
 LARGE = 256 << 20  # bytes of bfloat16 weights per token that are read from memory; in a cache bf12 and AMX are slower
 
 
@@ -54,20 +58,28 @@ class CpuBackend(NativeBackend):
         chaos_us: int = 0,
         instructions: str | None = None,
         weights: str | None = None,
-        prefix_cache: int = 1,
+        prefix_cache: int | None = None,
         speculation: int = 0,
+        parallel: int = 1,
+        most_slowdown: float = 1.5,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
         they have; int8 and the others of laneformer/quantized/rounding.py to round all products' matrices, the head's
         unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
         caches and bf12 was measured to be faster. Quantized matrices are held as they are. prefix_cache: how many
-        sequences to keep, each with its caches, for later prompts that begin as they do; 0 computes every prompt from
-        its first token. speculation: most drafts of a pass, 0 for none; they are copied from the text and change no
+        sequences to keep, each with its caches, for later prompts that begin as they do, by default as many as
+        `parallel`; 0 computes every prompt from its first token. parallel: requests that may run together; 0 for as
+        many as fit a quarter of the free memory, at most MOST_PARALLEL. Their answers stay those that they have alone.
+        most_slowdown: time of a pass over that of one row, up to which rows of other requests are let into it.
+        speculation: most drafts of a pass, 0 for none; they are copied from the text and change no
         answer, and as many are made as pay by the prices of passes, which are measured once on each machine. The other
         options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
         used, or for bf12 with weights of another dtype.
         """
+        if most_slowdown < 1:
+            raise ConfigError(f"most_slowdown must be at least 1, got {most_slowdown}")
         self.source, plan = source, plan_of(source)
+        parallel = _parallel(source, plan, parallel)
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
         packed: list[Bf12Product] = []
@@ -88,6 +100,8 @@ class CpuBackend(NativeBackend):
                 chaos_us=chaos_us,
                 instructions=instructions,
                 bf12=weights == "bf12",
+                slots=parallel,
+                most_slowdown=most_slowdown,
             )
             if threads is not None and threads > (cores := custom_calls.default_threads()):
                 log.warning(
@@ -101,12 +115,12 @@ class CpuBackend(NativeBackend):
             session.speculate(speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
-        self._use(session, prefix_cache)
+        self._use(session, parallel if prefix_cache is None else prefix_cache)
         self.speculation = speculation
 
-    def _give_texts(self, request: Request, start: int) -> None:
+    def _give_texts(self, request: Request, slot: int, start: int) -> None:
         before = request.prompt[:start] if self.speculation else ()
-        self.session.give_texts(before=before, forced=request.forced)
+        self.session.slots[slot].give_texts(before=before, forced=request.forced)
 
     @property
     def conditions(self) -> dict:
@@ -119,8 +133,26 @@ class CpuBackend(NativeBackend):
             "kv_dtype": plan.cache_dtype.name,
             "prefix_cache": self._prefixes.slots,
             "speculation": self.speculation,
+            "parallel": self.parallel,
             "device": device_name(jax.devices("cpu")[0]),
             "devices": 1 if self.source.mesh is None else self.source.mesh.size,
             "threads": self.session.threads,
             "instructions": self.session.instructions,
         }
+
+
+def _parallel(source: Source, plan: Plan, parallel: int) -> int:
+    """How many requests may run together. Raises ConfigError for more than the kernel or the devices allow."""
+    if source.mesh is not None:  # each device of a call waits for the others
+        if parallel > 1:
+            raise ConfigError(f"parallel must be 1 on {source.mesh.size} devices, got {parallel}")
+        return 1
+    if not 0 <= parallel <= MOST_ROWS:
+        raise ConfigError(f"parallel must be 1 to {MOST_ROWS}, or 0 to choose by memory, got {parallel}")
+    if parallel:
+        return parallel
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    free = 1024 * int(memory["MemAvailable"].split()[0]) - weight_bytes_per_token(source.config)
+    width = plan.cache_dtype.name
+    cache = source.config.max_position_embeddings * kv_bytes_per_token(source.config, 0, jnp.dtype(width).itemsize)
+    return max(1, min(MOST_PARALLEL, int(free / 4 / cache)))

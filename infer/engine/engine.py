@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,12 +41,12 @@ BACKENDS: dict[str, type[Backend]] = {
 # The last two are for comparison; auto never takes them.
 NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
 MOST_TOP_LOGPROBS = 20
-# The value of an option that says what backends without it do.
-WITHOUT = {"weights": "bfloat16", "prefix_cache": 0, "speculation": 0}
+# The values of an option that say what backends without it do.
+WITHOUT = {"weights": ("bfloat16",), "prefix_cache": (0,), "speculation": (0,), "parallel": (0, 1)}
 
 
 class Engine:
-    """Generates text with a model, one generation at a time.
+    """Generates text with a model: one generation at a time, or as many as `parallel` says, from any threads.
 
     engine = infer.Engine.load("checkpoints/mine")
     for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
@@ -62,8 +63,8 @@ class Engine:
         **options: Any,
     ):
         """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` has
-        its name. name: of the model, for reports. options: of the backend, such as threads, prefix_cache and
-        speculation for cpu (see infer/engine/cpu.py).
+        its name. name: of the model, for reports. options: of the backend, such as threads, prefix_cache,
+        speculation and parallel for cpu (see infer/engine/cpu.py).
 
         Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for an option
         that the backend does not have.
@@ -71,12 +72,13 @@ class Engine:
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
         for option, value in options.items():
-            if option not in inspect.signature(chosen).parameters and (option, value) not in WITHOUT.items():
+            if option not in inspect.signature(chosen).parameters and value not in WITHOUT.get(option, ()):
                 raise ConfigError(f"{option} = {value!r}: backend {chosen.name} has no such option")
         known = inspect.signature(chosen).parameters
         self._backend = chosen(source, **{name: value for name, value in options.items() if name in known})
         self.tokenizer, self.name = tokenizer, name
-        self._running: weakref.ref[Generation] | None = None
+        self._running: list[weakref.ref[Generation]] = []
+        self._starting = threading.Lock()
         self._leader: Leader | None = None
 
     @classmethod
@@ -106,6 +108,11 @@ class Engine:
     def backend(self) -> str:
         """The name of the backend in use."""
         return self._backend.name
+
+    @property
+    def parallel(self) -> int:
+        """Generations that can run together."""
+        return getattr(self._backend, "parallel", 1)
 
     @property
     def model(self) -> Laneformer:
@@ -198,10 +205,9 @@ class Engine:
         leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
         forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
 
-        Raises InputError for a prompt or a limit that the engine refuses, and while another generation runs.
+        Raises InputError for a prompt or a limit that the engine refuses, and while as many generations run as can.
         """
         accepted = time.perf_counter()
-        self._require_free()
         prompt_n = self.encode(prompt)
         room = self.config.max_position_embeddings - len(prompt_n)
         limit = room if max_new_tokens is None else min(room, _whole("max_new_tokens", max_new_tokens))
@@ -230,10 +236,12 @@ class Engine:
             cache_salt=cache_salt,
             forced=tuple(map(int, forced)),
         )
-        if self._leader is not None:
-            self._leader.announce(request)
-        generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
-        self._running = weakref.ref(generation)
+        with self._starting:
+            self._require_free()
+            if self._leader is not None:
+                self._leader.announce(request)
+            generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
+            self._running.append(weakref.ref(generation))
         return generation
 
     def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
@@ -269,7 +277,7 @@ class Engine:
             yield
         finally:
             leader, self._leader = self._leader, None
-            if (running := self._running and self._running()) is not None:
+            for running in self._generations():
                 running.cancel()
                 running.settle()
             with contextlib.suppress(GroupError):  # a lost process cannot be informed
@@ -281,13 +289,21 @@ class Engine:
         """
         follow(self._backend)
 
+    def _generations(self) -> list[Generation]:
+        """Those that have not ended."""
+        found = [(reference, reference()) for reference in self._running]
+        found = [(reference, running) for reference, running in found if running is not None and not running.finished]
+        self._running = [reference for reference, _ in found]
+        return [running for _, running in found]
+
     def _require_free(self) -> None:
-        running = self._running and self._running()
-        if running is None or running.finished:
-            return
-        if not running.cancelled:
+        running = self._generations()
+        for one in running if len(running) >= self.parallel else ():
+            if one.cancelled:
+                one.settle()
+                return
+        if len(running) >= self.parallel:
             raise InputError("this engine is still generating: consume or cancel the running generation first")
-        running.settle()
 
     def _stop_tokens(self, tokens: int | Iterable[int] | None) -> tuple[int, ...]:
         if tokens is None:

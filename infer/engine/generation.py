@@ -80,6 +80,8 @@ class Result:
     """Tokens drawn in each dispatch, including a stop token and tokens after a stop string."""
     drafting: Drafting | None = None
     """Passes after the prompt's and the drafts that they checked; None on backends without drafts."""
+    shared_passes: int = 0
+    """Passes that also had rows of other requests: the times are then not those of a request that is alone."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -274,6 +276,7 @@ class Generation(Iterator[Token]):
             total_time=arrivals[-1][1] if arrivals else time.perf_counter() - self._accepted,
             tokens_per_dispatch=tuple(count for count, _ in arrivals),
             drafting=getattr(self._chunks, "drafting", None),
+            shared_passes=getattr(self._chunks, "shared_passes", 0),
         )
         self._ready.clear()
 

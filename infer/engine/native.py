@@ -1,5 +1,6 @@
 """What the backends of the native library share: a whole answer in one custom call, its tokens taken while it runs."""
 
+import heapq
 import logging
 import math
 import threading
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 import custom_calls
 from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
-from custom_calls.session import Bf12Weights
+from custom_calls.session import Bf12Weights, CallStream
 from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
 from infer.engine.prefix import Caches, PrefixCache
 from laneformer.decoder import decoder_ops
@@ -37,7 +38,7 @@ LARGE = 100_000_000  # parameters from which packing shows its progress
 
 
 class NativeBackend:
-    """One request at a time; packed weights stay on their threads or devices, and caches for the next request."""
+    """A request in each slot of the session; packed weights stay on their threads or devices, caches for later requests."""
 
     name: ClassVar[str]
     source: Source
@@ -49,16 +50,24 @@ class NativeBackend:
     def _use(self, session: DecodeSession, prefix_cache: int = 0) -> None:
         """Once, at the end of __init__. prefix_cache: how many sequences to keep for later prompts."""
         self.session = session
-        self._prefixes = PrefixCache(self._new_caches, prefix_cache)
+        self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel)
+        self._free = list(range(self.parallel))  # slots, a heap
         run = partial(custom_calls.decode, session, mesh=self.source.mesh)
         self._run = jax.jit(run, static_argnames=("room", "top", "logits"), donate_argnums=1)
+
+    @property
+    def parallel(self) -> int:
+        """Requests that can run together."""
+        return len(self.session.slots)
 
     def start(self, request: Request) -> Iterator[Chunk]:
         needed = power_of_two(len(request.prompt) + request.limit)
         capacity = min(max(SMALLEST_CACHE, needed), self.source.config.max_position_embeddings)
         cached, caches = self._prefixes.take(request, capacity)
-        answer = partial(self._answer, request, cached, caches)
-        return _Answer(self.session, request, cached, answer, self.patience)
+        slot = heapq.heappop(self._free)  # the lowest: that of a session with one
+        answer = partial(self._answer, request, slot, cached, caches)
+        freed = partial(heapq.heappush, self._free, slot)
+        return _Answer(self.session.slots[slot], request, cached, answer, freed, self.patience)
 
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
         """Positions that the call need not fill, at most all but one of the prompt's, and the caches with them. start:
@@ -66,13 +75,22 @@ class NativeBackend:
         """
         return start, caches
 
-    def _give_texts(self, request: Request, start: int) -> None:
-        """Gives the session what it needs of a request besides the call's inputs. start: position of the first token
-        that goes through the call.
+    def _give_texts(self, request: Request, slot: int, start: int) -> None:
+        """Gives a slot what it needs of a request besides the call's inputs. start: position of the first token that
+        goes through the call.
         """
 
-    def _answer(self, request: Request, kept: int, caches: Caches) -> None:
-        """The whole call; the tokens are taken from the session while it runs. kept: positions that are filled."""
+    def _answer(self, request: Request, slot: int, kept: int, caches: Caches) -> None:
+        """The whole call; the tokens are taken from its slot while it runs. kept: positions that are filled."""
+        try:
+            tokens, caches = self._call(request, slot, kept, caches)
+        except BaseException:
+            self._prefixes.drop()
+            raise
+        self._prefixes.keep(request, caches, tokens)
+
+    def _call(self, request: Request, slot: int, kept: int, caches: Caches) -> tuple[np.ndarray, Caches]:
+        """The tokens of the positions that are filled now, int32 [n], and the caches with them."""
         config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
@@ -84,14 +102,14 @@ class NativeBackend:
         stops[: len(request.stop_tokens)] = request.stop_tokens
         inputs = Inputs(
             padded,
-            np.array([len(prompt) - start, start, request.limit, sampling.top_k], np.int32),
+            np.array([len(prompt) - start, start, request.limit, sampling.top_k, slot], np.int32),
             np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
             sampling.key,
             stops,
         )
         room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
         state = State(seen, caches.keys, caches.values)
-        self._give_texts(request, start)
+        self._give_texts(request, slot, start)
         outputs, state = jax.block_until_ready(
             self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs)
         )
@@ -100,7 +118,7 @@ class NativeBackend:
         drawn, _, position = np.asarray(outputs.status).tolist()
         filled = position - (drawn > 0)  # the last token that was drawn has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
-        self._prefixes.keep(request, Caches(state.keys, state.values), text[:filled])
+        return text[:filled], Caches(state.keys, state.values)
 
     def _new_caches(self, capacity: int) -> Caches:
         cache = make_cache(self.source.config, 1, capacity, self.session.plan.cache_dtype.name, self.source.mesh)
@@ -115,17 +133,39 @@ class _Answer(Iterator[Chunk]):
     meanwhile.
     """
 
-    def __init__(self, session: DecodeSession, request: Request, cached: int, run: Callable[[], None], patience: float):
-        self._session, self._request, self._cached = session, request, cached
+    drafting: Drafting | None = None
+    """What drafts were worth, once the answer has ended."""
+    shared_passes: int = 0
+    """Passes with rows of other requests, once the answer has ended."""
+
+    def __init__(
+        self,
+        stream: CallStream,
+        request: Request,
+        cached: int,
+        run: Callable[[], None],
+        freed: Callable[[], None],
+        patience: float,
+    ):
+        """freed: called once, when the stream may serve another request."""
+        self._stream, self._request, self._cached = stream, request, cached
         self._patience = patience if request.tokens_per_dispatch is None else 0.0
         self._have, self._looked = 0, 0.0
         self._errors: list[BaseException] = []
-        session.begin()
+        stream.begin()
         self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
         self._thread.start()
-        request.cancelled.call(session.cancel)
+        request.cancelled.call(stream.cancel)
         # Also when it is dropped, and when the process ends.
-        self.close = weakref.finalize(self, _end, session, self._thread, request.cancelled)
+        self._freed = weakref.finalize(self, _free, stream, self._thread, request.cancelled, freed)
+
+    def close(self) -> None:
+        """Ends the call if it still runs."""
+        if self._freed.alive:
+            _end(self._stream, self._thread, self._request.cancelled)
+            self.drafting = getattr(self._stream, "drafting", None)
+            self.shared_passes = getattr(self._stream, "shared_passes", 0)
+            self._freed()
 
     def __next__(self) -> Chunk:
         request, have = self._request, self._have
@@ -141,28 +181,23 @@ class _Answer(Iterator[Chunk]):
         self._have = drawn
         return self._chunk(have, drawn)
 
-    @property
-    def drafting(self) -> Drafting | None:
-        """What drafts were worth, once the answer has ended."""
-        return getattr(self._session, "drafting", None)
-
     def _wait(self, count: int) -> int:
         """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
         rest = self._looked + self._patience - time.perf_counter()
         if rest > 0:  # unless the answer ends before
-            self._session.wait(self._request.limit - 1, math.ceil(1000 * rest))
-        while (drawn := self._session.wait(count - 1)) < count:
-            if self._session.finished or not self._thread.is_alive():
+            self._stream.wait(self._request.limit - 1, math.ceil(1000 * rest))
+        while (drawn := self._stream.wait(count - 1)) < count:
+            if self._stream.finished or not self._thread.is_alive():
                 self._thread.join()
                 if self._errors:
                     raise self._errors[0]
-                drawn = self._session.wait(count, 0)
+                drawn = self._stream.wait(count, 0)
                 break
         self._looked = time.perf_counter()
         return drawn
 
     def _chunk(self, first: int, last: int) -> Chunk:
-        drawn = self._session.drawn(first, last - first, self._request.top_logprobs)
+        drawn = self._stream.drawn(first, last - first, self._request.top_logprobs)
         ranked = [
             list(zip(ids, logprobs, strict=True))
             for ids, logprobs in zip(drawn.top_tokens.tolist(), drawn.top_logprobs.tolist(), strict=True)
@@ -177,13 +212,18 @@ def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def _end(session: DecodeSession, thread: threading.Thread, cancelled: Cancellation) -> None:
+def _end(stream: CallStream, thread: threading.Thread, cancelled: Cancellation) -> None:
     """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
     cancelled.call(None)
     if thread.is_alive():
-        session.cancel()
+        stream.cancel()
         if thread is not threading.current_thread():  # which may be where garbage is collected
             thread.join()
+
+
+def _free(stream: CallStream, thread: threading.Thread, cancelled: Cancellation, freed: Callable[[], None]) -> None:
+    _end(stream, thread, cancelled)
+    freed()
 
 
 def plan_of(source: Source) -> Plan:

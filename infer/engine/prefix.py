@@ -5,6 +5,7 @@ a position's results do not depend on what is computed with it (docs/decode_kern
 prompt that is computed from its first token.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,19 +53,28 @@ class Kept:
 
 
 class PrefixCache:
-    """The caches of the last requests, one request at a time: `take` them, and `keep` them once the request has ended.
-    A request that fails in between leaves nothing to take.
+    """The caches of the last requests: `take` them, and `keep` or `drop` them once the request has ended. From any
+    thread.
     """
 
-    def __init__(self, make: Callable[[int], Caches], slots: int):
+    def __init__(self, make: Callable[[int], Caches], slots: int, parallel: int = 1):
         """make: new caches for a number of positions. slots: how many sequences to keep; with 0, only the memory of one
-        is kept.
+        is kept. parallel: requests that may run together; while fewer do, their memory serves as slots.
         """
         self._make, self.slots = make, slots
+        self._most = max(slots, parallel)  # caches at any time, where requests leave them
         self._kept: list[Kept] = []  # the least recently used first
+        self._taken = 0
+        self._lock = threading.Lock()
 
     def take(self, request: Request, capacity: int) -> tuple[int, Caches]:
         """Positions of the prompt that are filled already, and caches for at least `capacity` positions with them."""
+        with self._lock:
+            found = self._take(request, capacity)
+            self._taken += 1
+        return found
+
+    def _take(self, request: Request, capacity: int) -> tuple[int, Caches]:
         counts = [(kept.common(request), recent) for recent, kept in enumerate(self._kept)]
         count, at = max(counts, default=(0, 0))
         if not count:
@@ -80,14 +90,21 @@ class PrefixCache:
 
     def keep(self, request: Request, caches: Caches, tokens: np.ndarray) -> None:
         """Keeps caches after their request. tokens: int32 [n], of the positions that are filled."""
-        if self.slots and request.cache_prompt:
-            self._kept.append(Kept(tokens, request.cache_salt, caches))
-        else:  # its memory goes to the next request
-            self._kept.insert(0, Kept(tokens[:0], "", caches))
+        with self._lock:
+            self._taken -= 1
+            if self.slots and request.cache_prompt:
+                self._kept.append(Kept(tokens, request.cache_salt, caches))
+            else:  # its memory goes to the next request
+                self._kept.insert(0, Kept(tokens[:0], "", caches))
+
+    def drop(self) -> None:
+        """After a request that failed, whose caches are lost."""
+        with self._lock:
+            self._taken -= 1
 
     @property
     def _full(self) -> bool:
-        return len(self._kept) >= max(1, self.slots)
+        return len(self._kept) + self._taken >= self._most
 
     def _unused(self, capacity: int) -> Caches:
         """Caches with any content: those of the least recently used sequence if all slots are taken and they have this

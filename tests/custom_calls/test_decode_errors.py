@@ -50,11 +50,11 @@ def works(model, call):
 
 REFUSED = {
     "an empty prompt": (
-        small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0], np.int32)),
+        small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0, 0], np.int32)),
         "prompt's length",
     ),
     "more prompt than there is": (
-        small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)),
+        small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
         "prompt's length",
     ),
     "a token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
@@ -71,7 +71,7 @@ REFUSED = {
     ),
     "a position behind the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
     "a negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
-    "a short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "4, 4, 2 and 3 elements"),
+    "a short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "5, 4, 2 and 3 elements"),
     "a wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
     "a wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
 }

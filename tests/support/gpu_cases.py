@@ -183,7 +183,7 @@ def packed(record: Quantized, tiling: Tiling) -> tuple:
 
 
 REFUSED = {
-    "more prompt than there is": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0], np.int32)),
+    "more prompt than there is": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
     "a token beyond the vocabulary": small.make_inputs([1, 40], 4),
     "a negative token": small.make_inputs([-1], 4),
     "no token to draw": small.make_inputs([1], 0),

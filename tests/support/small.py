@@ -126,7 +126,16 @@ def mapped_session(config: ModelConfig, weights: dict[str, np.ndarray], folder: 
 
 
 def make_inputs(
-    prompt, limit: int, *, start: int = 0, room: int | None = None, stops=(-1,), seed=(1, 2), top_k=0, **settings
+    prompt,
+    limit: int,
+    *,
+    start: int = 0,
+    room: int | None = None,
+    stops=(-1,),
+    seed=(1, 2),
+    top_k=0,
+    slot=0,
+    **settings,
 ) -> Inputs:
     """room: size of the prompt's array. settings: temperature, top_p, min_p, penalty."""
     padded = np.zeros(room or len(prompt), np.int32)
@@ -134,7 +143,7 @@ def make_inputs(
     values = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | settings
     return Inputs(
         padded,
-        np.array([len(prompt), start, limit, top_k], np.int32),
+        np.array([len(prompt), start, limit, top_k, slot], np.int32),
         np.array(list(values.values()), np.float32),
         np.array(seed, np.uint32),
         np.array(stops, np.int32),

@@ -35,9 +35,9 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (position < 0 || position >= devices || devices != num_devices)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(num_devices) +
                  " devices of the decode session");
-  if (control.element_count() != 4 || settings.element_count() != 4 || key.element_count() != 2 ||
+  if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
-    return wrong("control, settings, key and state must have 4, 4, 2 and 3 elements");
+    return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
   if ((int64_t)seen.element_count() != model.plan.vocab_size || (int64_t)caches.size() != 2 * model.plan.num_layers() ||
       caches_after.size() != caches.size())
     return wrong(

@@ -202,8 +202,10 @@ Result generate(Decoder& decoder, int prompt = 17, int limit = 12, const Specula
   Buffers buffers(decoder.plan(), prompt, limit);
   buffers.call.speculation = speculation;
   const End end = decoder.run(buffers.call);
-  CHECK(end == End::length && decoder.drawn() == limit, "ended by %d after %d tokens", (int)end, decoder.drawn());
-  return {decoder.answer().tokens, decoder.answer().top_tokens, buffers.logits, decoder.answer().logprobs};
+  CHECK(end == End::length && decoder.slot().drawn_tokens() == limit, "ended by %d after %d tokens", (int)end,
+        decoder.slot().drawn_tokens());
+  return {decoder.slot().answer.tokens, decoder.slot().answer.top_tokens, buffers.logits,
+          decoder.slot().answer.logprobs};
 }
 
 void same(const Result& a, const Result& b, const char* what) {
@@ -220,18 +222,18 @@ void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit,
   Speculation speculation;
   speculation.most = kMostRows - 1;
   same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
-  CHECK(decoder.drafting().passes <= limit - 1, "%s: %d passes", what, (int)decoder.drafting().passes);
+  CHECK(decoder.slot().passes.drawing <= limit - 1, "%s: %d passes", what, (int)decoder.slot().passes.drawing);
   speculation.given = expected.tokens;
   same(expected, generate(decoder, prompt, limit, speculation), what);
   const int rest = limit - 1;  // tokens after the prompt's
-  CHECK(decoder.drafting().passes == (rest + kMostRows - 1) / kMostRows, "%s: drafts that are right were dropped",
+  CHECK(decoder.slot().passes.drawing == (rest + kMostRows - 1) / kMostRows, "%s: drafts that are right were dropped",
         what);
   for (size_t i = 0; i < expected.tokens.size(); i += 3)
     speculation.given[i] = (speculation.given[i] + 1) % decoder.plan().vocab_size;
   for (const int most : {1, 2, 5, kMostRows - 1}) {
     speculation.most = most;
     same(expected, generate(decoder, prompt, limit, speculation), what);
-    CHECK(decoder.drafting().drafted > decoder.drafting().accepted[0], "%s: no draft was wrong", what);
+    CHECK(decoder.slot().passes.drafted > decoder.slot().passes.accepted[0], "%s: no draft was wrong", what);
   }
 }
 
@@ -343,34 +345,126 @@ void any_company(const char* instructions, Dtype weight, Dtype cache, bool round
   }
 }
 
+// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts and prices decide the
+// rows of passes, never a bit.
+void together(int threads, bool messages, int chaos_us, bool experts) {
+  constexpr int kSlots = 4, kEach = 6;
+  const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
+  Options options{threads, messages, chaos_us, 60000, ""};
+  Decoder alone(model.plan(), options);
+  options.slots = kSlots;
+  Decoder decoder(model.plan(), options);
+  pack(alone), pack(decoder);
+  Random random(31);
+  struct Order {
+    int prompt, limit, cancel_after;
+    Call call;
+  };
+  std::vector<Order> orders;
+  std::vector<std::unique_ptr<Buffers>> expected;
+  std::vector<Answer> answers;
+  for (int i = 0; i < kSlots * kEach; i++) {
+    Order order{1 + random.below(i % 3 ? 12 : 30), 1 + random.below(50), -1, {}};
+    if (i % 7 == 3) order.cancel_after = random.below(order.limit);
+    expected.push_back(std::make_unique<Buffers>(alone.plan(), order.prompt, order.limit));
+    Call& call = expected.back()->call;
+    call.sampling = {0.3f * (float)random.below(4), random.below(2) ? 0.9f : 1.0f, 0,
+                     random.below(2) ? 1.2f : 1.0f, random.below(2) * 20,          {(uint32_t)i, 4}};
+    if (random.below(3) == 0) call.stops = {(int32_t)random.below(kVocab), (int32_t)random.below(kVocab)};
+    alone.run(call);
+    answers.push_back(alone.slot().answer);
+    answers.back().tokens.resize(alone.slot().drawn);
+    order.call = call;
+    if (i % 2) order.call.speculation.most = 1 + random.below(kMostRows - 1);
+    if (i % 4 == 1) {  // drafts that are right but for some
+      order.call.speculation.given = answers.back().tokens;
+      for (int32_t& token : order.call.speculation.given)
+        if (random.below(5) == 0) token = (token + 1) % kVocab;
+    }
+    orders.push_back(order);
+  }
+  for (const float slope : {0.0f, 0.1f, 0.4f, 0.6f}) {  // of prices: full blocks beside others, some rows, one, nothing
+    float prices[kMostRows];
+    for (int i = 0; i < kMostRows; i++) prices[i] = 1 + slope * (float)i;
+    decoder.schedule().speculate(0, prices);
+    std::atomic<int64_t> shared{0};
+    std::vector<std::thread> clients;
+    for (int s = 0; s < kSlots; s++)
+      clients.emplace_back([&, s] {
+        Random waits(100 + s);
+        for (int i = s; i < (int)orders.size(); i += kSlots) {
+          const Order& order = orders[i];
+          Buffers own(decoder.plan(), order.prompt, order.limit);
+          const Buffers& right = *expected[i];
+          Call call = order.call;
+          call.keys = own.call.keys, call.values = own.call.values, call.seen = own.seen.data();
+          call.logits = own.logits.data();
+          std::this_thread::sleep_for(std::chrono::microseconds(waits.below(300)));
+          decoder.schedule().begin(s);
+          std::thread canceller;
+          if (order.cancel_after >= 0)
+            canceller = std::thread([&] {
+              decoder.wait(order.cancel_after, 60000, s);
+              decoder.slot(s).cancel.store(1);
+            });
+          const End end = decoder.run(call, s);
+          if (canceller.joinable()) canceller.join();
+          const Slot& slot = decoder.slot(s);
+          shared += slot.passes.shared;
+          const int drawn = slot.drawn, all = (int)answers[i].tokens.size();
+          CHECK(end == End::cancelled ? order.cancel_after >= 0 && drawn <= all : drawn == all,
+                "call %d ended by %d after %d of %d tokens", i, (int)end, drawn, all);
+          CHECK(slot.finished() &&
+                    std::equal(&slot.answer.tokens[0], &slot.answer.tokens[0] + drawn, &answers[i].tokens[0]) &&
+                    std::memcmp(slot.answer.logprobs.data(), answers[i].logprobs.data(), drawn * sizeof(float)) == 0 &&
+                    std::memcmp(slot.answer.top_tokens.data(), answers[i].top_tokens.data(), 3 * drawn * sizeof(int)) ==
+                        0,
+                "call %d of slot %d depends on its company", i, s);
+          CHECK(std::memcmp(own.logits.data(), right.logits.data(), (int64_t)drawn * kVocab * sizeof(float)) == 0,
+                "call %d of slot %d: other logits in company", i, s);
+          // Rows of drafts that were wrong lie behind the text.
+          const int64_t filled = call.start + slot.absorbed + std::max(drawn - 1, 0);
+          const int64_t bytes = filled * kKvHeads * kHeadDim * bytes_of((Dtype)decoder.plan().cache_dtype);
+          for (size_t c = 0; c < own.caches.size(); c++)
+            CHECK(std::memcmp(own.caches[c].data(), right.caches[c].data(), bytes) == 0,
+                  "call %d of slot %d: another cache %zu in company", i, s, c);
+          if (end != End::cancelled) CHECK(own.seen == right.seen, "call %d: other tokens were seen", i);
+        }
+      });
+    for (std::thread& client : clients) client.join();
+    CHECK(slope > 0.5f ? shared == 0 : shared > 0, "%d passes were shared where one costs %g", (int)shared, 1 + slope);
+  }
+}
+
 void cancelling(bool messages) {
   const Model model(2, Layout::delayed, 0);
   Decoder decoder(model.plan(), {2, messages, 200, 60000, ""});
   pack(decoder);
   Buffers buffers(decoder.plan(), 20, kCapacity - 20);
-  decoder.begin();
+  decoder.schedule().begin(0);
   int32_t seen = 0;
   std::thread other([&] {
     while (seen < 3) seen = decoder.wait(seen, 50);
     for (int32_t i = 0; i < seen; i++)
-      CHECK(decoder.answer().tokens[i] >= 0 && decoder.answer().tokens[i] < kVocab, "token %d is %d", i,
-            decoder.answer().tokens[i]);
-    decoder.cancel();
+      CHECK(decoder.slot().answer.tokens[i] >= 0 && decoder.slot().answer.tokens[i] < kVocab, "token %d is %d", i,
+            decoder.slot().answer.tokens[i]);
+    decoder.slot().cancel.store(1);
   });
   buffers.call.speculation.most = kMostRows - 1;
   const End end = decoder.run(buffers.call);
   other.join();
-  CHECK(end == End::cancelled && decoder.finished(), "ended by %d", (int)end);
-  CHECK(decoder.drawn() >= seen && decoder.drawn() < buffers.call.limit, "%d tokens, %d were seen", decoder.drawn(),
-        seen);
-  CHECK(decoder.wait(decoder.drawn(), 60000) == decoder.drawn(), "waiting for an ended call");
-  decoder.begin();
-  decoder.cancel();  // before it begins
-  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.drawn() == 0, "%d tokens of a cancelled call",
-        decoder.drawn());
+  CHECK(end == End::cancelled && decoder.slot().finished(), "ended by %d", (int)end);
+  CHECK(decoder.slot().drawn_tokens() >= seen && decoder.slot().drawn_tokens() < buffers.call.limit,
+        "%d tokens, %d were seen", decoder.slot().drawn_tokens(), seen);
+  CHECK(decoder.wait(decoder.slot().drawn_tokens(), 60000) == decoder.slot().drawn_tokens(),
+        "waiting for an ended call");
+  decoder.schedule().begin(0);
+  decoder.slot().cancel.store(1);  // before it begins
+  CHECK(decoder.run(buffers.call) == End::cancelled && decoder.slot().drawn_tokens() == 0,
+        "%d tokens of a cancelled call", decoder.slot().drawn_tokens());
   buffers.call.limit = 4;
-  CHECK(decoder.run(buffers.call) == End::length && decoder.drawn() == 4, "the next call drew %d tokens",
-        decoder.drawn());
+  CHECK(decoder.run(buffers.call) == End::length && decoder.slot().drawn_tokens() == 4, "the next call drew %d tokens",
+        decoder.slot().drawn_tokens());
 }
 
 // Delays about as long as the patience: some calls fail, and leave nothing behind that the others could take for
@@ -393,7 +487,7 @@ void failing(bool messages) {
       } catch (const std::runtime_error& error) {
         const std::string text = error.what();
         CHECK(text.find(" " + std::to_string(patience) + " ms") != std::string::npos, "%s", text.c_str());
-        CHECK(hasty.finished(), "a failed call goes on");
+        CHECK(hasty.slot().finished(), "a failed call goes on");
         failed++;
       }
     }
@@ -451,18 +545,19 @@ void refusing() {
   CHECK(refused([&] { decoder.pack(kOfLayer * kLayers + 3, zeros.data(), 1, Dtype::f32); }), "an unknown weight");
   CHECK(refused([&] { decoder.pack(1, zeros.data(), kHidden + 1, Dtype::f32); }), "a norm with one gain too many");
   Buffers first(decoder.plan(), 1, 20), second(decoder.plan(), 1, 2);
-  decoder.begin();
+  decoder.schedule().begin(0);
   std::thread other([&] {
     decoder.wait(0, 60000);
     CHECK(refused([&] { decoder.run(second.call); }), "two calls at once");
   });
   CHECK(decoder.run(first.call) == End::length, "the first of two calls at once");
   other.join();
-  CHECK(decoder.drawn() == 20, "the second of two calls at once changed the first: %d tokens", decoder.drawn());
+  CHECK(decoder.slot().drawn_tokens() == 20, "the second of two calls at once changed the first: %d tokens",
+        decoder.slot().drawn_tokens());
   CHECK(decoder.read_pass() > 0, "a pass over the weights");
   CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "a pass of several rows");
   CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
-  CHECK(refused([&] { decoder.speculate(kMostRows, nullptr); }), "more drafts than rows");
+  CHECK(refused([&] { decoder.schedule().speculate(kMostRows, nullptr); }), "more drafts than rows");
   CHECK(refused([&] { decoder.give_texts({-2}, {}, {}); }), "a text of no token");
   CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}); }), "a token beyond the vocabulary");
 }
@@ -484,6 +579,12 @@ int main() {
     any_company(instructions, Dtype::bf16, Dtype::f32, false);
     any_company(instructions, Dtype::bf16, Dtype::bf16, true);
     any_company(instructions, Dtype::bf16, Dtype::bf16, true, true);
+  }
+  for (const bool experts : {false, true}) {
+    together(2, false, 0, experts);
+    together(3, false, 30, experts);
+    together(2, true, 30, experts);
+    together(1, false, 0, experts);
   }
   cancelling(false);
   cancelling(true);

@@ -1,0 +1,234 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace laneformer {
+
+void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing) {
+  run[runs++] = {&slot, positions, count, start, rows, drawing};
+  std::copy_n(of, count, tokens + positions);
+  positions += count;
+  rows += drawing;
+}
+
+Schedule::Schedule(int slots, double most_slowdown) : most_slowdown_(most_slowdown) {
+  if (slots < 1 || slots > kMostRows)
+    throw std::runtime_error("slots must be 1 to " + std::to_string(kMostRows) + ", got " + std::to_string(slots));
+  for (int i = 0; i < slots; i++) slots_.push_back(std::make_unique<Slot>());
+}
+
+Slot& Schedule::slot(int number) {
+  if (number < 0 || number >= slots())
+    throw std::runtime_error("slot " + std::to_string(number) + " is not among the " + std::to_string(slots()) +
+                             " of this session");
+  return *slots_[number];
+}
+
+void Schedule::begin(int number) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.armed = true;
+  of.cancel.store(0);
+  of.count.raise(0);
+  of.done.store(0);
+}
+
+void Schedule::settle(int number) {
+  if (number < 0 || number >= slots()) return;
+  Slot& of = *slots_[number];
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (of.running) return;  // another call
+  of.armed = false;
+  of.done.store(1, std::memory_order_release);
+}
+
+void Schedule::speculate(int most, const float* prices) {
+  if (most < 0 || most >= kMostRows)
+    throw std::runtime_error("drafts of a pass must be 0 to " + std::to_string(kMostRows - 1) + ", got " +
+                             std::to_string(most));
+  const std::lock_guard<std::mutex> lock(lock_);
+  usual_.most = most;
+  if (prices) std::copy_n(prices, kMostRows, usual_.prices.begin());
+}
+
+void Schedule::give_texts(int number, Speculation texts) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.texts = std::move(texts);
+}
+
+Speculation Schedule::take_speculation(int number) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  Speculation taken = std::move(of.texts);
+  of.texts = {};
+  taken.most = usual_.most;
+  taken.prices = usual_.prices;
+  return taken;
+}
+
+// ------------------------------------------------------------------------------------------------------------ leading
+
+Slot& Schedule::enter(int number, const Call& call) {
+  Slot& of = slot(number);
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (of.running) throw std::runtime_error("this model is already generating: wait for that call to end");
+    of.running = true;
+  }
+  if (!of.armed) begin(number);
+  of.call = &call;
+  of.answer.tokens.resize(call.limit);
+  of.answer.logprobs.resize(call.limit);
+  of.answer.times_ns.resize(call.limit);
+  of.answer.top_tokens.resize((int64_t)call.limit * call.top);
+  of.answer.top_logprobs.resize(of.answer.top_tokens.size());
+  of.passes = {};
+  of.drawn = 0;
+  of.absorbed = 0;
+  of.stopped = of.ended = false;
+  of.end = End::length;
+  if (call.speculation.most > 0) of.drafts.begin(call.speculation);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.armed = false;
+  waiting_.push_back(&of);
+  arrived_.store((int)waiting_.size());
+  return of;
+}
+
+bool Schedule::become_leader(const Slot& slot) {
+  std::unique_lock<std::mutex> lock(lock_);
+  changed_.wait(lock, [&] { return slot.ended || !led_; });
+  if (slot.ended) return false;
+  return led_ = true;
+}
+
+void Schedule::wait_for_lead() {
+  std::unique_lock<std::mutex> lock(lock_);
+  changed_.wait(lock, [&] { return !led_; });
+  led_ = true;
+}
+
+void Schedule::leave_lead(const std::string& reason) {
+  if (!reason.empty()) {
+    for (Slot* slot : running_) {
+      if (!slot->stopped) slot->end = End::failed, slot->reason = reason;
+      stopped_.push_back(slot);
+    }
+    running_.clear();
+  }
+  publish();
+  const std::lock_guard<std::mutex> lock(lock_);
+  led_ = false;
+  changed_.notify_all();
+}
+
+void Schedule::publish() {
+  if (stopped_.empty()) return;
+  const std::lock_guard<std::mutex> lock(lock_);
+  for (Slot* slot : stopped_) {
+    slot->ended = true;
+    slot->done.store(1, std::memory_order_release);
+    wake_all(slot->count.value);
+  }
+  stopped_.clear();
+  changed_.notify_all();
+}
+
+End Schedule::leave(Slot& slot) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  slot.running = false;
+  slot.call = nullptr;
+  if (slot.end == End::failed) throw std::runtime_error(slot.reason);
+  return slot.end;
+}
+
+// ----------------------------------------------------------------------------------------------------------- planning
+
+// Of a pass of that many rows over one of a single row. Beyond those that were measured it grows as it did at their
+// end.
+double Schedule::price(int rows) const {
+  if (rows <= kMostRows) return prices_[rows - 1];
+  const double of_row = std::max(0.0f, prices_[kMostRows - 1] - prices_[kMostRows - 5]) / 4.0;
+  return prices_[kMostRows - 1] + (rows - kMostRows) * of_row;
+}
+
+// Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much.
+void Schedule::admit() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  prices_ = usual_.prices;
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    Slot* const slot = *at;
+    if (running_.empty() || price((int)running_.size() + 1) <= most_slowdown_) {
+      running_.push_back(slot);
+    } else if (slot->cancel.load(std::memory_order_relaxed)) {
+      slot->stopped = true, slot->end = End::cancelled;
+      stopped_.push_back(slot);
+    } else {
+      at++;
+      continue;
+    }
+    at = waiting_.erase(at);
+  }
+  arrived_.store((int)waiting_.size());
+}
+
+// Positions of a prompt beside that many rows of other calls: as many as these allow, at least one.
+int Schedule::prompt_rows(int beside) const {
+  int most = kBlock - beside;
+  while (beside > 0 && most > 1 && price(beside + most) > most_slowdown_) most--;
+  return most;
+}
+
+// Rows in order of right: the next token of each call, then positions of the prompt that came first, then drafts.
+void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
+  for (int i = 0; i < last.runs; i++) {
+    Slot& slot = *last.run[i].slot;
+    const int64_t filled = last.run[i].start + last.run[i].count - slot.call->start;
+    slot.absorbed = std::min(filled, (int64_t)slot.call->prompt.size());
+    slot.passes.shared += last.runs > 1;
+  }
+  for (Slot* slot : running_)
+    if (slot->drawn == 0 && !slot->stopped && slot->cancel.load(std::memory_order_relaxed))
+      slot->stopped = true, slot->end = End::cancelled;
+  const auto first = std::stable_partition(running_.begin(), running_.end(), [](Slot* slot) { return !slot->stopped; });
+  stopped_.insert(stopped_.end(), first, running_.end());
+  running_.erase(first, running_.end());
+  if (arrived_.load(std::memory_order_relaxed)) admit();
+
+  next.runs = next.positions = next.rows = 0;
+  next.over = leader.stopped;
+  if (next.over) return;
+  const bool prompts = std::any_of(running_.begin(), running_.end(), [](Slot* slot) { return !slot->draws(); });
+  const int together = (int)running_.size();
+  int drawing = 0, rows = 0;  // calls that draw, and their rows
+  for (Slot* slot : running_) drawing += slot->draws();
+  rows = drawing;
+  for (Slot* slot : running_) {
+    if (!slot->draws()) continue;
+    const Call& call = *slot->call;
+    int32_t tokens[kMostRows] = {slot->answer.tokens[slot->drawn - 1]};
+    int drafts = 0;
+    if (call.speculation.most > 0 && !prompts) {
+      int most = std::min(call.limit - slot->drawn - 1, (kMostRows - together) / together);
+      while (together > 1 && most > 0 && price(rows + most) > most_slowdown_) most--;
+      drafts = slot->drafts.propose(slot->drawn, most, tokens + 1);
+    }
+    rows += drafts;
+    next.add(*slot, tokens, 1 + drafts, call.start + (int64_t)call.prompt.size() + slot->drawn - 1, 1 + drafts);
+  }
+  for (Slot* slot : running_) {
+    if (slot->draws()) continue;
+    const Call& call = *slot->call;
+    const int64_t rest = (int64_t)call.prompt.size() - slot->absorbed;
+    const int count = (int)std::min<int64_t>(rest, drawing ? prompt_rows(drawing) : kBlock - next.positions);
+    if (count == 0) break;
+    const int32_t* const tokens = call.prompt.data() + slot->absorbed;
+    for (int i = 0; i < count && call.speculation.most > 0; i++) slot->drafts.add(tokens[i]);
+    next.add(*slot, tokens, count, call.start + slot->absorbed, count == rest);
+    if (drawing) break;
+  }
+}
+
+}  // namespace laneformer

@@ -1,0 +1,170 @@
+// Which rows each pass carries: those of the calls that run together. A row is one position of one call. Passes never
+// change an answer (docs/decode_kernel.md), so the schedule decides the speed of each call alone.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../common/drafts.h"
+#include "sync.h"
+
+namespace laneformer {
+
+struct Sampling {
+  float temperature, top_p, min_p, repetition_penalty;
+  int32_t top_k;
+  uint32_t key[2];
+};
+
+struct Call {
+  std::vector<int32_t> prompt;
+  int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
+  int32_t limit = 0, top = 0;
+  Sampling sampling{};
+  std::vector<int32_t> stops;
+  std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
+  uint8_t* seen = nullptr;          // [vocab], updated
+  float* logits = nullptr;          // [limit][vocab] or null: for tests
+  Speculation speculation;
+
+  bool filtered() const {
+    return sampling.temperature > 0 && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
+  }
+};
+
+enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
+
+constexpr int kBlock = 48;  // positions that go through the model together: 6 and 24 divide it
+
+struct Passes {                          // of a call
+  int64_t shared = 0;                    // with rows of other calls
+  int64_t drawing = 0;                   // after the prompt's
+  int64_t drafted = 0;                   // drafts that were checked in these
+  int64_t accepted[kMostRows - 1] = {};  // drafts that were right, by their place in a pass
+};
+
+struct Answer {  // a place for each token of a call
+  std::vector<int32_t> tokens, top_tokens;
+  std::vector<float> logprobs, top_logprobs;
+  std::vector<int64_t> times_ns;
+};
+
+// A slot runs one call after the other. Its tokens are read while the call runs.
+struct Slot {
+  // Of the host.
+  std::atomic<int> cancel{0}, done{1};
+  Counter count;       // tokens drawn
+  bool armed = false;  // for a call that is announced
+  Speculation texts;   // of the next call
+  // Of the running call, written by worker 0 alone. The schedule's lock guards `ended` and `running`.
+  bool running = false, ended = false;
+  const Call* call = nullptr;
+  Answer answer;
+  Drafts drafts;
+  Passes passes;
+  int32_t drawn = 0;
+  int64_t absorbed = 0;    // tokens of the prompt that are in the cache
+  bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
+  bool stopped = false;    // its last token is drawn; `end` says why
+  End end = End::length;
+  std::string reason;  // of End::failed
+
+  bool finished() const { return done.load(std::memory_order_acquire); }
+  int32_t drawn_tokens() const { return (int32_t)count.value.load(std::memory_order_acquire); }
+  bool draws() const { return absorbed == (int64_t)call->prompt.size(); }
+};
+
+// Consecutive positions of one call in a pass.
+struct Run {
+  Slot* slot;
+  int first, count;  // block positions
+  int64_t start;     // position of the first in the text
+  int row, rows;     // rows of the pass that draw: its last positions, none inside a prompt
+
+  int place_of(int i) const { return first + count - rows + i; }  // block position of row `row + i`
+};
+
+struct Pass {
+  int runs = 0, positions = 0, rows = 0;
+  Run run[kMostRows];
+  int32_t tokens[kBlock];
+  bool over = true;  // the leader's call has ended
+
+  void add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing);
+};
+
+// The calls of a session. One of their threads leads: it is worker 0, and plans the passes. When its own call has ended
+// another one leads.
+class Schedule {
+ public:
+  // slots: calls that may run together; most_slowdown: of a pass, over a pass of one row, through other calls.
+  Schedule(int slots, double most_slowdown);
+
+  Slot& slot(int number);  // throws std::runtime_error for one that there is not
+  int slots() const { return (int)slots_.size(); }
+
+  void begin(int slot);   // announces a call
+  void settle(int slot);  // after a call that was refused
+  // What calls may draft, and the prices of passes.
+  void speculate(int most, const float* prices);
+  void give_texts(int slot, Speculation texts);
+  Speculation take_speculation(int slot);
+
+  // Runs a call to its end. lead: runs passes until the slot that it is given has stopped, or throws.
+  template <class Lead>
+  End run(int number, const Call& call, const Lead& lead) {
+    Slot& slot = enter(number, call);
+    while (become_leader(slot)) {
+      std::string reason;
+      try {
+        lead(slot);
+      } catch (const std::exception& error) {
+        reason = error.what();
+      }
+      leave_lead(reason);
+    }
+    return leave(slot);
+  }
+  // Runs something that needs all workers while no call does.
+  template <class F>
+  void alone(const F& f) {
+    wait_for_lead();
+    f();
+    leave_lead("");
+  }
+
+  // Of the leader, between two passes.
+  void plan(const Slot& leader, const Pass& last, Pass& next);
+  void publish();  // calls that have stopped, when no worker uses them any longer
+
+ private:
+  Slot& enter(int number, const Call& call);
+  bool become_leader(const Slot& slot);  // false: its call has ended
+  void leave_lead(const std::string& reason);
+  End leave(Slot& slot);
+  void wait_for_lead();
+  void admit();
+  double price(int rows) const;
+  int prompt_rows(int beside) const;
+
+  std::vector<std::unique_ptr<Slot>> slots_;
+  const double most_slowdown_;
+  std::mutex lock_;
+  std::condition_variable changed_;
+  bool led_ = false;
+  std::deque<Slot*> waiting_;            // in the order in which they came
+  std::atomic<int> arrived_{0};          // calls in waiting_
+  std::vector<Slot*> running_;           // of the leader, in the order in which they came
+  std::vector<Slot*> stopped_;           // of the leader, not yet published
+  Speculation usual_;                    // guarded by lock_
+  std::array<float, kMostRows> prices_;  // of the leader
+};
+
+}  // namespace laneformer
