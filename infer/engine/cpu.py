@@ -151,8 +151,13 @@ def _parallel(source: Source, plan: Plan, parallel: int) -> int:
         raise ConfigError(f"parallel must be 1 to {MOST_ROWS}, or 0 to choose by memory, got {parallel}")
     if parallel:
         return parallel
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    free = 1024 * int(memory["MemAvailable"].split()[0]) - weight_bytes_per_token(source.config)
-    width = plan.cache_dtype.name
-    cache = source.config.max_position_embeddings * kv_bytes_per_token(source.config, 0, jnp.dtype(width).itemsize)
+    free = available_memory() - weight_bytes_per_token(source.config)
+    width = jnp.dtype(plan.cache_dtype.name).itemsize
+    cache = source.config.max_position_embeddings * kv_bytes_per_token(source.config, 0, width)
     return max(1, min(MOST_PARALLEL, int(free / 4 / cache)))
+
+
+def available_memory() -> int:
+    """Bytes that the system can give to processes without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0])

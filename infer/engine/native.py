@@ -38,7 +38,7 @@ LARGE = 100_000_000  # parameters from which packing shows its progress
 
 
 class NativeBackend:
-    """A request in each slot of the session; packed weights stay on their threads or devices, caches for later requests."""
+    """A request in each slot of the session. Packed weights stay on their threads or devices, and caches for others."""
 
     name: ClassVar[str]
     source: Source

@@ -1,0 +1,143 @@
+"""Several generations at once: each has the bits that it has alone, whatever comes and goes beside it."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import custom_calls
+import laneformer
+from infer import Engine, Sampling
+from infer.engine import cpu
+from laneformer.errors import ConfigError, InputError
+from tests.support.engine_cases import CONFIG, RANDOM, model
+
+pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
+TEXT = np.random.default_rng(0).integers(0, 96, 400, np.int32)
+PARALLEL = 3
+FREE, DEAR = [1.0] * 16, [1 + 0.2 * n for n in range(16)]  # prices of passes: prompts in blocks, and in chunks of 2
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """One for several generations, and one for each alone."""
+    ours = Engine(model(), "cpu", parallel=PARALLEL, prefix_cache=2, speculation=5)
+    return ours, Engine(model(), "cpu", prefix_cache=0)
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """One whose passes take so long that requests meet."""
+    return Engine(model(), "cpu", parallel=PARALLEL, chaos_us=200)
+
+
+@st.composite
+def requests(draw):
+    """What a client asks for, one after the other: part of a common text and new tokens, and how it ends."""
+    return [
+        {
+            "prompt": np.concatenate([
+                TEXT[: draw(st.sampled_from([0, 40, 300]))],
+                np.random.default_rng(draw(st.integers(0, 3))).integers(0, 96, draw(st.integers(1, 90)), np.int32),
+            ]),
+            "limit": draw(st.sampled_from([1, 5, 30])),
+            "sampling": draw(st.sampled_from([Sampling(), RANDOM])),
+            "cancel": draw(st.sampled_from([None, None, None, 0, 2])),
+        }
+        for _ in range(draw(st.integers(1, 3)))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("prices", [FREE, DEAR], ids=["free", "dear"])
+@settings(max_examples=12)
+@given(clients=st.lists(requests(), min_size=PARALLEL, max_size=PARALLEL))
+def test_answers_have_the_bits_of_generations_alone(engines, prices, clients):
+    ours, alone = engines
+    ours._backend.session.speculate(5, prices)
+    errors = []
+
+    def run(steps):
+        try:
+            for step in steps:
+                ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "stop_tokens": (7,)}
+                with ours.generate(step["prompt"], **ask, top_logprobs=2) as generation:
+                    if step["cancel"] is not None:
+                        for _ in zip(range(step["cancel"]), generation, strict=False):
+                            pass
+                        generation.cancel()
+                    step["result"] = generation.result
+        except BaseException as error:  # for the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(steps,)) for steps in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for step in (step for steps in clients for step in steps):
+        ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "stop_tokens": (7,)}
+        expected, result = alone.generate(step["prompt"], **ask, top_logprobs=2).result, step["result"]
+        n = len(result.tokens)
+        assert n == len(expected.tokens) or (step["cancel"] is not None and result.finish_reason == "cancelled")
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            assert getattr(result, name) == getattr(expected, name)[:n]  # to the last bit
+
+
+def test_generations_share_passes_and_say_so(engines, slow):
+    slow._backend.session.speculate(0, FREE)
+    with slow.generate(TEXT[:9], max_new_tokens=1000, stop_tokens=()) as first:
+        next(first)
+        others = [slow.generate(TEXT[n : n + 9], max_new_tokens=20, stop_tokens=()) for n in (1, 2)]
+        with pytest.raises(InputError, match="still generating"):
+            slow.generate(TEXT[:4])
+        results = [other.result for other in others]
+    for n, result in enumerate([first.result, *results]):
+        expected = engines[1].generate(TEXT[n : n + 9], max_new_tokens=1000 if n == 0 else 20, stop_tokens=()).result
+        assert result.tokens == expected.tokens[: len(result.tokens)] and result.shared_passes > 0
+    assert [len(result.tokens) for result in results] == [20, 20]
+    assert slow.generate(TEXT[:9], max_new_tokens=20).result.shared_passes == 0
+
+
+def test_requests_wait_where_a_pass_would_cost_too_much(slow):
+    slow._backend.session.speculate(0, [1 + 0.6 * n for n in range(16)])
+    with slow.generate(TEXT[:9], max_new_tokens=1000, stop_tokens=()) as first:
+        next(first)
+        second, third = (slow.generate(TEXT[n : n + 9], max_new_tokens=20, stop_tokens=()) for n in (1, 2))
+        third.cancel()  # while it waits
+        assert (third.result.finish_reason, third.result.tokens) == ("cancelled", ())
+        assert slow.session.slots[1].wait(0, 20) == 0  # nothing is drawn
+    assert len(second.result.tokens) == 20
+    assert [running.result.shared_passes for running in (first, second, third)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": 17}, "parallel must be 1 to 16, or 0"),
+        ({"parallel": -1}, "parallel must be 1 to 16, or 0"),
+        ({"most_slowdown": 0.9}, "most_slowdown must be at least 1, got 0.9"),
+        ({"parallel": 2, "backend": "xla"}, "backend xla has no such option"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(model(), **{"backend": "cpu"} | options)
+
+
+def test_several_devices_run_one_request():
+    made = model(laneformer.make_mesh(2))
+    with pytest.raises(ConfigError, match="parallel must be 1 on 2 devices, got 3"):
+        Engine(made, "cpu", parallel=3)
+    assert Engine(made, "cpu", parallel=0).parallel == 1
+
+
+@pytest.mark.parametrize(("available", "count"), [(10**12, cpu.MOST_PARALLEL), (None, 2), (0, 1)])
+def test_memory_decides_how_many_fit(monkeypatch, available, count):
+    """None: a quarter of what is free holds the caches of two."""
+    cache = CONFIG.max_position_embeddings * laneformer.weights.kv_bytes_per_token(CONFIG, 0, 4)
+    free = 9 * cache + laneformer.weights.weight_bytes_per_token(CONFIG) if available is None else available
+    monkeypatch.setattr(cpu, "available_memory", lambda: free)
+    assert Engine(model(), "cpu", parallel=0).parallel == count
