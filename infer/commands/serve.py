@@ -53,9 +53,15 @@ class Options:
     tokens_per_dispatch: Integer = None
     """Tokens after which a disconnected client is noticed; by default the engine's choice."""
     prefix_cache: bool = True
-    """Keep the last conversation for prompts that go on from it, on a backend that can; answers stay the same."""
+    """Keep the last conversations for prompts that go on from them, on a backend that can; answers stay the same."""
     prefix_slots: Integer = None
-    """How many conversations to keep, each with its own caches; by default 1."""
+    """How many conversations to keep, each with its own caches; by default as many as --parallel."""
+    parallel: Annotated[Integer, tyro.conf.arg(aliases=["-np"])] = None
+    """Requests that may run together on backend cpu, by default as many as fit a quarter of the free memory, at most 4;
+    the answers are those of requests alone.
+    """
+    most_slowdown: float = 1.5
+    """Let requests run together while none takes longer than this many times its time alone."""
 
 
 def run(options: Options) -> int:
@@ -127,7 +133,8 @@ def run(options: Options) -> int:
 def backend_options(options: Options) -> dict[str, Any]:
     """Options of the backend that only a server has; those that are left out are the backend's to choose."""
     slots = options.prefix_slots if options.prefix_cache else 0
-    return {} if slots is None else {"prefix_cache": slots}
+    together = {"parallel": options.parallel or 0, "most_slowdown": options.most_slowdown}
+    return together | ({} if slots is None else {"prefix_cache": slots})
 
 
 def _is_first() -> bool:
@@ -148,6 +155,8 @@ def check(options: Options) -> None:
         ("stream_interval_ms", 0),
         ("tokens_per_dispatch", 1),
         ("prefix_slots", 1),
+        ("parallel", 1),
+        ("most_slowdown", 1),
     ):
         value = getattr(options, name)
         if value is not None and not value >= least:

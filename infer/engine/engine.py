@@ -42,7 +42,13 @@ BACKENDS: dict[str, type[Backend]] = {
 NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
 MOST_TOP_LOGPROBS = 20
 # The values of an option that say what backends without it do.
-WITHOUT = {"weights": ("bfloat16",), "prefix_cache": (0,), "speculation": (0,), "parallel": (0, 1)}
+WITHOUT = {
+    "weights": ("bfloat16",),
+    "prefix_cache": (0,),
+    "speculation": (0,),
+    "parallel": (0, 1),
+    "most_slowdown": (1.5,),
+}
 
 
 class Engine:

@@ -52,8 +52,15 @@ class NativeBackend:
         self.session = session
         self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel)
         self._free = list(range(self.parallel))  # slots, a heap
-        run = partial(custom_calls.decode, session, mesh=self.source.mesh)
-        self._run = jax.jit(run, static_argnames=("room", "top", "logits"), donate_argnums=1)
+        # One of each slot: the first call of a size would make the others of a shared one wait until it has ended.
+        self._runs = [
+            jax.jit(
+                partial(custom_calls.decode, session, mesh=self.source.mesh),
+                static_argnames=("room", "top", "logits"),
+                donate_argnums=1,
+            )
+            for _ in session.slots
+        ]
 
     @property
     def parallel(self) -> int:
@@ -111,7 +118,7 @@ class NativeBackend:
         state = State(seen, caches.keys, caches.values)
         self._give_texts(request, slot, start)
         outputs, state = jax.block_until_ready(
-            self._run(inputs, state, self.session.operands, room=room, top=request.top_logprobs)
+            self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
         )
         if self.session.failure is not None:
             raise custom_calls.NativeError(self.session.failure)

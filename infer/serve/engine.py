@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from infer.serve import worker
 from infer.serve.body import NESTED, ApiError
-from infer.serve.metrics import Metrics
+from infer.serve.metrics import Metrics, TokenTimes
 from infer.serve.protocol import Call
 from infer.serve.worker import End, Order, Question, ServedModel, Token
 
@@ -41,7 +41,7 @@ class Queued(NamedTuple):
     """A job's place in the queue."""
 
     position: int
-    """Requests before this one, including the running one."""
+    """Requests before this one, including running ones."""
 
 
 class Alive(NamedTuple):
@@ -54,8 +54,9 @@ Update = Token | End | ApiError | Queued | Alive
 class Job:
     """An accepted request and its updates."""
 
-    def __init__(self, number: int, call: Call, ids: list[int], order: Order, arrived: float):
+    def __init__(self, number: int, call: Call, ids: list[int], order: Order, arrived: float, times: TokenTimes):
         self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
+        self.times = times
         self.started: float | None = None
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
@@ -90,19 +91,19 @@ class Job:
 
 
 class EngineProcess:
-    """One engine, which answers one request at a time, and its queue. Runs on the event loop."""
+    """One engine, which answers as many requests at a time as it can, and its queue. Runs on the event loop."""
 
     def __init__(self, model: ServedModel, limits: Limits, metrics: Metrics, end: Callable[[], None]):
         """end: called when the engine cannot be restarted; `failure` has the reason."""
         self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
         self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
         self.facts: dict[str, Any] = {}
-        """Facts that the engine reports: name, conditions, chat, template_variables, fingerprint."""
+        """Facts that the engine reports: name, conditions, parallel, chat, template_variables, fingerprint."""
         self.failure: str | None = None
         self._numbers = 0
         self._checks: dict[int, asyncio.Future[list[int]]] = {}
         self._waiting: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: dict[int, Job] = {}
 
     def start(self) -> None:
         """Starts the process; needs a running event loop."""
@@ -129,7 +130,7 @@ class EngineProcess:
             return
         listens, self.state = self.state == "ready", "stopped"
         self._fail_checks(reason)
-        for job in (*self._waiting, *([self._running] if self._running else [])):
+        for job in (*self._waiting, *self._running.values()):
             self._fail(job, ApiError(503, reason), "error")
         self._waiting.clear()
         self._disconnect(PATIENCE_SECONDS if listens else 0)
@@ -153,7 +154,7 @@ class EngineProcess:
                 code=f"engine_{self.state}",
                 headers={"Retry-After": "5"},
             )
-        if len(self._checks) + len(self._waiting) + (self._running is not None) > self.limits.waiting:
+        if len(self._checks) + len(self._waiting) + len(self._running) - self.facts["parallel"] >= self.limits.waiting:
             self._metrics.failure.labels("queue_full").inc()
             raise ApiError(
                 429,
@@ -198,7 +199,7 @@ class EngineProcess:
             call.cache_prompt,
             call.cache_salt,
         )
-        job = Job(number, call, ids, order, arrived)
+        job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()
         job.timers = [
             loop.call_later(self.limits.seconds, self._expire, job),
@@ -213,16 +214,16 @@ class EngineProcess:
         self._fail(job, ApiError(499, "cancelled"), "cancelled")
 
     def _next(self) -> None:
-        """Gives the engine its next job if it is free, and reports the waiting jobs their places in the queue."""
-        if self._running is None and self._waiting and self.state == "ready":
-            job = self._running = self._waiting.popleft()
+        """Gives the engine its next jobs if it can take any, and reports the waiting jobs their places in the queue."""
+        while self._waiting and self.state == "ready" and len(self._running) < self.facts["parallel"]:
+            job = self._waiting.popleft()
+            self._running[job.number] = job
             job.started = time.perf_counter()
             self._metrics.queue_time.observe(job.started - job.arrived)
             self._send_message("generate", job.number, job.order)
-        busy = self._running is not None
-        self._metrics.running.set(busy)
+        self._metrics.running.set(len(self._running))
         self._metrics.waiting.set(len(self._waiting))
-        for position, job in enumerate(self._waiting, start=int(busy)):
+        for position, job in enumerate(self._waiting, start=len(self._running)):
             job.put(Queued(position))
 
     def _fail(self, job: Job, error: ApiError, reason: str) -> None:
@@ -231,7 +232,7 @@ class EngineProcess:
             return
         job.put(error)
         self._metrics.failure.labels(reason).inc()
-        if job is self._running:
+        if job.number in self._running:
             self._send_message("cancel", job.number)
         elif job in self._waiting:
             self._waiting.remove(job)
@@ -291,16 +292,17 @@ class EngineProcess:
             self._give_up(rest[0])
 
     def _take_token(self, number: int, token: Token) -> None:
-        job = self._running
-        if job is None or job.number != number or job.ended.is_set():
+        job = self._running.get(number)
+        if job is None or job.ended.is_set():
             return
-        self._metrics.token(token.time)
+        job.times.add(token.time)
         job.put(token)
 
     def _take_end(self, number: int, end: End | str) -> None:
-        """Handles the end of the running job, whose client may already be gone."""
-        job, self._running = self._running, None
-        self._metrics.no_more_tokens()
+        """Handles the end of a running job, whose client may already be gone."""
+        job = self._running.pop(number, None)
+        if job is not None:
+            job.times.end()
         if job is not None and not job.ended.is_set():
             if isinstance(end, End):
                 self._metrics.success.labels(end.reason).inc()
@@ -312,9 +314,10 @@ class EngineProcess:
                 job.put(end)
                 rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
                 cached = f" ({end.cached} cached)" if end.cached else ""
+                shared = ", in company" if end.shared_passes else ""
                 log.info(
-                    "%d%s + %d tokens (%s)%s, waited %.3f s",
-                    *(len(job.ids), cached, end.tokens, end.reason, rate, job.started - job.arrived),
+                    "%d%s + %d tokens (%s)%s%s, waited %.3f s",
+                    *(len(job.ids), cached, end.tokens, end.reason, rate, shared, job.started - job.arrived),
                 )
             else:
                 self._fail(job, ApiError(500, end, code="engine_error"), "error")
@@ -322,7 +325,7 @@ class EngineProcess:
 
     def _died(self) -> None:
         """Handles the end of the process. While the model loads a restart would fail the same way; later only the
-        running request is lost.
+        running requests are lost.
         """
         self._process.join(PATIENCE_SECONDS)
         code = self._process.exitcode
@@ -339,9 +342,9 @@ class EngineProcess:
         self.state = "restarting"
         self._metrics.restarts.inc()
         self._fail_checks(message)
-        job, self._running = self._running, None
-        self._metrics.no_more_tokens()
-        if job is not None:
+        running, self._running = self._running, {}
+        for job in running.values():
+            job.times.end()
             self._fail(job, ApiError(500, message, code="engine_error"), "error")
         self.start()
         self._next()

@@ -51,36 +51,38 @@ class Metrics:
         )
         self.restarts = self._of(Counter, "engine_restarts", "Restarts of the engine process")
 
-        # The newest tokens that arrived together: arrival of the previous ones, their own, and their number.
-        self._together: tuple[float, float, int] | None = None
-
-    def token(self, time: float) -> None:
-        """Counts a token of the running answer. time: seconds since the engine started the request."""
-        self.generation_tokens.inc()
-        if self._together is None:
-            self.first_token.observe(time)
-            self._together = (time, time, 0)
-            return
-        before, newest, count = self._together
-        if time > newest:
-            self._observe()
-            before, count = newest, 0
-        self._together = (before, time, count + 1)
-
-    def no_more_tokens(self) -> None:
-        """Counts the last tokens of the running answer, which has ended."""
-        if self._together is not None:
-            self._observe()
-            self._together = None
-
-    def _observe(self) -> None:
-        before, newest, count = self._together
-        for _ in range(count):
-            self.between_tokens.observe((newest - before) / count)
-
     def _of(self, kind: type, name: str, what: str, **options):
         return kind(PREFIX + name, what, registry=self.registry, **options)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class TokenTimes:
+    """The tokens of one answer, for the metrics."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        # The newest tokens that arrived together: arrival of the previous ones, their own, and their number.
+        self._together: tuple[float, float, int] | None = None
+
+    def add(self, time: float) -> None:
+        """Counts a token. time: seconds since the engine started the request."""
+        self._metrics.generation_tokens.inc()
+        if self._together is None:
+            self._metrics.first_token.observe(time)
+            self._together = (time, time, 0)
+            return
+        before, newest, count = self._together
+        if time > newest:
+            self.end()
+            before, count = newest, 0
+        self._together = (before, time, count + 1)
+
+    def end(self) -> None:
+        """Counts the last tokens that arrived together."""
+        before, newest, count = self._together or (0, 0, 0)
+        for _ in range(count):
+            self._metrics.between_tokens.observe((newest - before) / count)
+        self._together = None

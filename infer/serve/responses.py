@@ -191,6 +191,7 @@ class Answer:
                 "queue_time_ms": _ms(self._job.started - self._job.arrived),
                 "mean_itl_ms": _ms(end.time_per_token),
                 "tokens_per_second": rate,
+                "shared_passes": end.shared_passes,
             },
         }
 

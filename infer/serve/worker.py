@@ -1,4 +1,5 @@
-"""The engine process of `infer serve`: loads the model once, then checks prompts and generates one answer at a time.
+"""The engine process of `infer serve`: loads the model once, then checks prompts and generates answers, as many at a
+time as the engine can.
 
 Messages on the pipe are tuples, the kind first. In: ("check", n, question), ("generate", n, order), ("cancel", n).
 Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code); ("token", n, Token)
@@ -9,7 +10,6 @@ The types of the messages need no JAX, so that the web process does not import i
 
 import hashlib
 import json
-import math
 import os
 import queue
 import sys
@@ -108,6 +108,8 @@ class End(NamedTuple):
     tokens: int
     cached: int
     """Tokens of the prompt that were not computed."""
+    shared_passes: int
+    """Passes that also had rows of other requests."""
     time_to_first_token: float | None
     prefill_time: float | None
     time_per_token: float | None
@@ -164,6 +166,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     facts = {
         "name": engine.name,
         "conditions": conditions,
+        "parallel": engine.parallel,
         "chat": chat is not None,
         "template_variables": [] if chat is None else sorted(chat.variables - chat.tokens.keys()),
         "fingerprint": (
@@ -183,8 +186,8 @@ def special_tokens(file: Path) -> dict[int, bytes]:
 
 
 class _Worker:
-    """Receives messages on one thread, checks prompts on another and generates on the main one, so that a
-    cancellation waits for neither.
+    """Receives messages on one thread, checks prompts on another and generates on the main one and on further ones, so
+    that a cancellation waits for none of them.
     """
 
     def __init__(
@@ -206,14 +209,19 @@ class _Worker:
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
-        self._running: tuple[int, Generation] | None = None
-        self._cancelled = -1  # the last cancelled number; orders arrive one at a time
+        self._running: dict[int, Generation] = {}
+        self._cancelled: set[int] = set()  # numbers that are not running yet
+        self._ending = False
 
     def run(self) -> None:
+        more = [self._generate_all] * (self._engine.parallel - 1)
+        for work in (self._receive, self._check_all, *more):
+            threading.Thread(target=work, daemon=True).start()
+        self._generate_all()
+
+    def _generate_all(self) -> None:
         from laneformer.processes import GroupError
 
-        for work in (self._receive, self._check_all):
-            threading.Thread(target=work, daemon=True).start()
         while (ordered := self._orders.get()) is not None:
             number, order = ordered
             try:
@@ -226,6 +234,10 @@ class _Worker:
             except Exception:  # a bug, or out of memory: fails this answer, not the process
                 traceback.print_exc()
                 self._send("error", number, "the engine failed: read the server's log")
+            finally:
+                with self._state:
+                    self._running.pop(number, None)
+                    self._cancelled.discard(number)
 
     def _receive(self) -> None:
         try:
@@ -246,16 +258,17 @@ class _Worker:
             end.daemon = True
             end.start()
             with self._state:
-                self._cancelled, running = math.inf, self._running
-            if running is not None:
-                running[1].cancel()
+                self._ending, running = True, list(self._running.values())
+            for generation in running:
+                generation.cancel()
 
     def _cancel(self, number: int) -> None:
         with self._state:
-            self._cancelled = number
-            running = self._running
-        if running is not None and running[0] == number:
-            running[1].cancel()
+            running = self._running.get(number)
+            if running is None:  # not yet, or no longer
+                self._cancelled.add(number)
+        if running is not None:
+            running.cancel()
 
     def _check_all(self) -> None:
         while True:
@@ -319,17 +332,16 @@ class _Worker:
             cache_salt=order.cache_salt,
         )
         with self._state:
-            self._running = (number, generation)
-            if number <= self._cancelled:
-                generation.cancel()
+            self._running[number] = generation
+            cancelled = self._ending or number in self._cancelled
+        if cancelled:
+            generation.cancel()
         sent = 0
         for token in generation:
             sent += len(token.text) if token.part is Part.CONTENT else 0
             named = None if order.logprobs is None else self._named(token, token.logprob)
             top = tuple(self._named(*each) for each in token.top_logprobs)
             self._send("token", number, Token(int(token), token.text, token.time, named, top, token.part))
-        with self._state:
-            self._running = None
         r = generation.result
         self._send(
             "end",
@@ -340,6 +352,7 @@ class _Worker:
                 r.text[sent:],
                 len(r.tokens),
                 r.cached_tokens,
+                r.shared_passes,
                 r.time_to_first_token,
                 r.prefill_time,
                 r.time_per_token,

@@ -327,7 +327,7 @@ def test_cache_stays_in_place_and_programs_compile_once():
         list(backend.start(request()))
         before = pointers()
         list(backend.start(request(sampling=RANDOM)))
-        assert pointers() == before and backend._run._cache_size() == 1
+        assert pointers() == before and backend._runs[0]._cache_size() == 1
 
 
 def request(**changes):

@@ -239,7 +239,7 @@ def test_second_turn_computes_what_is_new(devices):
     assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs)
     again = engine.generate(second, **ask).result
     assert (again.cached_tokens, again.tokens) == (279, expected.tokens)
-    assert engine._backend._run._cache_size() == alone._backend._run._cache_size() + 1, (
+    assert engine._backend._runs[0]._cache_size() == alone._backend._runs[0]._cache_size() + 1, (
         "a prefix needs no other program"
     )
     whole = engine.generate(np.resize(TEXT, CONFIG.max_position_embeddings - 5), stop_tokens=()).result
@@ -267,15 +267,15 @@ def test_cancelled_prompt_leaves_what_it_absorbed():
 def test_failed_call_leaves_nothing(monkeypatch):
     engine = Engine(model(), "cpu")
     expected = engine.generate(TEXT[:100], max_new_tokens=5).result
-    run = engine._backend._run
+    run = engine._backend._runs[0]
 
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._backend, "_run", fail)
+    monkeypatch.setattr(engine._backend, "_runs", [fail])
     with pytest.raises(RuntimeError, match="out of memory"):
         list(engine.generate(TEXT[:100], max_new_tokens=5))
-    monkeypatch.setattr(engine._backend, "_run", run)
+    monkeypatch.setattr(engine._backend, "_runs", [run])
     result = engine.generate(TEXT[:100], max_new_tokens=5).result
     assert result.cached_tokens == 0 and result.logprobs == expected.logprobs
 

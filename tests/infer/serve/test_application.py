@@ -23,7 +23,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    server = Server(checkpoint, "--backend", BACKEND, "--max-waiting", 2, "--allowed-host", "my.example")
+    server = Server(
+        checkpoint, "--backend", BACKEND, "--parallel", 1, "--max-waiting", 2, "--allowed-host", "my.example"
+    )
     yield server.wait_until(200)
     server.kill()
 

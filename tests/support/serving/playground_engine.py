@@ -64,6 +64,7 @@ class Echo(Iterator):
             text="".join(self.texts),
             tokens=self.texts,
             cached_tokens=self.cached,
+            shared_passes=0,
             time_to_first_token=first,
             prefill_time=PREFILL,
             time_per_token=(last - first) / (n - 1) if n > 1 else None,
@@ -74,6 +75,7 @@ class Echo(Iterator):
 class Engine:
     config = SimpleNamespace(vocab_size=256, max_position_embeddings=CONTEXT, eos_token_id=())
     tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    parallel = 1
 
     def encode(self, ids):
         return np.array(ids)
@@ -129,6 +131,7 @@ def worker(connection, model):
             {
                 "name": "echo",
                 "conditions": conditions,
+                "parallel": 1,
                 "chat": chat is not None,
                 "template_variables": ["messages"],
                 "fingerprint": "fp",

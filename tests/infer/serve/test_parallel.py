@@ -1,0 +1,114 @@
+"""Several requests at once: every client gets the answer that it gets alone, whatever the others do."""
+
+import contextlib
+import json
+import random
+import threading
+
+import pytest
+
+import infer
+from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
+from tests.support.serve_cases import BACKEND, JSON, Server
+
+pytestmark = pytest.mark.skipif(BACKEND != "cpu", reason="backend xla runs one request at a time")
+PARALLEL, CLIENTS = 3, 8
+PROMPTS = ["def add(a, b):", "x = ", "class Stack:\n    " * 20, "import numpy as np\n" * 8]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    options = ("--backend", BACKEND, "--parallel", PARALLEL, "--most-slowdown", 100, "--max-waiting", CLIENTS)
+    server = Server(checkpoint, *options)
+    yield server.wait_until(200)
+    server.kill()
+
+
+def draw(seed):
+    return {"temperature": 1.0, "top_p": 0.9, "seed": seed}
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """The texts of requests alone, by prompt and seed."""
+    engine = infer.Engine.load(checkpoint, BACKEND)
+
+    def text(prompt, seed):
+        sampling = infer.Sampling(**draw(seed))
+        return engine.generate(prompt, max_new_tokens=60, sampling=sampling, stop_tokens=()).result.text
+
+    return {(prompt, seed): text(prompt, seed) for prompt in PROMPTS for seed in range(3)}
+
+
+def all_together(work, count=CLIENTS):
+    """Runs work(number) in threads. Raises what any of them raised."""
+    errors = []
+
+    def run(number):
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_clients_get_their_solitary_answers(server, alone):
+    """Some leave in the middle of an answer; no slot is lost."""
+
+    def client(number):
+        choices = random.Random(number)
+        for _ in range(6):
+            prompt, seed = choices.choice(PROMPTS), choices.randrange(3)
+            ask = {"max_tokens": 60, "ignore_eos": True, **draw(seed)}
+            if choices.random() < 0.3:
+                with server.stream(prompt=prompt, **ask) as stream:
+                    for _ in zip(range(choices.randrange(8)), stream, strict=False):
+                        pass
+            elif choices.random() < 0.5:
+                with server.stream(prompt=prompt, **ask) as stream:
+                    texts = [event["choices"][0]["text"] for event in stream if isinstance(event, dict)]
+                assert "".join(texts) == alone[prompt, seed]
+            else:
+                assert server.complete(prompt, **ask)["choices"][0]["text"] == alone[prompt, seed]
+
+    all_together(client)
+    server.wait_for_metric("num_requests_running", 0)
+    assert server.metric("num_requests_waiting") == 0
+
+
+def test_requests_run_together_and_others_wait(server):
+    long = {"prompt": PROMPTS[0], "max_tokens": CONTEXT, "ignore_eos": True}
+    with contextlib.ExitStack() as others:
+        first = contextlib.ExitStack()
+        for stack in (first, *[others] * (PARALLEL - 1)):
+            assert isinstance(next(stack.enter_context(server.stream(**long))), dict)
+        with server.stream(prompt=PROMPTS[1], max_tokens=3, ignore_eos=True) as waiting:
+            assert next(event for event in waiting if event != ": keepalive") == f": queued {PARALLEL}"
+            assert server.metric("num_requests_running") == PARALLEL and server.metric("num_requests_waiting") == 1
+            first.close()  # its slot goes to the one that waits, and the others go on
+            *_, last, done = waiting
+        assert done == "[DONE]" and last["metrics"]["shared_passes"] > 0
+    server.wait_for_metric("num_requests_running", 0)
+    assert server.complete(PROMPTS[0], max_tokens=5)["metrics"]["shared_passes"] == 0
+
+
+def test_full_queue_counts_what_waits(server):
+    with contextlib.ExitStack() as streams:
+        for _ in range(PARALLEL + CLIENTS):
+            streams.enter_context(server.stream(prompt=PROMPTS[0], max_tokens=CONTEXT, ignore_eos=True))
+        server.wait_for_metric("num_requests_waiting", CLIENTS)
+        refused, body, _ = server.send("POST", "/v1/completions", json.dumps({"prompt": PROMPTS[0]}), JSON)
+        assert refused == 429 and body["error"]["code"] == "queue_full"
+    server.wait_for_metric("num_requests_running", 0)
