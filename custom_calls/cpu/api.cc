@@ -313,29 +313,40 @@ void laneformer_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int
   copy(decoder->answer().top_logprobs, top_logprobs, top);
 }
 
-// Drafts of a pass at most, and the prices of passes of 1, 2, ... kMostRows rows; null: as they were.
-int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, char* error, int64_t size) {
+// Drafts of a pass at most, the prices of passes of 1, 2, ... kMostRows rows, and whether passes correct them.
+int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, int32_t corrected, char* error,
+                             int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->speculate(most, prices);
+    sessions.find(id)->speculate(most, prices, corrected != 0);
     return (int64_t)0;
   });
 }
 
-// Of the next call: Speculation's texts.
+// Prices as the last call left them.
+void laneformer_prices(int64_t id, float* to) {
+  const auto decoder = sessions.find(id);
+  for (int rows = 1; rows <= kMostRows; rows++) to[rows - 1] = decoder->prices().of(rows);
+}
+
+// Of the next call: Speculation's texts, and drafts of a pass at most.
 int64_t laneformer_give_texts(int64_t id, const int32_t* before, int64_t num_before, const int32_t* forced,
-                              int64_t num_forced, const int32_t* given, int64_t num_given, char* error, int64_t size) {
+                              int64_t num_forced, const int32_t* given, int64_t num_given, int32_t most, char* error,
+                              int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
-                                  {given, given + num_given});
+                                  {given, given + num_given}, most);
     return (int64_t)0;
   });
 }
 
-// Of the last call: passes after the prompt, drafts, and those that were right by their place in a pass.
+// Of the last call: passes after the prompt by their rows, right drafts by their place in a pass, drafts from another
+// text, right ones of these.
 void laneformer_drafting(int64_t id, int64_t* to) {
-  const Drafting& found = sessions.find(id)->drafting();
-  to[0] = found.passes, to[1] = found.drafted;
-  std::copy(std::begin(found.accepted), std::end(found.accepted), to + 2);
+  const auto decoder = sessions.find(id);
+  const Drafting& found = decoder->drafting();
+  to = std::copy(std::begin(found.passes), std::end(found.passes), to);
+  to = std::copy(std::begin(found.accepted), std::end(found.accepted), to);
+  to[0] = found.other, to[1] = found.other_accepted;
 }
 
 // Seconds of passes of `count` numbers of rows.

@@ -94,7 +94,7 @@ End Decoder::run(const Call& call) {
 // Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
 // that rows pay for their attention.
 std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passes) {
-  constexpr int kRounds = 3;  // in turns: something else may delay one
+  constexpr int kRounds = 2;  // in turns: something else may delay one
   constexpr int64_t kUsual = 1024;
   const plan::Plan& model = state_.plan;
   const int most = rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end()), longest = 1 + passes * most;
@@ -134,16 +134,18 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   return fastest;
 }
 
-void Decoder::speculate(int most, const float* prices) {
+void Decoder::speculate(int most, const float* prices, bool corrected) {
   if (most < 0 || most >= kMostRows)
     throw std::runtime_error("drafts of a pass must be 0 to " + std::to_string(kMostRows - 1) + ", got " +
                              std::to_string(most));
   const std::lock_guard<std::mutex> lock(speculation_lock_);
   speculation_.most = most;
-  if (prices) std::copy_n(prices, kMostRows, speculation_.prices.begin());
+  speculation_.corrected = corrected;
+  std::copy_n(prices, kMostRows, speculation_.prices.begin());
 }
 
-void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given) {
+void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given,
+                         int most) {
   const auto check = [&](const std::vector<int32_t>& tokens, int32_t least) {
     for (const int32_t token : tokens)
       if (token < least || token >= state_.plan.vocab_size)
@@ -155,11 +157,14 @@ void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> force
   speculation_.before = std::move(before);
   speculation_.forced = std::move(forced);
   speculation_.given = std::move(given);
+  most_next_ = most;
 }
 
 Speculation Decoder::take_speculation() {
   const std::lock_guard<std::mutex> lock(speculation_lock_);
   Speculation taken = speculation_;
+  taken.most = std::clamp(most_next_, 0, taken.most);
+  most_next_ = kMostRows;
   speculation_.before.clear(), speculation_.forced.clear(), speculation_.given.clear();
   return taken;
 }

@@ -33,11 +33,13 @@ class Decoder {
   // What passes cost that draw from these numbers of rows: seconds of the fastest of some times `passes` passes.
   std::vector<double> time_passes(const std::vector<int>& rows, int passes);
 
-  // What calls may draft. The texts are of the next call alone; throws std::runtime_error for what does not fit.
-  void speculate(int most, const float* prices);
-  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given);
+  // What calls may draft. The texts, and the most of these, are of the next call alone; throws std::runtime_error for
+  // what does not fit.
+  void speculate(int most, const float* prices, bool corrected);
+  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most);
   Speculation take_speculation();
   const Drafting& drafting() const { return state_.drafting; }  // of the last call
+  const Prices& prices() const { return state_.prices; }        // likewise
 
   // Streaming: what the running call has drawn so far, and telling it to end.
   void begin();
@@ -92,6 +94,7 @@ class Decoder {
   std::mutex running_;
   std::mutex speculation_lock_;
   Speculation speculation_;
+  int most_next_ = kMostRows;  // drafts of the next call's passes
   std::atomic<int> done_{1};
   bool armed_ = false;
 };

@@ -112,11 +112,9 @@ bool Worker::sample() {
   }
   const bool more = !stop && drawn_ < call.limit;
   if (index_ == 0) {
-    const int right = drawn_ - before - 1;
-    d_.drafting.drafted += rows - 1;
-    for (int place = 0; place < right; place++) d_.drafting.accepted[place]++;
+    const float cost = before > 0 ? count_run(drawn_ - before) : 1;
     d_.end = stop ? End::stop : End::length;
-    if (more) plan_run(drawn_ - before);
+    if (more) plan_run(drawn_ - before, cost);
     d_.count.raise((uint32_t)drawn_);
   }
   meet();  // the others may now read the tokens
@@ -160,15 +158,26 @@ void Worker::emit(int row, int32_t token, float largest) {
   d_.answer.tokens[drawn_] = token;
 }
 
+// Worker 0: counts a run of which some tokens were drawn; returns what it has cost, in passes of one row.
+float Worker::count_run(int drawn) {
+  Drafting& counts = d_.drafting;
+  counts.passes[run_.rows - 1]++;
+  for (int place = 0; place < drawn - 1; place++) counts.accepted[place]++;
+  if (d_.drafts.from_other()) counts.other += run_.rows - 1, counts.other_accepted += drawn - 1;
+  const Speculation& speculation = d_.call->speculation;
+  const int64_t* last = d_.answer.times_ns.data() + drawn_ - 1;
+  if (speculation.most == 0 || !speculation.given.empty()) return 1;
+  return d_.prices.took(run_.rows, (double)(last[0] - last[-drawn]));
+}
+
 // Worker 0: the last of some tokens that were drawn now, and drafts of those after it.
-void Worker::plan_run(int drawn) {
+void Worker::plan_run(int drawn, float cost) {
   const Speculation& speculation = d_.call->speculation;
   const int32_t* tokens = d_.answer.tokens.data() + drawn_ - drawn;
   d_.next.rows = 1;
   d_.next.tokens[0] = tokens[drawn - 1];
-  d_.drafting.passes++;
   if (speculation.most == 0) return;
-  d_.drafts.learn(tokens, drawn);
+  d_.drafts.learn(tokens, drawn, cost);
   for (int i = 0; i < drawn; i++) d_.drafts.add(tokens[i]);
   d_.next.rows += d_.drafts.propose(drawn_, d_.call->limit - drawn_ - 1, d_.next.tokens + 1);
 }

@@ -24,7 +24,8 @@ REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 LEAST_AMX_GAIN = 0.98  # of decoding, from which AMX's faster prompts are worth it
 MOST_ROWS = 16  # of a pass: the last token and its drafts; kMostRows of common/drafts.h
-PASSES = 3  # of each, in turns
+PASSES = 2  # of each, in turns
+END_OF_TEXT = -1  # in the texts of a call; kEndOfText of common/drafts.h
 PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows of the passes that are measured
 
 
@@ -215,15 +216,16 @@ class Session(DecodeSession):
         """Lets the next calls check up to `most` drafts in a pass, 0 for none. Drafts are copied from the text so far;
         they change the speed alone, no bit of a result.
 
-        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row; by default as `prices` measures them.
-        Raises NativeError.
+        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row, which then stay as they are; by default
+        as `prices` measures them, and corrected by the times of the calls' passes. Raises NativeError.
         """
-        if prices is None:
+        corrected = prices is None
+        if corrected:
             prices = self.prices if most else [1.0] * MOST_ROWS
         given = np.asarray(prices, np.float32)
         if given.shape != (MOST_ROWS,):
             raise NativeError(f"prices must be {MOST_ROWS}, got {given.size}")
-        call("speculate", self.id, most, given.ctypes.data)
+        call("speculate", self.id, most, given.ctypes.data, corrected)
 
     @cached_property
     def prices(self) -> list[float]:
@@ -244,24 +246,40 @@ class Session(DecodeSession):
         call("time_passes", self.id, counts.ctypes.data, len(counts), PASSES, seconds.ctypes.data)
         return seconds.tolist()
 
-    def give_texts(self, *, before: Sequence[int] = (), forced: Sequence[int] = (), given: Sequence[int] = ()) -> None:
+    @property
+    def running_prices(self) -> list[float]:
+        """Prices as the last call left them, once it has ended."""
+        prices = np.zeros(MOST_ROWS, np.float32)
+        self._lib.laneformer_prices(self.id, prices.ctypes.data)
+        return prices.tolist()
+
+    def give_texts(
+        self,
+        *,
+        before: Sequence[int] = (),
+        forced: Sequence[int] = (),
+        given: Sequence[int] = (),
+        most: int | None = None,
+    ) -> None:
         """Texts of the next call, as token ids.
 
-        before: what drafts may be copied from besides prompt and answer, the text before the prompt; -1 ends another
-        text. forced: the first tokens of the answer, whatever is drawn, for measurements: drafts of them are right as
-        if the model had drawn them. given: for tests, drafts of the answer's tokens by their number, at any price, -1
-        for none. Raises NativeError for tokens outside the vocabulary.
+        before: what drafts may be copied from besides prompt and answer, the text before the prompt; END_OF_TEXT ends
+        another text, whose drafts are counted apart. forced: the first tokens of the answer, whatever is drawn, for
+        measurements: drafts of them are right as if the model had drawn them. given: for tests, drafts of the answer's
+        tokens by their number, at any price, -1 for none. most: drafts of a pass, if they are to be fewer than in other
+        calls. Raises NativeError for tokens outside the vocabulary.
         """
         texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
-        call("give_texts", self.id, *(word for text in texts for word in (text.ctypes.data, text.size)))
+        arrays = (word for text in texts for word in (text.ctypes.data, text.size))
+        call("give_texts", self.id, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
 
     @property
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call, once it has ended."""
-        counts = np.zeros(2 + MOST_ROWS - 1, np.int64)
+        counts = np.zeros(2 * MOST_ROWS + 1, np.int64)
         self._lib.laneformer_drafting(self.id, counts.ctypes.data)
-        passes, drafted, *accepted = counts.tolist()
-        return Drafting(passes, drafted, tuple(accepted))
+        rows, accepted, others = np.split(counts, [MOST_ROWS, 2 * MOST_ROWS - 1])
+        return Drafting(tuple(rows.tolist()), tuple(accepted.tolist()), *others.tolist())
 
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound

@@ -131,9 +131,10 @@ enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 constexpr int kBlock = 48;   // positions of a prompt that go through the model together: 6 and 24 divide it
 constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
 
-struct Drafting {                        // what drafts were worth in a call
-  int64_t passes = 0, drafted = 0;       // passes after the prompt's
-  int64_t accepted[kMostRows - 1] = {};  // by their place in a pass
+struct Drafting {                         // what drafts were worth in a call
+  int64_t passes[kMostRows] = {};         // after the prompt's, by their rows
+  int64_t accepted[kMostRows - 1] = {};   // drafts by their place in a pass
+  int64_t other = 0, other_accepted = 0;  // drafts from another text
 };
 
 struct Run {  // the rows of a pass: the last token and drafts of those after it
@@ -241,6 +242,7 @@ struct DecodeState {
   Answer answer;
   Counter count;  // tokens drawn
   Drafts drafts;  // of worker 0
+  Prices prices;  // likewise, from call to call
   Run next;       // pass, as worker 0 has planned it
   Drafting drafting;
   int64_t absorbed = 0;  // tokens of the prompt that are in the cache

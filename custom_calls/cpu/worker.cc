@@ -175,7 +175,7 @@ void Worker::generate() {
   try {
     const int64_t n = (int64_t)call.prompt.size();
     const bool drafting = index_ == 0 && call.speculation.most > 0;
-    if (drafting) d_.drafts.begin(call.speculation);
+    if (drafting) d_.drafts.begin(call.speculation, d_.prices);
     for (int64_t i = 0; i < n; i += kBlock) {
       const int positions = (int)std::min<int64_t>(kBlock, n - i);
       for (int p = 0; p < positions && drafting; p++) d_.drafts.add(call.prompt[i + p]);

@@ -124,7 +124,8 @@ class Worker {
   float threshold(int row, float best);
   void emit(int row, int32_t token, float largest);
   void best_tokens(const float* logits, float lse);
-  void plan_run(int drawn);
+  float count_run(int drawn);
+  void plan_run(int drawn, float cost);
 
   void mark(int op, int layer, int64_t began);
   int64_t clock() const { return tracing_ ? now_ns() : 0; }

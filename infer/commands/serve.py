@@ -127,7 +127,7 @@ def run(options: Options) -> int:
 def backend_options(options: Options) -> dict[str, Any]:
     """Options of the backend that only a server has; those that are left out are the backend's to choose."""
     slots = options.prefix_slots if options.prefix_cache else 0
-    return {} if slots is None else {"prefix_cache": slots}
+    return options.engine.drafts() | ({} if slots is None else {"prefix_cache": slots})
 
 
 def _is_first() -> bool:

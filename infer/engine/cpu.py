@@ -3,11 +3,14 @@ one call.
 """
 
 import logging
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 import custom_calls
 from custom_calls import Session, fastest_way
+from custom_calls.cpu.session import END_OF_TEXT
 from infer.engine.backend import CheckpointSource, Request, Source, device_name
 from infer.engine.native import (
     NativeBackend,
@@ -18,6 +21,7 @@ from infer.engine.native import (
     plan_of,
     report_left,
 )
+from infer.engine.options import MOST_DRAFTS
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.quantized.rounding import USUAL
@@ -55,21 +59,22 @@ class CpuBackend(NativeBackend):
         instructions: str | None = None,
         weights: str | None = None,
         prefix_cache: int = 1,
-        speculation: int = 0,
+        speculation: int | None = 0,
     ):
         """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
         they have; int8 and the others of laneformer/quantized/rounding.py to round all products' matrices, the head's
         unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
         caches and bf12 was measured to be faster. Quantized matrices are held as they are. prefix_cache: how many
         sequences to keep, each with its caches, for later prompts that begin as they do; 0 computes every prompt from
-        its first token. speculation: most drafts of a pass, 0 for none; they are copied from the text and change no
-        answer, and as many are made as pay by the prices of passes, which are measured once on each machine. The other
+        its first token. speculation: most drafts of a pass, 0 for none, None for as many as fit; they are copied from
+        the text and change no answer, and as many are made as pay by what passes take. The other
         options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
         used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
+        self.speculation = MOST_DRAFTS if speculation is None else speculation
         packed: list[Bf12Product] = []
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
@@ -98,15 +103,17 @@ class CpuBackend(NativeBackend):
             mapped = [path for product in packed if session.map(product) for path in product.paths]
             pack(session, source, mapped, weights if weights in USUAL else None)
             report_left(session.bf12_weights)
-            session.speculate(speculation)
+            session.speculate(self.speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
         self._use(session, prefix_cache)
-        self.speculation = speculation
 
     def _give_texts(self, request: Request, start: int) -> None:
-        before = request.prompt[:start] if self.speculation else ()
-        self.session.give_texts(before=before, forced=request.forced)
+        before: Sequence[int] | np.ndarray = ()
+        if self.speculation:
+            other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
+            before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
+        self.session.give_texts(before=before, forced=request.forced, most=request.draft_max)
 
     @property
     def conditions(self) -> dict:

@@ -215,23 +215,31 @@ void same(const Result& a, const Result& b, const char* what) {
         what);
 }
 
+struct Counts {
+  explicit Counts(const Drafting& of) {
+    for (int rows = 1; rows <= kMostRows; rows++)
+      passes += of.passes[rows - 1], drafted += (rows - 1) * of.passes[rows - 1];
+  }
+  int64_t passes = 0, drafted = 0;
+};
+
 // Passes of several rows draw what passes of one do, whatever the drafts are.
 void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit, const char* what) {
   Speculation speculation;
   speculation.most = kMostRows - 1;
   same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
-  CHECK(decoder.drafting().passes <= limit - 1, "%s: %d passes", what, (int)decoder.drafting().passes);
+  CHECK(Counts(decoder.drafting()).passes <= limit - 1, "%s: too many passes", what);
   speculation.given = expected.tokens;
   same(expected, generate(decoder, prompt, limit, speculation), what);
   const int rest = limit - 1;  // tokens after the prompt's
-  CHECK(decoder.drafting().passes == (rest + kMostRows - 1) / kMostRows, "%s: drafts that are right were dropped",
-        what);
+  CHECK(Counts(decoder.drafting()).passes == (rest + kMostRows - 1) / kMostRows,
+        "%s: drafts that are right were dropped", what);
   for (size_t i = 0; i < expected.tokens.size(); i += 3)
     speculation.given[i] = (speculation.given[i] + 1) % decoder.plan().vocab_size;
   for (const int most : {1, 2, 5, kMostRows - 1}) {
     speculation.most = most;
     same(expected, generate(decoder, prompt, limit, speculation), what);
-    CHECK(decoder.drafting().drafted > decoder.drafting().accepted[0], "%s: no draft was wrong", what);
+    CHECK(Counts(decoder.drafting()).drafted > decoder.drafting().accepted[0], "%s: no draft was wrong", what);
   }
 }
 
@@ -462,9 +470,9 @@ void refusing() {
   CHECK(decoder.read_pass() > 0, "a pass over the weights");
   CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "a pass of several rows");
   CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
-  CHECK(refused([&] { decoder.speculate(kMostRows, nullptr); }), "more drafts than rows");
-  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}); }), "a text of no token");
-  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}); }), "a token beyond the vocabulary");
+  CHECK(refused([&] { decoder.speculate(kMostRows, Speculation().prices.data(), false); }), "more drafts than rows");
+  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}, 0); }), "a text of no token");
+  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}, 0); }), "a token beyond the vocabulary");
 }
 
 }  // namespace
