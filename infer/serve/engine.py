@@ -17,7 +17,7 @@ from infer.serve import worker
 from infer.serve.body import NESTED, ApiError
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import Call
-from infer.serve.worker import End, Order, Question, ServedModel, Token
+from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
@@ -100,7 +100,7 @@ class EngineProcess:
         """Facts that the engine reports: name, conditions, chat, template_variables, fingerprint."""
         self.failure: str | None = None
         self._numbers = 0
-        self._checks: dict[int, asyncio.Future[list[int]]] = {}
+        self._checks: dict[int, asyncio.Future[Encoded]] = {}
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
 
@@ -164,12 +164,18 @@ class EngineProcess:
         self._numbers += 1
         number = self._numbers
         question = Question(
-            call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop), call.template_values
+            call.prompt,
+            call.chat,
+            call.sampling,
+            call.stop_token_ids,
+            bool(call.stop),
+            call.template_values,
+            call.prediction,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
             self._send_message("check", number, question)
-            ids = await asyncio.wait_for(self._checks[number], self.limits.seconds)
+            ids, predicted = await asyncio.wait_for(self._checks[number], self.limits.seconds)
         except RecursionError:
             raise ApiError(400, NESTED, param=call.prompt_param) from None
         except TimeoutError:
@@ -197,6 +203,8 @@ class EngineProcess:
             call.chat,
             call.cache_prompt,
             call.cache_salt,
+            predicted,
+            call.draft_max,
         )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()
@@ -301,6 +309,9 @@ class EngineProcess:
         """Handles the end of the running job, whose client may already be gone."""
         job, self._running = self._running, None
         self._metrics.no_more_tokens()
+        drafting = end.drafting if isinstance(end, End) else None
+        if drafting is not None:
+            self._metrics.passes(drafting)
         if job is not None and not job.ended.is_set():
             if isinstance(end, End):
                 self._metrics.success.labels(end.reason).inc()
@@ -311,6 +322,8 @@ class EngineProcess:
                 self._metrics.whole.observe(time.perf_counter() - job.arrived)
                 job.put(end)
                 rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
+                if rate and drafting is not None:
+                    rate += f" at {drafting.tokens_per_pass:.2f} tokens per pass"
                 cached = f" ({end.cached} cached)" if end.cached else ""
                 log.info(
                     "%d%s + %d tokens (%s)%s, waited %.3f s",
