@@ -229,6 +229,9 @@ void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit,
   speculation.most = kMostRows - 1;
   same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
   CHECK(Counts(decoder.drafting()).passes <= limit - 1, "%s: too many passes", what);
+  speculation.corrected = true;  // by whatever the passes take
+  same(expected, generate(decoder, prompt, limit, speculation), what);
+  speculation.corrected = false;
   speculation.given = expected.tokens;
   same(expected, generate(decoder, prompt, limit, speculation), what);
   const int rest = limit - 1;  // tokens after the prompt's
