@@ -38,12 +38,34 @@ class Bf12Weights(NamedTuple):
 class Drafting(NamedTuple):
     """What drafts were worth in a call."""
 
-    passes: int
-    """After the prompt's."""
-    drafted: int
-    """Tokens that were drafted and checked."""
+    rows: tuple[int, ...]
+    """Passes after the prompt's by their rows: of one, of two, ..."""
     accepted: tuple[int, ...]
-    """Of these, the tokens that were drawn, by their place in a pass: first drafts, second ones, ..."""
+    """Drafts that were right, by their place in a pass: first ones, second ones, ..."""
+    predicted: int = 0
+    """Drafts from a text beside the prompt."""
+    predicted_accepted: int = 0
+    """Of these, the right ones."""
+
+    @property
+    def passes(self) -> int:
+        """Passes after the prompt's."""
+        return sum(self.rows)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted and checked."""
+        return sum(place * count for place, count in enumerate(self.rows))
+
+    @property
+    def drafts(self) -> int:
+        """Passes that checked any."""
+        return sum(self.rows[1:])
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens after the first one that a pass gave."""
+        return 1 + sum(self.accepted) / self.passes if self.passes else 1.0
 
 
 class CallStream:

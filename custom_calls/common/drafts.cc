@@ -1,6 +1,7 @@
 #include "drafts.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace laneformer {
 
@@ -15,16 +16,116 @@ constexpr int64_t kBelow[] = {3, 6, 16};
 constexpr int kMostDrafts[] = {2, 4, 7, kMostRows - 1};
 constexpr float kRates[] = {0.1f, 0.3f, 0.6f, 0.9f};  // before anything is known: low, as watching costs nothing
 constexpr float kLeastGain = 1.03f;                   // prices are measured, and rates guessed
+// What an answer may lose, in passes of one row: some at once, a share of its passes, and of what it has gained all.
+constexpr float kLoss = 0.1f, kLossShare = 0.005f;
+constexpr float kTrusted = 0.8f, kTrustedLoss = 1;  // a rate from which one pass may lose more
+
+// Of what a pass took counts for the next ones: less with each later pass, and less for other numbers of rows.
+constexpr float kKept = 0.8f, kKnown = 0.5f;
+constexpr float kSaved = 0.003f, kMostSaved = 1;  // of each pass for trials, in passes of one row
+
+// By their rows. A pass costs some microseconds less with a table.
+float nearness(int rows, int other) {
+  static const auto table = [] {
+    std::array<std::array<float, kMostRows + 1>, kMostRows + 1> made{};
+    for (int a = 1; a <= kMostRows; a++)
+      for (int b = 1; b <= kMostRows; b++) {
+        const float octaves = std::log2((float)a / (float)b);
+        made[a][b] = 1 / (1 + 16 * octaves * octaves);
+      }
+    return made;
+  }();
+  return table[rows][other];
+}
 
 }  // namespace
 
-void Drafts::begin(const Speculation& speculation) {
+// ------------------------------------------------------------------------------------------------------------- prices
+
+void Prices::begin(const Speculation& speculation) {
+  std::array<float, kMostRows> list = speculation.prices;
+  for (int rows = 1; speculation.corrected && rows <= kMostRows; rows++)
+    list[rows - 1] = std::clamp(list[rows - 1], 1.0f, (float)rows);  // as many passes of one row cost no more
+  if (corrected_ == speculation.corrected && list_ == list) return;
+  corrected_ = speculation.corrected;
+  prices_ = list_ = list;
+  passed_.clear(), singles_.clear();
+  most_rows_ = corrected_ ? 2 : kMostRows;
+  savings_ = 0;
+}
+
+// Medians, as something else may disturb a pass, and lower ones, as that only makes it longer.
+float Prices::took(int rows, double time) {
+  if (!corrected_) return of(rows);
+  savings_ = std::min(savings_ + kSaved, kMostSaved);
+  if (rows == 1) {
+    singles_.insert(singles_.begin(), time);
+    if (singles_.size() > kSingles) singles_.pop_back();
+    return 1;
+  }
+  if (singles_.empty()) return of(rows);
+  std::vector<double> sorted = singles_;
+  const auto middle = sorted.begin() + (int64_t)(sorted.size() - 1) / 2;
+  std::nth_element(sorted.begin(), middle, sorted.end());
+  const double cost = std::max(time, 1e-9) / std::max(*middle, 1e-9);
+  add(rows, (float)std::log(cost / list_[rows - 1]));
+  most_rows_ = std::min(std::max(most_rows_, 2 * rows), kMostRows);
+  correct();
+  return std::clamp((float)cost, of(rows), (float)rows);
+}
+
+void Prices::add(int rows, float ratio) {
+  for (Passed& passed : passed_) passed.weight *= std::pow(kKept, nearness(rows, passed.rows));
+  if (passed_.size() == kPasses)
+    passed_.erase(std::min_element(passed_.begin(), passed_.end(),
+                                   [](const Passed& a, const Passed& b) { return a.weight < b.weight; }));
+  const auto place = std::find_if(passed_.begin(), passed_.end(), [&](const Passed& p) { return p.ratio > ratio; });
+  passed_.insert(place, {rows, ratio, 1});
+}
+
+void Prices::correct() {
+  for (int rows = 2; rows <= kMostRows; rows++) {
+    float weights[kPasses], sum = 0, listed = 0;  // the list counts as much as the pass that counts most
+    for (size_t i = 0; i < passed_.size(); i++) {
+      sum += weights[i] = passed_[i].weight * nearness(rows, passed_[i].rows);
+      listed = std::max(listed, weights[i]);
+    }
+    float left = (sum + listed) / 2, ratio = 0;
+    for (size_t i = 0; i <= passed_.size() && left > 0; i++) {
+      if (listed > 0 && (i == passed_.size() || passed_[i].ratio >= 0)) left -= listed, ratio = listed = 0;
+      if (i < passed_.size() && left > 0) left -= weights[i], ratio = passed_[i].ratio;
+    }
+    prices_[rows - 1] = std::clamp(list_[rows - 1] * std::exp(ratio), prices_[rows - 2], (float)rows);
+  }
+}
+
+bool Prices::knows(int rows) const {
+  return std::any_of(passed_.begin(), passed_.end(),
+                     [&](const Passed& passed) { return passed.weight * nearness(rows, passed.rows) > kKnown; });
+}
+
+bool Prices::try_for(float cost) {
+  if (!corrected_ || cost > savings_) return false;
+  savings_ -= std::max(cost, 0.0f);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------------------- drafts
+
+void Drafts::begin(const Speculation& speculation, Prices& prices) {
   speculation_ = &speculation;
+  prices_ = &prices;
+  prices.begin(speculation);
   text_.clear();
   drafts_.clear();
   for (auto& table : tables_) table.assign(kSmallest, 0);
   std::copy_n(kRates, kClasses, rates_);
-  for (const int32_t token : speculation.before) add(token);
+  credit_ = kLoss;
+  other_ = 0, from_other_ = false;
+  for (const int32_t token : speculation.before) {
+    add(token);
+    if (token == kEndOfText) other_ = (int64_t)text_.size();
+  }
 }
 
 // f(number of a length, hash) of the n-grams that end before `end`.
@@ -76,8 +177,9 @@ int64_t Drafts::follow(int64_t place) const {
   return n;
 }
 
-int Drafts::propose(int next, int most, int32_t* to) {
+int Drafts::propose(int next, int most, int32_t* to, int beside) {
   drafts_.clear();
+  from_other_ = false;
   most = std::min({most, speculation_->most, kMostRows - 1});
   const std::vector<int32_t>& given = speculation_->given;
   if (!given.empty()) {
@@ -90,6 +192,7 @@ int Drafts::propose(int next, int most, int32_t* to) {
     if (const int32_t found = entry(number, hash, text_.size())) place = found;
   });
   if (place == 0) return 0;
+  from_other_ = place < other_;
   const int64_t length = follow(place);
   class_ = (int)(std::upper_bound(kBelow, kBelow + kClasses - 1, length) - kBelow);
   for (int64_t i = 0; i < kMostDrafts[class_]; i++) {  // beyond the end it goes on in itself
@@ -98,24 +201,37 @@ int Drafts::propose(int next, int most, int32_t* to) {
     if (token == kEndOfText) break;
     drafts_.push_back(token);
   }
-  const int count = worth(std::min(most, (int)drafts_.size()));
+  const int count = worth(std::min(most, (int)drafts_.size()), beside);
   std::copy_n(drafts_.begin(), count, to);
   return count;
 }
 
-// How many drafts promise the most tokens per time.
-int Drafts::worth(int most) const {
-  float right = 1, tokens = 1, best = kLeastGain;
-  int count = 0;
-  for (int n = 1; n <= most; n++) {
-    tokens += right *= rates_[class_];
-    const float gain = tokens / speculation_->prices[n];
+// How many drafts promise the most tokens per time; none if that is no gain. Now and then other ones than these, for a
+// trial: any where none are worth it, and more than these where passes of so many rows are not known.
+int Drafts::worth(int most, int beside) const {
+  const auto price = [&](int drafts) { return prices_->of(beside + 1 + drafts) / prices_->of(beside + 1); };
+  const float rate = rates_[class_], most_loss = credit_ + (rate < kTrusted ? 0 : kTrustedLoss);
+  float right = 1, tokens[kMostRows] = {1}, best = kLeastGain;
+  int count = 0, last = 0;
+  most = std::min(most, prices_->most_rows() - 1 - beside);
+  for (int n = 1; n <= most && price(n) - 1 <= most_loss; n++) {
+    tokens[n] = tokens[n - 1] + (right *= rate);
+    const float gain = tokens[n] / price(n);
     if (gain > best) best = gain, count = n;
+    last = n;
   }
-  return count;
+  const float pace = count ? best : 1;
+  float least = INFINITY;
+  int trial = 0;
+  for (int n = count + 1; n <= last; n++) {
+    const float loss = price(n) - tokens[n] / pace;
+    if ((count ? !prices_->knows(beside + 1 + n) : tokens[n] > kLeastGain) && loss < least) least = loss, trial = n;
+  }
+  return trial && prices_->try_for(least) ? trial : count;
 }
 
-void Drafts::learn(const int32_t* drawn, int count) {
+void Drafts::learn(const int32_t* drawn, int count, float cost) {
+  credit_ += (float)count - (1 - kLossShare) * cost;
   float& rate = rates_[class_];
   for (int i = 0; i < std::min(count, (int)drafts_.size()); i++) {
     const bool right = drawn[i] == drafts_[i];

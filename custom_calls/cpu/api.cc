@@ -326,31 +326,40 @@ void laneformer_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, in
   copy(answer.top_logprobs, top_logprobs, top);
 }
 
-// Drafts of a pass at most, and the prices of passes of 1, 2, ... kMostRows rows; null: as they were.
-int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, char* error, int64_t size) {
+// Drafts of a pass at most, the prices of passes of 1, 2, ... kMostRows rows, and whether passes correct them.
+int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, int32_t corrected, char* error,
+                             int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->schedule().speculate(most, prices);
+    sessions.find(id)->schedule().speculate(most, prices, corrected != 0);
     return (int64_t)0;
   });
 }
 
-// Of the next call of a slot: Speculation's texts.
+// Prices as the last call left them.
+void laneformer_prices(int64_t id, float* to) {
+  const auto decoder = sessions.find(id);
+  for (int rows = 1; rows <= kMostRows; rows++) to[rows - 1] = decoder->schedule().prices().of(rows);
+}
+
+// Of the next call of a slot: Speculation's texts, and drafts of a pass at most.
 int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, int64_t num_before,
                               const int32_t* forced, int64_t num_forced, const int32_t* given, int64_t num_given,
-                              char* error, int64_t size) {
+                              int32_t most, char* error, int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
-                                  {given, given + num_given}, slot);
+                                  {given, given + num_given}, most, slot);
     return (int64_t)0;
   });
 }
 
-// Of the last call of a slot: the numbers of Passes, in its order.
-void laneformer_passes(int64_t id, int32_t slot, int64_t* to) {
+// Of the last call of a slot: passes after the prompt by their rows, right drafts by their place in a pass, drafts from
+// another text, right ones of these, and passes with rows of other calls.
+void laneformer_drafting(int64_t id, int32_t slot, int64_t* to) {
   const auto decoder = sessions.find(id);
-  const Passes& found = decoder->slot(slot).passes;
-  to[0] = found.shared, to[1] = found.drawing, to[2] = found.drafted;
-  std::copy(std::begin(found.accepted), std::end(found.accepted), to + 3);
+  const Drafting& found = decoder->slot(slot).drafting;
+  to = std::copy(std::begin(found.passes), std::end(found.passes), to);
+  to = std::copy(std::begin(found.accepted), std::end(found.accepted), to);
+  to[0] = found.other, to[1] = found.other_accepted, to[2] = decoder->slot(slot).shared;
 }
 
 // Seconds of passes of `count` numbers of rows.

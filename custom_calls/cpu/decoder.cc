@@ -72,7 +72,7 @@ End Decoder::run(const Call& call, int number) {
 // Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
 // that rows pay for their attention.
 std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passes) {
-  constexpr int kRounds = 3;  // in turns: something else may delay one
+  constexpr int kRounds = 2;  // in turns: something else may delay one
   constexpr int64_t kUsual = 1024;
   const plan::Plan& model = state_.plan;
   const int most = rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end()), longest = 1 + passes * most;
@@ -112,7 +112,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   return fastest;
 }
 
-void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given,
+void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
                          int slot) {
   const auto check = [&](const std::vector<int32_t>& tokens, int32_t least) {
     for (const int32_t token : tokens)
@@ -122,6 +122,7 @@ void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> force
   };
   check(before, kEndOfText), check(forced, 0), check(given, -1);
   Speculation texts;
+  texts.most = most;
   texts.before = std::move(before);
   texts.forced = std::move(forced);
   texts.given = std::move(given);

@@ -34,8 +34,10 @@ class Decoder {
   // What passes cost that draw from these numbers of rows: seconds of the fastest of some times `passes` passes.
   std::vector<double> time_passes(const std::vector<int>& rows, int passes);
 
-  // Texts of the next call of a slot; throws std::runtime_error for tokens outside the vocabulary.
-  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int slot = 0);
+  // Texts of the next call of a slot, and the most drafts of its passes; throws std::runtime_error for tokens outside
+  // the vocabulary.
+  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
+                  int slot = 0);
 
   // Streaming: what the running call of a slot has drawn so far. Returns the tokens drawn, early when there are more
   // than `have` or the call has ended.

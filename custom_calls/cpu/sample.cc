@@ -98,8 +98,11 @@ void Worker::sample() {
                 call.sampling.key, (uint32_t)position, first, vocab_last_);
   });
   meet();
-  for (int r = 0; r < pass_->runs && index_ == 0; r++)
-    if (pass_->run[r].rows > 0) accept(pass_->run[r], largest + pass_->run[r].row);
+  if (index_ == 0) {
+    const float cost = d_.schedule.cost_of(*pass_);
+    for (int r = 0; r < pass_->runs; r++)
+      if (pass_->run[r].rows > 0) accept(pass_->run[r], largest + pass_->run[r].row, cost);
+  }
   mark(kSample, m_.num_layers(), began);
 }
 
@@ -129,8 +132,9 @@ void Worker::temper() {
 }
 
 // Worker 0: the tokens that the rows of a run have drawn. A draft is right if it is what the row before it has drawn;
-// the first row whose token is another ends the run. largest: logit of each of its rows.
-void Worker::accept(const Run& run, const float* largest) {
+// the first row whose token is another ends the run. largest: logit of each of its rows; cost: of the pass, in passes
+// without drafts.
+void Worker::accept(const Run& run, const float* largest, float cost) {
   Slot& slot = *run.slot;
   const Call& call = *slot.call;
   if (slot.cancelled) {
@@ -153,17 +157,23 @@ void Worker::accept(const Run& run, const float* largest) {
     if (stop || (i + 1 < run.rows && token != pass_->tokens[run.place_of(i + 1)])) break;
   }
   const int drawn = slot.drawn - before;
-  slot.passes.drafted += run.rows - 1;
-  for (int place = 0; place < drawn - 1; place++) slot.passes.accepted[place]++;
+  if (before > 0) count(slot, run.rows, drawn);
   slot.stopped = stop || slot.drawn == call.limit;
   slot.end = stop ? End::stop : End::length;
-  if (!slot.stopped) {
-    slot.passes.drawing++;
+  if (!slot.stopped && call.speculation.most > 0) {
     const int32_t* const tokens = slot.answer.tokens.data() + before;
-    if (call.speculation.most > 0) slot.drafts.learn(tokens, drawn);
-    for (int i = 0; i < drawn && call.speculation.most > 0; i++) slot.drafts.add(tokens[i]);
+    slot.drafts.learn(tokens, drawn, before > 0 ? cost : 1);
+    for (int i = 0; i < drawn; i++) slot.drafts.add(tokens[i]);
   }
   slot.count.raise((uint32_t)slot.drawn);
+}
+
+// Counts a run after the prompt's, of which some tokens were drawn.
+void Worker::count(Slot& slot, int rows, int drawn) {
+  Drafting& counts = slot.drafting;
+  counts.passes[rows - 1]++;
+  for (int place = 0; place < drawn - 1; place++) counts.accepted[place]++;
+  if (slot.drafts.from_other()) counts.other += rows - 1, counts.other_accepted += drawn - 1;
 }
 
 // Records a token that is drawn.

@@ -15,7 +15,10 @@ void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int draw
 Schedule::Schedule(int slots, double most_slowdown) : most_slowdown_(most_slowdown) {
   if (slots < 1 || slots > kMostRows)
     throw std::runtime_error("slots must be 1 to " + std::to_string(kMostRows) + ", got " + std::to_string(slots));
-  for (int i = 0; i < slots; i++) slots_.push_back(std::make_unique<Slot>());
+  for (int i = 0; i < slots; i++) {
+    slots_.push_back(std::make_unique<Slot>());
+    slots_.back()->texts.most = kMostRows;
+  }
 }
 
 Slot& Schedule::slot(int number) {
@@ -43,13 +46,14 @@ void Schedule::settle(int number) {
   of.done.store(1, std::memory_order_release);
 }
 
-void Schedule::speculate(int most, const float* prices) {
+void Schedule::speculate(int most, const float* prices, bool corrected) {
   if (most < 0 || most >= kMostRows)
     throw std::runtime_error("drafts of a pass must be 0 to " + std::to_string(kMostRows - 1) + ", got " +
                              std::to_string(most));
   const std::lock_guard<std::mutex> lock(lock_);
   usual_.most = most;
-  if (prices) std::copy_n(prices, kMostRows, usual_.prices.begin());
+  usual_.corrected = corrected;
+  std::copy_n(prices, kMostRows, usual_.prices.begin());
 }
 
 void Schedule::give_texts(int number, Speculation texts) {
@@ -63,8 +67,10 @@ Speculation Schedule::take_speculation(int number) {
   const std::lock_guard<std::mutex> lock(lock_);
   Speculation taken = std::move(of.texts);
   of.texts = {};
-  taken.most = usual_.most;
+  of.texts.most = kMostRows;
+  taken.most = std::clamp(taken.most, 0, usual_.most);
   taken.prices = usual_.prices;
+  taken.corrected = usual_.corrected;
   return taken;
 }
 
@@ -84,12 +90,12 @@ Slot& Schedule::enter(int number, const Call& call) {
   of.answer.times_ns.resize(call.limit);
   of.answer.top_tokens.resize((int64_t)call.limit * call.top);
   of.answer.top_logprobs.resize(of.answer.top_tokens.size());
-  of.passes = {};
+  of.drafting = {};
+  of.shared = 0;
   of.drawn = 0;
   of.absorbed = 0;
   of.stopped = of.ended = false;
   of.end = End::length;
-  if (call.speculation.most > 0) of.drafts.begin(call.speculation);
   const std::lock_guard<std::mutex> lock(lock_);
   of.armed = false;
   waiting_.push_back(&of);
@@ -149,19 +155,32 @@ End Schedule::leave(Slot& slot) {
 // Of a pass of that many rows over one of a single row. Beyond those that were measured it grows as it did at their
 // end.
 double Schedule::price(int rows) const {
-  if (rows <= kMostRows) return prices_[rows - 1];
-  const double of_row = std::max(0.0f, prices_[kMostRows - 1] - prices_[kMostRows - 5]) / 4.0;
-  return prices_[kMostRows - 1] + (rows - kMostRows) * of_row;
+  if (rows <= kMostRows) return prices_.of(rows);
+  const double of_row = std::max(0.0f, prices_.of(kMostRows) - prices_.of(kMostRows - 4)) / 4.0;
+  return prices_.of(kMostRows) + (rows - kMostRows) * of_row;
+}
+
+float Schedule::cost_of(const Pass& pass) {
+  const int64_t before = ended_ns_;
+  ended_ns_ = now_ns();
+  bool given = false;  // drafts that no price has chosen: the times say nothing of usual ones
+  for (int i = 0; i < pass.runs; i++) {
+    if (pass.run[i].slot->drawn == 0) return 1;  // a prompt
+    given |= !pass.run[i].slot->call->speculation.given.empty();
+  }
+  return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, (double)(ended_ns_ - before))) /
+         prices_.of(pass.runs);
 }
 
 // Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much.
 void Schedule::admit() {
   const std::lock_guard<std::mutex> lock(lock_);
-  prices_ = usual_.prices;
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     Slot* const slot = *at;
+    if (running_.empty()) prices_.begin(slot->call->speculation);
     if (running_.empty() || price((int)running_.size() + 1) <= most_slowdown_) {
       running_.push_back(slot);
+      if (slot->call->speculation.most > 0) slot->drafts.begin(slot->call->speculation, prices_);
     } else if (slot->cancel.load(std::memory_order_relaxed)) {
       slot->stopped = true, slot->end = End::cancelled;
       stopped_.push_back(slot);
@@ -187,7 +206,7 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     Slot& slot = *last.run[i].slot;
     const int64_t filled = last.run[i].start + last.run[i].count - slot.call->start;
     slot.absorbed = std::min(filled, (int64_t)slot.call->prompt.size());
-    slot.passes.shared += last.runs > 1;
+    slot.shared += last.runs > 1;
   }
   for (Slot* slot : running_)
     if (slot->drawn == 0 && !slot->stopped && slot->cancel.load(std::memory_order_relaxed))
@@ -213,7 +232,7 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     if (call.speculation.most > 0 && !prompts) {
       int most = std::min(call.limit - slot->drawn - 1, (kMostRows - together) / together);
       while (together > 1 && most > 0 && price(rows + most) > most_slowdown_) most--;
-      drafts = slot->drafts.propose(slot->drawn, most, tokens + 1);
+      drafts = slot->drafts.propose(slot->drawn, most, tokens + 1, rows - 1);
     }
     rows += drafts;
     next.add(*slot, tokens, 1 + drafts, call.start + (int64_t)call.prompt.size() + slot->drawn - 1, 1 + drafts);

@@ -2,7 +2,6 @@
 // change an answer (docs/decode_kernel.md), so the schedule decides the speed of each call alone.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -43,11 +42,10 @@ enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
 
 constexpr int kBlock = 48;  // positions that go through the model together: 6 and 24 divide it
 
-struct Passes {                          // of a call
-  int64_t shared = 0;                    // with rows of other calls
-  int64_t drawing = 0;                   // after the prompt's
-  int64_t drafted = 0;                   // drafts that were checked in these
-  int64_t accepted[kMostRows - 1] = {};  // drafts that were right, by their place in a pass
+struct Drafting {                         // what drafts were worth in a call
+  int64_t passes[kMostRows] = {};         // after the prompt's, by their rows
+  int64_t accepted[kMostRows - 1] = {};   // drafts by their place in a pass
+  int64_t other = 0, other_accepted = 0;  // drafts from another text
 };
 
 struct Answer {  // a place for each token of a call
@@ -62,13 +60,14 @@ struct Slot {
   std::atomic<int> cancel{0}, done{1};
   Counter count;       // tokens drawn
   bool armed = false;  // for a call that is announced
-  Speculation texts;   // of the next call
+  Speculation texts;   // of the next call, and the most drafts of its passes
   // Of the running call, written by worker 0 alone. The schedule's lock guards `ended` and `running`.
   bool running = false, ended = false;
   const Call* call = nullptr;
   Answer answer;
   Drafts drafts;
-  Passes passes;
+  Drafting drafting;
+  int64_t shared = 0;  // passes with rows of other calls
   int32_t drawn = 0;
   int64_t absorbed = 0;    // tokens of the prompt that are in the cache
   bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
@@ -113,7 +112,7 @@ class Schedule {
   void begin(int slot);   // announces a call
   void settle(int slot);  // after a call that was refused
   // What calls may draft, and the prices of passes.
-  void speculate(int most, const float* prices);
+  void speculate(int most, const float* prices, bool corrected);
   void give_texts(int slot, Speculation texts);
   Speculation take_speculation(int slot);
 
@@ -142,7 +141,9 @@ class Schedule {
 
   // Of the leader, between two passes.
   void plan(const Slot& leader, const Pass& last, Pass& next);
-  void publish();  // calls that have stopped, when no worker uses them any longer
+  void publish();                   // calls that have stopped, when no worker uses them any longer
+  float cost_of(const Pass& pass);  // that has ended now, of each of its calls, in passes without drafts
+  const Prices& prices() const { return prices_; }  // as the last call left them
 
  private:
   Slot& enter(int number, const Call& call);
@@ -159,12 +160,13 @@ class Schedule {
   std::mutex lock_;
   std::condition_variable changed_;
   bool led_ = false;
-  std::deque<Slot*> waiting_;            // in the order in which they came
-  std::atomic<int> arrived_{0};          // calls in waiting_
-  std::vector<Slot*> running_;           // of the leader, in the order in which they came
-  std::vector<Slot*> stopped_;           // of the leader, not yet published
-  Speculation usual_;                    // guarded by lock_
-  std::array<float, kMostRows> prices_;  // of the leader
+  std::deque<Slot*> waiting_;    // in the order in which they came
+  std::atomic<int> arrived_{0};  // calls in waiting_
+  std::vector<Slot*> running_;   // of the leader, in the order in which they came
+  std::vector<Slot*> stopped_;   // of the leader, not yet published
+  Speculation usual_;            // guarded by lock_
+  Prices prices_;                // of the leader
+  int64_t ended_ns_ = 0;         // of the leader: when the last pass ended
 };
 
 }  // namespace laneformer

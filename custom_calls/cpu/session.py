@@ -25,7 +25,8 @@ REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
 LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
 LEAST_AMX_GAIN = 0.98  # of decoding, from which AMX's faster prompts are worth it
 MOST_ROWS = 16  # of a pass: the last token and its drafts; kMostRows of common/drafts.h
-PASSES = 3  # of each, in turns
+PASSES = 2  # of each, in turns
+END_OF_TEXT = -1  # in the texts of a call; kEndOfText of common/drafts.h
 PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows of the passes that are measured
 
 
@@ -38,37 +39,42 @@ class Slot(CallStream):
     def _stream(self, name: str, *arguments: Any) -> Any:
         return self._session._function(name)(self._session.id, self.number, *arguments)
 
-    def give_texts(self, *, before: Sequence[int] = (), forced: Sequence[int] = (), given: Sequence[int] = ()) -> None:
+    def give_texts(
+        self,
+        *,
+        before: Sequence[int] = (),
+        forced: Sequence[int] = (),
+        given: Sequence[int] = (),
+        most: int | None = None,
+    ) -> None:
         """Texts of this slot's next call, as token ids.
 
-        before: what drafts may be copied from besides prompt and answer, the text before the prompt; -1 ends another
-        text. forced: the first tokens of the answer, whatever is drawn, for measurements: drafts of them are right as
-        if the model had drawn them. given: for tests, drafts of the answer's tokens by their number, at any price, -1
-        for none. Raises NativeError for tokens outside the vocabulary.
+        before: what drafts may be copied from besides prompt and answer, the text before the prompt; END_OF_TEXT ends
+        another text, whose drafts are counted apart. forced: the first tokens of the answer, whatever is drawn, for
+        measurements: drafts of them are right as if the model had drawn them. given: for tests, drafts of the answer's
+        tokens by their number, at any price, -1 for none. most: drafts of a pass, if they are to be fewer than in other
+        calls. Raises NativeError for tokens outside the vocabulary.
         """
         texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
-        call(
-            "give_texts",
-            self._session.id,
-            self.number,
-            *(word for text in texts for word in (text.ctypes.data, text.size)),
-        )
+        arrays = (word for text in texts for word in (text.ctypes.data, text.size))
+        call("give_texts", self._session.id, self.number, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
 
     @property
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call, once it has ended."""
-        passes, drafted, *accepted = self._passes()[1:]
-        return Drafting(passes, drafted, tuple(accepted))
+        counts = self._counts()
+        rows, accepted, others = np.split(counts[:-1], [MOST_ROWS, 2 * MOST_ROWS - 1])
+        return Drafting(tuple(rows.tolist()), tuple(accepted.tolist()), *others.tolist())
 
     @property
     def shared_passes(self) -> int:
         """Passes of the last call that had rows of other calls, once it has ended."""
-        return self._passes()[0]
+        return int(self._counts()[-1])
 
-    def _passes(self) -> list[int]:
-        counts = np.zeros(3 + MOST_ROWS - 1, np.int64)
-        self._stream("passes", counts.ctypes.data)
-        return counts.tolist()
+    def _counts(self) -> np.ndarray:
+        counts = np.zeros(2 * MOST_ROWS + 2, np.int64)
+        self._stream("drafting", counts.ctypes.data)
+        return counts
 
 
 class Session(DecodeSession):
@@ -265,15 +271,16 @@ class Session(DecodeSession):
         """Lets the next calls check up to `most` drafts in a pass, 0 for none. Drafts are copied from the text so far;
         they change the speed alone, no bit of a result.
 
-        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row; by default as `prices` measures them.
-        Raises NativeError.
+        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row, which then stay as they are; by default
+        as `prices` measures them, and corrected by the times of the calls' passes. Raises NativeError.
         """
-        if prices is None:
+        corrected = prices is None
+        if corrected:
             prices = self.prices if most or self._num_slots > 1 else [1.0] * MOST_ROWS
         given = np.asarray(prices, np.float32)
         if given.shape != (MOST_ROWS,):
             raise NativeError(f"prices must be {MOST_ROWS}, got {given.size}")
-        call("speculate", self.id, most, given.ctypes.data)
+        call("speculate", self.id, most, given.ctypes.data, corrected)
 
     @cached_property
     def prices(self) -> list[float]:
@@ -302,7 +309,7 @@ class Session(DecodeSession):
     def _stream(self, name: str, *arguments: Any) -> Any:
         return self._function(name)(self.id, 0, *arguments)
 
-    def give_texts(self, **texts: Sequence[int]) -> None:
+    def give_texts(self, **texts) -> None:
         """Of the next call of slot 0; see Slot.give_texts."""
         self.slots[0].give_texts(**texts)
 
@@ -310,6 +317,13 @@ class Session(DecodeSession):
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call of slot 0, once it has ended."""
         return self.slots[0].drafting
+
+    @property
+    def running_prices(self) -> list[float]:
+        """Prices as the last call left them, once it has ended."""
+        prices = np.zeros(MOST_ROWS, np.float32)
+        self._lib.laneformer_prices(self.id, prices.ctypes.data)
+        return prices.tolist()
 
     def read_pass(self) -> float:
         """Seconds in which the workers read all that they stream for one token, without computing anything: the bound

@@ -128,7 +128,8 @@ class Worker {
   void sample();
   void temper();
   float threshold(const Sampling& s, int row, float best);
-  void accept(const Run& run, const float* largest);
+  void accept(const Run& run, const float* largest, float cost);
+  static void count(Slot& slot, int rows, int drawn);
   void emit(Slot& slot, int row, int32_t token, float largest);
   void best_tokens(Slot& slot, const float* logits, float lse) const;
 

@@ -41,6 +41,11 @@ class Reply:
     server: dict[str, Any] | None
     """Measurements of the server: vLLM's `metrics`."""
 
+    @property
+    def drafting(self) -> dict[str, Any] | None:
+        """Passes and right drafts, as our server reports them; None without drafts."""
+        return (self.server or {}).get("speculative_decoding")
+
 
 class Model:
     """A model on a server."""

@@ -22,6 +22,7 @@ def turn_line(turn: Turn, max_turns: int) -> str:
     tokens = "tokens unknown" if reply.tokens is None else f"{reply.tokens:,} tokens"
     if reply.tokens is not None and reply.tokens > 1 and reply.decode:
         tokens += f", {(reply.tokens - 1) / reply.decode:,.0f} tok/s"
+        tokens += f" at {reply.drafting['tokens_per_pass']:.2f} tokens per pass" if reply.drafting else ""
     queue = f"queue {reply.queue:.2f} s, " if reply.queue >= 0.005 else ""
     cut = ", cut off at --max-new-tokens" if reply.finish_reason == "length" else ""
     prompt = f" ({reply.cached:,} of {reply.prompt_tokens:,} tokens cached)" if reply.cached else ""
@@ -39,6 +40,8 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
     )
     count = "an unknown number of" if run.tokens is None else f"{run.tokens:,}"
     speed = "" if run.rate is None else f", {run.rate:,.0f} tok/s while decoding"
+    if speed and run.tokens_per_pass is not None:
+        speed += f" at {run.tokens_per_pass:.2f} tokens per pass (speculative decoding)"
     title = f"{run.task.name}: {run.verdict} after {len(run.turns)} turns, {count} tokens{speed}"
     prompts = "unknown" if run.prompt_tokens is None else f"{run.prompt_tokens:,} tokens"
     if run.cached_tokens is not None:
@@ -102,6 +105,7 @@ def record(run: Run, described: dict[str, Any], task: Task) -> dict[str, Any]:
         "prompt_tokens": run.prompt_tokens,
         "cached_tokens": run.cached_tokens,
         "tokens_per_second": run.rate,
+        "tokens_per_pass": run.tokens_per_pass,
         "turns": [asdict(turn) for turn in run.turns],
         "projected": projected.record() if projected else None,
     }

@@ -70,6 +70,16 @@ class Run:
         )
 
     @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens after the first of each answer that a reading of the weights gave; None if the server did not report
+        drafts.
+        """
+        found = [turn.reply.drafting for turn in self.turns]
+        if not found or None in found or not (passes := sum(one["passes"] for one in found)):
+            return None
+        return 1 + sum(one["accepted_tokens"] for one in found) / passes
+
+    @property
     def split(self) -> dict[str, float]:
         """The parts of the wall time, in seconds, which add up to it."""
         parts = {

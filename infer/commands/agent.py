@@ -130,7 +130,11 @@ def find_workspace(options: Options, task: Task) -> Path:
 
 def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Model:
     """The model of the checkpoint on `infer serve`, which runs until `stack` is closed."""
-    args = [word for name, value in changed(options.engine).items() for word in (f"--{name}", str(value))]
+    args = [
+        word
+        for name, value in changed(options.engine).items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+    ]
     args += ["--timeout", f"{options.timeout:g}"]
     server = stack.enter_context(OwnServer(args, folder / "server.log"))
     print(f"loading {options.engine.checkpoint} (log in {folder / 'server.log'})", file=sys.stderr)

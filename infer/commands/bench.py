@@ -201,8 +201,9 @@ def open_engines(options: Options) -> list[Engine]:
             if weights != ways[0]:
                 continue
             engine = dataclasses.replace(engine, threads=None, weights=None if name == "xla" else engine.weights)
-            engine = dataclasses.replace(engine, draft_max=0)
-        made.append(open_engine(engine, layout, prefix_cache=0))  # each prompt is computed
+        plain = options.text is None or (options.compare and name != "cpu")
+        drafts = {"speculation": 0} if plain else engine.drafts()
+        made.append(open_engine(engine, layout, prefix_cache=0, **drafts))  # each prompt is computed
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")
     return made

@@ -55,7 +55,7 @@ def run(options: Options) -> int:
         raise ConfigError("--top-logprobs needs --json")
     prompt = read_prompt(options)
     take_devices(options.engine)
-    engine = open_engine(options.engine)
+    engine = open_engine(options.engine, **options.engine.drafts())
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(
         prompt,
@@ -197,7 +197,9 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
     num_bytes, share = reading(engine, result) or (None, None)
     return {
         **dataclasses.asdict(result),
-        "drafting": None if result.drafting is None else result.drafting._asdict(),
+        "drafting": None
+        if (counts := result.drafting) is None
+        else {**counts._asdict(), "passes": counts.passes, "drafted": counts.drafted},
         "tokens_per_pass": result.tokens_per_pass,
         "bytes_per_token": num_bytes,
         "share_of_read_speed": share,

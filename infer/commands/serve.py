@@ -134,7 +134,7 @@ def backend_options(options: Options) -> dict[str, Any]:
     """Options of the backend that only a server has; those that are left out are the backend's to choose."""
     slots = options.prefix_slots if options.prefix_cache else 0
     together = {"parallel": options.parallel or 0, "most_slowdown": options.most_slowdown}
-    return together | ({} if slots is None else {"prefix_cache": slots})
+    return options.engine.drafts() | together | ({} if slots is None else {"prefix_cache": slots})
 
 
 def _is_first() -> bool:

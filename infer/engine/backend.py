@@ -160,6 +160,10 @@ class Request:
     """Whether the prompt may take keys and values that an earlier request left, and leave its own to later ones."""
     cache_salt: str = ""
     """Requests share keys and values only if their salts are equal."""
+    prediction: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Token ids of a text that the answer may repeat, int32 [n]: to draft from, where the backend drafts."""
+    draft_max: int | None = None
+    """Most drafts of a pass, if they are to be fewer than the backend's."""
     forced: tuple[int, ...] = ()
     """First tokens of the answer, whatever is drawn: for measurements, on backend cpu."""
     cancelled: Cancellation = field(default_factory=Cancellation)

@@ -3,14 +3,15 @@ one call.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 import custom_calls
 from custom_calls import Plan, Session, fastest_way
-from custom_calls.cpu.session import MOST_ROWS
+from custom_calls.cpu.session import END_OF_TEXT, MOST_ROWS
 from infer.engine.backend import CheckpointSource, Request, Source, device_name
 from infer.engine.native import (
     NativeBackend,
@@ -21,6 +22,7 @@ from infer.engine.native import (
     plan_of,
     report_left,
 )
+from infer.engine.options import MOST_DRAFTS
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.quantized.rounding import USUAL
@@ -59,7 +61,7 @@ class CpuBackend(NativeBackend):
         instructions: str | None = None,
         weights: str | None = None,
         prefix_cache: int | None = None,
-        speculation: int = 0,
+        speculation: int | None = 0,
         parallel: int = 1,
         most_slowdown: float = 1.5,
     ):
@@ -68,11 +70,11 @@ class CpuBackend(NativeBackend):
         unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
         caches and bf12 was measured to be faster. Quantized matrices are held as they are. prefix_cache: how many
         sequences to keep, each with its caches, for later prompts that begin as they do, by default as many as
-        `parallel`; 0 computes every prompt from its first token. parallel: requests that may run together; 0 for as
-        many as fit a quarter of the free memory, at most MOST_PARALLEL. Their answers stay those that they have alone.
-        most_slowdown: time of a pass over that of one row, up to which rows of other requests are let into it.
-        speculation: most drafts of a pass, 0 for none; they are copied from the text and change no
-        answer, and as many are made as pay by the prices of passes, which are measured once on each machine. The other
+        `parallel`; 0 computes every prompt from its first token. speculation: most drafts of a pass, 0 for none, None
+        for as many as fit; they are copied from the text and change no answer, and as many are made as pay by what
+        passes take. parallel: requests that may run together; 0 for as many as fit a quarter of the free memory, at
+        most MOST_PARALLEL. Their answers stay those that they have alone. most_slowdown: time of a pass over that of
+        one row, up to which rows of other requests are let into it. The other
         options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
         used, or for bf12 with weights of another dtype.
         """
@@ -82,6 +84,7 @@ class CpuBackend(NativeBackend):
         parallel = _parallel(source, plan, parallel)
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
+        self.speculation = MOST_DRAFTS if speculation is None else speculation
         packed: list[Bf12Product] = []
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
@@ -112,15 +115,17 @@ class CpuBackend(NativeBackend):
             mapped = [path for product in packed if session.map(product) for path in product.paths]
             pack(session, source, mapped, weights if weights in USUAL else None)
             report_left(session.bf12_weights)
-            session.speculate(speculation)
+            session.speculate(self.speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
         self._use(session, parallel if prefix_cache is None else prefix_cache)
-        self.speculation = speculation
 
     def _give_texts(self, request: Request, slot: int, start: int) -> None:
-        before = request.prompt[:start] if self.speculation else ()
-        self.session.slots[slot].give_texts(before=before, forced=request.forced)
+        before: Sequence[int] | np.ndarray = ()
+        if self.speculation:
+            other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
+            before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
+        self.session.slots[slot].give_texts(before=before, forced=request.forced, most=request.draft_max)
 
     @property
     def conditions(self) -> dict:
@@ -152,7 +157,7 @@ def _parallel(source: Source, plan: Plan, parallel: int) -> int:
     if parallel:
         return parallel
     free = available_memory() - weight_bytes_per_token(source.config)
-    width = jnp.dtype(plan.cache_dtype.name).itemsize
+    width = jax.numpy.dtype(plan.cache_dtype.name).itemsize
     cache = source.config.max_position_embeddings * kv_bytes_per_token(source.config, 0, width)
     return max(1, min(MOST_PARALLEL, int(free / 4 / cache)))
 

@@ -41,11 +41,11 @@ BACKENDS: dict[str, type[Backend]] = {
 # The last two are for comparison; auto never takes them.
 NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
 MOST_TOP_LOGPROBS = 20
-# The values of an option that say what backends without it do.
+# The values of an option that say what backends without it do, or leave it to them.
 WITHOUT = {
     "weights": ("bfloat16",),
     "prefix_cache": (0,),
-    "speculation": (0,),
+    "speculation": (0, None),
     "parallel": (0, 1),
     "most_slowdown": (1.5,),
 }
@@ -183,6 +183,19 @@ class Engine:
         check_ids(self.config, ids[None])
         return ids.astype(np.int32)
 
+    def encode_prediction(self, text: str | Sequence[int]) -> np.ndarray:
+        """Token ids of a text to draft from, int32 [n], as many as an answer may have. Raises InputError."""
+        if isinstance(text, str):
+            if self.tokenizer is None:
+                raise InputError("a prediction in text needs a tokenizer, and the model has none: give token ids")
+            text = self.tokenizer.encode(text)[self.tokenizer.bos_token_id is not None :]
+        ids = np.asarray(text[: self.config.max_position_embeddings])
+        if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
+            raise InputError(f"a prediction must be a text or a list of token ids, got {ids.dtype} {list(ids.shape)}")
+        if ids.size:
+            check_ids(self.config, ids[None])
+        return ids.astype(np.int32)
+
     def generate(
         self,
         prompt: str | Sequence[int] | np.ndarray,
@@ -196,6 +209,8 @@ class Engine:
         channels: Channels | None = None,
         cache_prompt: bool = True,
         cache_salt: str = "",
+        prediction: str | Sequence[int] = (),
+        draft_max: int | None = None,
         forced: Sequence[int] = (),
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
@@ -209,7 +224,9 @@ class Engine:
         apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
         cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
         leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
-        forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
+        prediction: a text or token ids that the answer may repeat, to draft from beside the prompt, where the engine
+        drafts; the answer is the same. draft_max: most drafts of a pass, 0 for none, if they are to be fewer than the
+        engine's. forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
 
         Raises InputError for a prompt or a limit that the engine refuses, and while as many generations run as can.
         """
@@ -227,6 +244,8 @@ class Engine:
             raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")
         if strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model has none: give stop_tokens instead")
+        if draft_max is not None:
+            draft_max = _whole("draft_max", draft_max, 0)
         if len(forced):
             if not isinstance(self._backend, CpuBackend):
                 raise InputError(f"backend {self.backend} cannot force an answer: use backend cpu")
@@ -240,6 +259,8 @@ class Engine:
             top_logprobs,
             cache_prompt=cache_prompt,
             cache_salt=cache_salt,
+            prediction=self.encode_prediction(prediction),
+            draft_max=draft_max,
             forced=tuple(map(int, forced)),
         )
         with self._starting:

@@ -86,9 +86,7 @@ class Result:
     @property
     def tokens_per_pass(self) -> float:
         """Tokens after the first one that a reading of the weights gave; 1 without drafts."""
-        if self.drafting is None or not self.drafting.drafted:
-            return 1.0
-        return (sum(self.tokens_per_dispatch) - 1) / self.drafting.passes
+        return 1.0 if self.drafting is None else self.drafting.tokens_per_pass
 
 
 class Generation(Iterator[Token]):

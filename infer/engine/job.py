@@ -56,13 +56,12 @@ def is_first_process() -> bool:
 def open_engine(options: EngineOptions, layout: str | None = None, **more: Any) -> Engine:
     """An engine for a checkpoint, or for the model of a recipe with random weights.
 
-    layout: for a recipe, instead of its own. more: further options of the backend. Raises ConfigError or
-    CheckpointError.
+    layout: for a recipe, instead of its own. more: further options of the backend; `EngineOptions.drafts` for a
+    command that drafts by default. Raises ConfigError or CheckpointError.
     """
     precision = None if options.compute is None else Precision(compute=options.compute)
-    chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None} | more
-    if options.draft_max:
-        chosen["speculation"] = options.draft_max
+    chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None}
+    chosen |= {"speculation": options.draft_max or 0} | more
     if not is_recipe(options.checkpoint):
         return Engine.load(
             options.checkpoint,

@@ -43,9 +43,10 @@ class EngineOptions:
     default the faster on backend cpu; int8 and the others round them when they are packed. Quantized weights stay so
     unless this is bfloat16.
     """
-    draft_max: int = 0
+    draft_max: Integer = None
     """Most tokens that a pass of backend cpu drafts from the text itself and checks, 0 to 15: faster where an answer
-    repeats text, and the same in every bit.
+    repeats text, and the same in every bit. By default as many as pay by what passes take; none where drafts would
+    change what is measured (bench without --text, humaneval).
     """
     no_speculation: bool = False
     """Draft nothing: the plain speed, which others' plain decoding is compared with."""
@@ -56,13 +57,17 @@ class EngineOptions:
         """Raises ConfigError for a value that no engine accepts."""
         if self.devices < 1:
             raise ConfigError(f"--devices must be at least 1, got {self.devices}")
-        if not 0 <= self.draft_max <= MOST_DRAFTS:
+        if self.draft_max is not None and not 0 <= self.draft_max <= MOST_DRAFTS:
             raise ConfigError(f"--draft-max must be 0 to {MOST_DRAFTS}, got {self.draft_max}")
         if self.no_speculation and self.draft_max:
             raise ConfigError(f"give either --no-speculation or --draft-max {self.draft_max}")
         for word in (self.weights or WEIGHTS[0]).split(","):  # several in bench
             if word not in WEIGHTS:
                 raise ConfigError(f"--weights must be one of {', '.join(WEIGHTS)}, got {word}")
+
+    def drafts(self) -> dict[str, int | None]:
+        """The backend's option for a command that drafts unless it is asked not to."""
+        return {"speculation": 0 if self.no_speculation else self.draft_max}
 
 
 @dataclass(frozen=True, kw_only=True)

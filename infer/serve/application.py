@@ -146,7 +146,9 @@ class Api:
         except RecursionError:
             raise ApiError(400, NESTED) from None
         self._require(call.model)
-        call = call.warned(*call.without_effect(self._engine.facts.get("template_variables", ())))
+        facts = self._engine.facts
+        drafts = bool(facts and facts["conditions"].get("speculation"))
+        call = call.warned(*call.without_effect(facts.get("template_variables", ()), drafts))
         job = await self._engine.submit(call)
         answer = Answer(job, self._model, self._engine.facts["fingerprint"])
         if call.stream:

@@ -17,7 +17,7 @@ from infer.serve import worker
 from infer.serve.body import NESTED, ApiError
 from infer.serve.metrics import Metrics, TokenTimes
 from infer.serve.protocol import Call
-from infer.serve.worker import End, Order, Question, ServedModel, Token
+from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
@@ -101,7 +101,7 @@ class EngineProcess:
         """Facts that the engine reports: name, conditions, parallel, chat, template_variables, fingerprint."""
         self.failure: str | None = None
         self._numbers = 0
-        self._checks: dict[int, asyncio.Future[list[int]]] = {}
+        self._checks: dict[int, asyncio.Future[Encoded]] = {}
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
 
@@ -165,12 +165,18 @@ class EngineProcess:
         self._numbers += 1
         number = self._numbers
         question = Question(
-            call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop), call.template_values
+            call.prompt,
+            call.chat,
+            call.sampling,
+            call.stop_token_ids,
+            bool(call.stop),
+            call.template_values,
+            call.prediction,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
             self._send_message("check", number, question)
-            ids = await asyncio.wait_for(self._checks[number], self.limits.seconds)
+            ids, predicted = await asyncio.wait_for(self._checks[number], self.limits.seconds)
         except RecursionError:
             raise ApiError(400, NESTED, param=call.prompt_param) from None
         except TimeoutError:
@@ -198,6 +204,8 @@ class EngineProcess:
             call.chat,
             call.cache_prompt,
             call.cache_salt,
+            predicted,
+            call.draft_max,
         )
         job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()
@@ -303,6 +311,9 @@ class EngineProcess:
         job = self._running.pop(number, None)
         if job is not None:
             job.times.end()
+        drafting = end.drafting if isinstance(end, End) else None
+        if drafting is not None:
+            self._metrics.passes(drafting)
         if job is not None and not job.ended.is_set():
             if isinstance(end, End):
                 self._metrics.success.labels(end.reason).inc()
@@ -313,6 +324,8 @@ class EngineProcess:
                 self._metrics.whole.observe(time.perf_counter() - job.arrived)
                 job.put(end)
                 rate = f", {1 / end.time_per_token:,.1f} tokens/s" if end.time_per_token else ""
+                if rate and drafting is not None:
+                    rate += f" at {drafting.tokens_per_pass:.2f} tokens per pass"
                 cached = f" ({end.cached} cached)" if end.cached else ""
                 shared = ", in company" if end.shared_passes else ""
                 log.info(

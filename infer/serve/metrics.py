@@ -2,12 +2,15 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from infer.serve.worker import Drafting
+
 PREFIX = "laneformer_"
 # A fast decoder draws a token in some hundred microseconds, below usual buckets, which start at milliseconds.
 BETWEEN_TOKENS = (
     *(50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 500e-6, 750e-6),
     *(1e-3, 1.5e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1),
 )
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 REQUESTS = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
@@ -41,6 +44,18 @@ class Metrics:
             Counter, "prefix_cache_queries", "Prompt tokens of completed answers that were looked up in kept prefixes"
         )
         self.prefix_hits = self._of(Counter, "prefix_cache_hits", "Those among them that were not computed")
+        self.drafts = self._of(Counter, "spec_decode_num_drafts", "Passes that checked drafts")
+        self.draft_tokens = self._of(Counter, "spec_decode_num_draft_tokens", "Drafted tokens that were checked")
+        self.accepted = self._of(Counter, "spec_decode_num_accepted_tokens", "Those among them that were right")
+        self.accepted_at = self._of(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "The same by their position in a pass, from 0",
+            labelnames=("position",),
+        )
+        self.pass_rows = self._of(
+            Histogram, "pass_rows", "Rows of the passes after prompts: a token and its drafts", buckets=ROWS
+        )
         self.generation_tokens = self._of(Counter, "generation_tokens", "Tokens generated")
         self.success = self._of(Counter, "request_success", "Completed answers", labelnames=("finished_reason",))
         self.failure = self._of(
@@ -50,6 +65,17 @@ class Metrics:
             labelnames=("reason",),
         )
         self.restarts = self._of(Counter, "engine_restarts", "Restarts of the engine process")
+
+    def passes(self, drafting: Drafting) -> None:
+        """Counts the passes of an answer and their drafts."""
+        self.drafts.inc(drafting.drafts)
+        self.draft_tokens.inc(drafting.drafted)
+        self.accepted.inc(sum(drafting.accepted))
+        for position, count in enumerate(drafting.accepted):
+            self.accepted_at.labels(position).inc(count)
+        for rows, count in enumerate(drafting.rows, start=1):
+            for _ in range(count):
+                self.pass_rows.observe(rows)
 
     def _of(self, kind: type, name: str, what: str, **options):
         return kind(PREFIX + name, what, registry=self.registry, **options)

@@ -115,7 +115,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
 # Parameters on which no answer depends, which are about storage, accounting, caches, the queue, or a feature that is
 # off; with the values for which that holds, None for all.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("metadata", "prediction", "prompt_cache_retention", "service_tier", "store", "verbosity")),
+    **dict.fromkeys(("metadata", "prompt_cache_retention", "service_tier", "store", "verbosity")),
     "web_search_options": ({},),
     **dict.fromkeys(("data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern")),
     **dict.fromkeys(("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "priority", "request_id", "rid")),
@@ -123,12 +123,14 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers")),
     **dict.fromkeys(("dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep")),
     **dict.fromkeys(("post_sampling_probs", "repeat_last_n", "return_progress", "slot_id", "timings_per_token")),
+    **dict.fromkeys(("speculative.n_min", "speculative.p_min")),
     "xtc_threshold": None,
     **dict.fromkeys(("caching", "chat_id", "debug", "draft_model", "keep_alive", "models", "plugins", "provider")),
     **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
+DRAFT_MAX = "speculative.n_max"  # llama.cpp's name, with its dot
 EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
 TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
 MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "timestamp"}  # nothing depends on them
@@ -163,6 +165,10 @@ class Call:
     """Whether prefixes are reused for this prompt, and it is kept for later ones."""
     cache_salt: str
     """Prefixes are shared among equal salts only."""
+    prediction: str
+    """A text to draft from; "" for none."""
+    draft_max: int | None
+    """Most drafts of a pass, if they are to be fewer than the engine's."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
@@ -170,10 +176,14 @@ class Call:
         """The same request with these parameters among its warnings."""
         return replace(self, warnings=(*self.warnings, *(f"{name} has no effect" for name in names)))
 
-    def without_effect(self, template_variables: Collection[str]) -> list[str]:
-        """Names of the parameters that the chat template does not read."""
+    def without_effect(self, template_variables: Collection[str], drafts: bool) -> list[str]:
+        """Names of the parameters that the chat template does not read, and those about drafts where the engine makes
+        none.
+        """
         unread = [name for name in self.template_values if not self.chat or name not in template_variables]
-        return [name if name == EFFORT else f"chat_template_kwargs.{printable(name)}" for name in unread]
+        of_template = [name if name == EFFORT else f"chat_template_kwargs.{printable(name)}" for name in unread]
+        about_drafts = {"prediction": self.prediction, DRAFT_MAX: self.draft_max}
+        return of_template + [name for name, value in about_drafts.items() if value and not drafts]
 
     @property
     def prompt_param(self) -> str:
@@ -210,6 +220,8 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         template_values=template_values,
         cache_prompt=_take(left, "cache_prompt", bool, True),
         cache_salt=_take(left, "cache_salt", str, ""),
+        prediction=_prediction(left),
+        draft_max=_count(left, DRAFT_MAX, None, 0),
         warnings=(),
     )
     for name in LABELS:
@@ -317,6 +329,18 @@ def _content(content: Any, name: str) -> str:
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise _wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
     return "\n".join(texts)
+
+
+def _prediction(left: dict[str, Any]) -> str:
+    """The text of OpenAI's `prediction`; "" without it."""
+    given = _take(left, "prediction", dict, {})
+    prediction = {f"prediction.{name}": value for name, value in given.items() if value is not None}
+    if given and (kind := prediction.pop("prediction.type", None)) != "content":
+        raise _wrong("prediction.type", kind, '"content"')
+    text = _content(prediction.pop("prediction.content", None), "prediction.content") if given else ""
+    for name in map(printable, prediction):
+        raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
+    return text
 
 
 def _template_values(left: dict[str, Any]) -> dict[str, Any]:

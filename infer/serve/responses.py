@@ -8,7 +8,7 @@ from typing import Any
 
 from infer.serve.body import ApiError
 from infer.serve.engine import Alive, Job, Queued, Update
-from infer.serve.worker import End, Named, Token
+from infer.serve.worker import Drafting, End, Named, Token
 from infer.text.channels import Part
 
 DONE = b"data: [DONE]\n\n"
@@ -20,7 +20,7 @@ class Answer:
     def __init__(self, job: Job, model: str, fingerprint: str):
         self._job, self._call = job, job.call
         self._tokens, self._reasoning = 0, 0
-        self._cached: int | None = None  # until the end
+        self._end: End | None = None
         self._offset = 0  # characters of text so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
@@ -77,7 +77,7 @@ class Answer:
         if self._call.return_timeline:
             choice["timeline"] = _timeline(tokens)
         self._count(tokens)
-        self._cached = end.cached
+        self._end = end
         return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
 
     def _tokens_event(self, tokens: list[Token]) -> bytes:
@@ -99,7 +99,7 @@ class Answer:
         return self._event(choice)
 
     def _ending(self, end: End) -> Iterator[bytes]:
-        call, self._cached = self._call, end.cached
+        call, self._end = self._call, end
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
         last = {
@@ -132,11 +132,20 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         prompt, tokens = len(self._job.ids), self._tokens
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        if self._cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self._cached}
-        if self._reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
+        details = {"reasoning_tokens": self._reasoning} if self._reasoning else {}
+        if self._end is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._end.cached}
+            details |= self._predicted(self._end)
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
+
+    def _predicted(self, end: End) -> dict[str, int]:
+        """Drafts from the request's `prediction` that were checked."""
+        if not self._call.prediction:
+            return {}
+        drafted, right = (0, 0) if end.drafting is None else (end.drafting.predicted, end.drafting.predicted_accepted)
+        return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right}
 
     def _count(self, tokens: Sequence[Token]) -> None:
         self._tokens += len(tokens)
@@ -173,6 +182,7 @@ class Answer:
             decoding = end.total_time - first
         computed, rate = len(self._job.ids) - end.cached, 1 / end.time_per_token if end.time_per_token else None
         warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
+        drafting = end.drafting
         return {
             **warnings,
             "seed": self._call.sampling["seed"],
@@ -184,6 +194,8 @@ class Answer:
                 "predicted_n": end.tokens,
                 "predicted_ms": _ms(decoding),
                 "predicted_per_second": rate,
+                "draft_n": 0 if drafting is None else drafting.drafted,
+                "draft_n_accepted": 0 if drafting is None else sum(drafting.accepted),
             },
             "metrics": {
                 "time_to_first_token_ms": _ms(first),
@@ -192,8 +204,20 @@ class Answer:
                 "mean_itl_ms": _ms(end.time_per_token),
                 "tokens_per_second": rate,
                 "shared_passes": end.shared_passes,
+                "speculative_decoding": drafting and _speculative(drafting),
             },
         }
+
+
+def _speculative(drafting: Drafting) -> dict[str, Any]:
+    """The passes of an answer, and what their drafts were worth."""
+    return {
+        "passes": drafting.passes,
+        "tokens_per_pass": drafting.tokens_per_pass,
+        "draft_tokens": drafting.drafted,
+        "accepted_tokens": sum(drafting.accepted),
+        "accepted_tokens_per_position": [*drafting.accepted],
+    }
 
 
 def _text(tokens: Sequence[Token], part: Part = Part.CONTENT) -> str:

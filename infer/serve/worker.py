@@ -2,8 +2,8 @@
 time as the engine can.
 
 Messages on the pipe are tuples, the kind first. In: ("check", n, question), ("generate", n, order), ("cancel", n).
-Out: ("ready", facts) or ("failed", message); ("checked", n, ids) or ("refused", n, message, code); ("token", n, Token)
-as they are drawn, then ("end", n, End) or ("error", n, message). Checks are answered in any order.
+Out: ("ready", facts) or ("failed", message); ("checked", n, Encoded) or ("refused", n, message, code); ("token", n,
+Token) as they are drawn, then ("end", n, End) or ("error", n, message). Checks are answered in any order.
 
 The types of the messages need no JAX, so that the web process does not import it.
 """
@@ -28,7 +28,7 @@ from laneformer.errors import ConfigError, InputError, LaneformerError, say_erro
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
-    from infer.engine.generation import Generation
+    from infer.engine.generation import Generation, Result
     from infer.text.chat_template import ChatTemplate
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
@@ -57,6 +57,15 @@ class Question(NamedTuple):
     """Whether the request has stop strings."""
     template_values: dict[str, Any]
     """Variables of the chat template besides the messages."""
+    prediction: str = ""
+    """A text to draft from."""
+
+
+class Encoded(NamedTuple):
+    """The token ids of a question."""
+
+    prompt: list[int]
+    prediction: list[int]
 
 
 class Order(NamedTuple):
@@ -76,6 +85,9 @@ class Order(NamedTuple):
     """Whether the answer may have channels."""
     cache_prompt: bool
     cache_salt: str
+    prediction: list[int]
+    """Tokens to draft from besides the prompt."""
+    draft_max: int | None
 
 
 class Named(NamedTuple):
@@ -98,6 +110,19 @@ class Token(NamedTuple):
     part: Part
 
 
+class Drafting(NamedTuple):
+    """What drafts were worth in an answer; see custom_calls.Drafting, which needs NumPy."""
+
+    passes: int
+    tokens_per_pass: float
+    drafts: int
+    drafted: int
+    rows: tuple[int, ...]
+    accepted: tuple[int, ...]
+    predicted: int
+    predicted_accepted: int
+
+
 class End(NamedTuple):
     """The end of a generation; see infer.Result."""
 
@@ -114,6 +139,8 @@ class End(NamedTuple):
     prefill_time: float | None
     time_per_token: float | None
     total_time: float
+    drafting: Drafting | None
+    """None where the engine makes no drafts."""
 
 
 def main(connection: Connection, model: ServedModel) -> None:
@@ -176,7 +203,8 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     }
     connection.send(("ready", facts))
     special = {} if folder is None else special_tokens(folder / "tokenizer.json")
-    _Worker(connection, engine, chat, no_chat, special, alone=not model.engine.distributed).run()
+    alone, drafts = not model.engine.distributed, bool(conditions.get("speculation"))
+    _Worker(connection, engine, chat, no_chat, special, alone, drafts).run()
 
 
 def special_tokens(file: Path) -> dict[int, bytes]:
@@ -198,13 +226,15 @@ class _Worker:
         no_chat: str | None,
         special: dict[int, bytes],
         alone: bool = True,
+        drafts: bool = False,
     ):
         """no_chat: why there is no chat template. special: spelling of tokens without text. alone: no processes follow
-        this one.
+        this one. drafts: whether the engine makes any.
         """
         self._connection, self._engine, self._special = connection, engine, special
         self._chat, self._no_chat = chat, no_chat
         eos = engine.config.eos_token_id
+        self._drafts = drafts
         self._alone, self._ends = alone, eos if chat is None else chat.ends(eos)
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
@@ -313,7 +343,9 @@ class _Worker:
         # Checked before they become an array of int64, which may be too small for them.
         if prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
-        self._send("checked", number, engine.encode(prompt).tolist())
+        predicts = question.prediction and self._drafts and engine.tokenizer is not None
+        predicted = engine.encode_prediction(question.prediction).tolist() if predicts else []
+        self._send("checked", number, Encoded(engine.encode(prompt).tolist(), predicted))
 
     def _generate(self, number: int, order: Order) -> None:
         from infer.sampling import Sampling
@@ -330,6 +362,8 @@ class _Worker:
             channels=self._chat.channels(order.ids) if order.chat and self._chat is not None else None,
             cache_prompt=order.cache_prompt,
             cache_salt=order.cache_salt,
+            prediction=order.prediction,
+            draft_max=order.draft_max,
         )
         with self._state:
             self._running[number] = generation
@@ -357,8 +391,13 @@ class _Worker:
                 r.prefill_time,
                 r.time_per_token,
                 r.total_time,
+                self._drafting(r),
             ),
         )
+
+    def _drafting(self, result: "Result") -> Drafting | None:
+        found = result.drafting if self._drafts else None
+        return found and Drafting(*(getattr(found, name) for name in Drafting._fields))
 
     def _named(self, token: int, logprob: float) -> Named:
         text = b"" if self._engine.tokenizer is None else self._engine.tokenizer.token_bytes(token)

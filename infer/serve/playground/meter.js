@@ -24,6 +24,7 @@ export function showConditions(model, recording) {
     facts.backend && `backend ${facts.backend}${facts.threads ? `, ${facts.threads} threads` : ""}`,
     `batch ${facts.batch_size ?? 1}`,
     recording?.final && promptInWords(recording.final.timings),
+    recording?.final && draftsInWords(recording.final),
     recording && samplingInWords(recording.request.body, seed),
   ];
   put("conditions", words.filter(Boolean).join(" · "));
@@ -39,6 +40,11 @@ export function showConditions(model, recording) {
 
 function promptInWords({ prompt_n: computed, cache_n: cached }) {
   return `prompt ${computed + cached} tokens${cached ? `, ${cached} of them from the cache` : ""}`;
+}
+
+function draftsInWords({ timings, metrics: { speculative_decoding: found } }) {
+  const words = `${timings.draft_n_accepted} of ${timings.draft_n} drafts right`;
+  return found && `${found.tokens_per_pass.toFixed(2)} tokens per pass, ${words}`;
 }
 
 /** The figures that change while tokens arrive. elapsed: ms since Run. */

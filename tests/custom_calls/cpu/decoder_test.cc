@@ -217,23 +217,35 @@ void same(const Result& a, const Result& b, const char* what) {
         what);
 }
 
+struct Counts {
+  explicit Counts(const Drafting& of) {
+    for (int rows = 1; rows <= kMostRows; rows++)
+      passes += of.passes[rows - 1], drafted += (rows - 1) * of.passes[rows - 1];
+  }
+  int64_t passes = 0, drafted = 0;
+};
+
 // Passes of several rows draw what passes of one do, whatever the drafts are.
 void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit, const char* what) {
   Speculation speculation;
   speculation.most = kMostRows - 1;
   same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
-  CHECK(decoder.slot().passes.drawing <= limit - 1, "%s: %d passes", what, (int)decoder.slot().passes.drawing);
+  CHECK(Counts(decoder.slot().drafting).passes <= limit - 1, "%s: too many passes", what);
+  speculation.corrected = true;  // by whatever the passes take
+  same(expected, generate(decoder, prompt, limit, speculation), what);
+  speculation.corrected = false;
   speculation.given = expected.tokens;
   same(expected, generate(decoder, prompt, limit, speculation), what);
   const int rest = limit - 1;  // tokens after the prompt's
-  CHECK(decoder.slot().passes.drawing == (rest + kMostRows - 1) / kMostRows, "%s: drafts that are right were dropped",
-        what);
+  CHECK(Counts(decoder.slot().drafting).passes == (rest + kMostRows - 1) / kMostRows,
+        "%s: drafts that are right were dropped", what);
   for (size_t i = 0; i < expected.tokens.size(); i += 3)
     speculation.given[i] = (speculation.given[i] + 1) % decoder.plan().vocab_size;
   for (const int most : {1, 2, 5, kMostRows - 1}) {
     speculation.most = most;
     same(expected, generate(decoder, prompt, limit, speculation), what);
-    CHECK(decoder.slot().passes.drafted > decoder.slot().passes.accepted[0], "%s: no draft was wrong", what);
+    CHECK(Counts(decoder.slot().drafting).drafted > decoder.slot().drafting.accepted[0], "%s: no draft was wrong",
+          what);
   }
 }
 
@@ -384,9 +396,8 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
     orders.push_back(order);
   }
   for (const float slope : {0.0f, 0.1f, 0.4f, 0.6f}) {  // of prices: full blocks beside others, some rows, one, nothing
-    float prices[kMostRows];
-    for (int i = 0; i < kMostRows; i++) prices[i] = 1 + slope * (float)i;
-    decoder.schedule().speculate(0, prices);
+    for (Order& order : orders)
+      for (int i = 0; i < kMostRows; i++) order.call.speculation.prices[i] = 1 + slope * (float)i;
     std::atomic<int64_t> shared{0};
     std::vector<std::thread> clients;
     for (int s = 0; s < kSlots; s++)
@@ -410,7 +421,7 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           const End end = decoder.run(call, s);
           if (canceller.joinable()) canceller.join();
           const Slot& slot = decoder.slot(s);
-          shared += slot.passes.shared;
+          shared += slot.shared;
           const int drawn = slot.drawn, all = (int)answers[i].tokens.size();
           CHECK(end == End::cancelled ? order.cancel_after >= 0 && drawn <= all : drawn == all,
                 "call %d ended by %d after %d of %d tokens", i, (int)end, drawn, all);
@@ -557,9 +568,10 @@ void refusing() {
   CHECK(decoder.read_pass() > 0, "a pass over the weights");
   CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "a pass of several rows");
   CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
-  CHECK(refused([&] { decoder.schedule().speculate(kMostRows, nullptr); }), "more drafts than rows");
-  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}); }), "a text of no token");
-  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}); }), "a token beyond the vocabulary");
+  CHECK(refused([&] { decoder.schedule().speculate(kMostRows, Speculation().prices.data(), false); }),
+        "more drafts than rows");
+  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}, 0); }), "a text of no token");
+  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}, 0); }), "a token beyond the vocabulary");
 }
 
 }  // namespace

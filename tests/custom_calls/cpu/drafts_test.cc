@@ -2,6 +2,7 @@
 #include "../common/drafts.h"
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "check.h"
@@ -16,10 +17,11 @@ constexpr int kMost = kMostRows - 1;
 struct Writer {
   Speculation speculation;
   std::vector<int32_t> text;
+  Prices prices;
   Drafts drafts;
 
   explicit Writer(const Speculation& with = all()) : speculation(with), text(speculation.before) {
-    drafts.begin(speculation);
+    drafts.begin(speculation, prices);
   }
   static Speculation all() {
     Speculation speculation;
@@ -128,10 +130,10 @@ void rates_are_learned() {
   writer.write(text), writer.write({text.begin(), text.begin() + 30});
   const int32_t wrong[] = {1000};
   int misses = 0;
-  for (; misses < 200 && !writer.propose().empty(); misses++) writer.drafts.learn(wrong, 1);
-  CHECK(misses > 3 && misses < 60, "%d wrong drafts", misses);
+  for (; misses < 200 && !writer.propose().empty(); misses++) writer.drafts.learn(wrong, 1, 1.25f);
+  CHECK(misses > 1 && misses < 60, "%d wrong drafts", misses);
   int hits = 0;
-  for (; hits < 200 && writer.propose().empty(); hits++) writer.drafts.learn(&text[30], 1);
+  for (; hits < 200 && writer.propose().empty(); hits++) writer.drafts.learn(&text[30], 1, 1);
   CHECK(hits > 0 && hits < 20, "%d right ones", hits);
 }
 
@@ -145,6 +147,209 @@ void given_drafts() {
   CHECK(writer.drafts.propose(4, kMost, found) == 0, "beyond the last");
 }
 
+// ------------------------------------------------------------------------------------------------------------- prices
+
+// A session whose passes of n rows take truth(n), with noise.
+struct Clock {
+  Speculation speculation = Writer::all();
+  Prices prices;
+  Random random{7};
+  double unit = 0.013;  // of any length
+
+  explicit Clock(const std::function<float(int)>& list) {
+    speculation.corrected = true;
+    for (int rows = 1; rows <= kMostRows; rows++) speculation.prices[rows - 1] = list(rows);
+    prices.begin(speculation);
+  }
+  float pass(int rows, double time) { return prices.took(rows, unit * time * random.uniform(0.97f, 1.03f)); }
+  double error(const std::function<float(int)>& truth, const std::vector<int>& of) const {
+    double most = 0;
+    for (const int rows : of) most = std::max(most, std::abs(std::log((double)prices.of(rows) / truth(rows))));
+    return most;
+  }
+};
+
+float cheap(int rows) { return 1 + 0.1f * (float)(rows - 1); }
+float dear(int rows) { return 1 + 0.45f * (float)(rows - 1); }
+
+void wrong_prices_converge() {
+  const std::vector<int> sizes = {2, 3, 5, 8, 16};
+  struct {
+    float (*list)(int), (*truth)(int);
+  } const ways[] = {{cheap, dear}, {dear, cheap}};
+  for (const auto& [list, truth] : ways) {
+    Clock clock(list);
+    for (int i = 0; i < 5; i++) clock.pass(1, 1);
+    for (const int rows : sizes) clock.pass(rows, truth(rows)), clock.pass(rows, truth(rows)), clock.pass(1, 1);
+    CHECK(clock.error(truth, sizes) < 0.12, "off by %.2f after two passes of each", clock.error(truth, sizes));
+    for (int rows = 2; rows <= kMostRows; rows++)
+      CHECK(clock.prices.of(rows) >= clock.prices.of(rows - 1) && clock.prices.of(rows) <= (float)rows,
+            "%d rows cost %.2f", rows, clock.prices.of(rows));
+    for (int i = 0; i < 20; i++) clock.pass(2, truth(2));  // which say little of the others
+    CHECK(clock.error(truth, sizes) < 0.2, "off by %.2f after passes of two rows", clock.error(truth, sizes));
+    for (int i = 0; i < 12; i++)
+      for (const int rows : sizes) clock.pass(1, 1), clock.pass(rows, list(rows));  // the machine has changed
+    CHECK(clock.error(list, sizes) < 0.12, "off by %.2f after a change", clock.error(list, sizes));
+  }
+}
+
+void what_is_measured_helps_what_is_not() {
+  Clock clock(cheap);
+  clock.pass(1, 1);
+  for (int i = 0; i < 3; i++) clock.pass(2, 1.8);
+  CHECK(clock.prices.of(2) > 1.7f && clock.prices.of(4) > 1.5f * cheap(4), "four rows at %.2f", clock.prices.of(4));
+}
+
+void a_disturbed_pass_changes_nothing() {
+  Clock clock(dear);
+  const auto check = [&](const char* what) {
+    for (int rows = 1; rows <= kMostRows; rows++)
+      CHECK(std::abs(clock.prices.of(rows) / dear(rows) - 1) < 0.1f, "%s: %d rows at %.2f", what, rows,
+            clock.prices.of(rows));
+  };
+  clock.pass(1, 1);
+  clock.pass(4, 10 * dear(4));
+  check("the first one");
+  for (int i = 0; i < 40; i++) {
+    const double slow = i % 7 == 6 ? 5 : 1;
+    clock.pass(1, i % 5 == 4 ? 3 : 1);
+    clock.pass(2 + 2 * (i % 3), slow * dear(2 + 2 * (i % 3)));
+    check("every seventh");
+  }
+  for (int i = 0; i < 100; i++) clock.pass(1, 1), clock.pass(4, dear(4));
+  for (const double unit : {0.03, 0.001}) {  // all passes become slower or faster
+    clock.unit = unit;
+    for (int i = 0; i < 5; i++) clock.pass(1, 1);
+    for (int i = 0; i < 9; i++) clock.pass(4, dear(4)), check("another unit");
+  }
+}
+
+void rows_are_tried_step_by_step() {
+  Clock clock([](int) { return 1.0f; });
+  Drafts drafts;
+  drafts.begin(clock.speculation, clock.prices);
+  const std::vector<int32_t> text = random_text(100, 1000, 4);
+  for (const int32_t token : text) drafts.add(token);
+  for (int i = 0; i < 30; i++) drafts.add(text[i]);
+  int32_t found[kMost];
+  for (int rows = 2; rows <= kMostRows; rows *= 2) {
+    CHECK(clock.prices.most_rows() == rows, "%d", clock.prices.most_rows());
+    CHECK(1 + drafts.propose(0, kMost, found) == rows, "of %d rows", rows);
+    clock.pass(1, 1);
+    clock.pass(rows, 1);
+  }
+  clock.prices.begin(clock.speculation);
+  CHECK(clock.prices.most_rows() == kMostRows, "the next call");
+  clock.speculation.prices[1] = 1.5f;
+  clock.prices.begin(clock.speculation);
+  CHECK(clock.prices.most_rows() == 2 && clock.prices.of(2) == 1.5f, "another list");
+}
+
+void prices_that_are_not_corrected_stay() {
+  Clock clock(cheap);
+  clock.speculation.corrected = false;
+  clock.prices.begin(clock.speculation);
+  for (int i = 0; i < 50; i++) clock.pass(1, 1), clock.pass(4, 9);
+  CHECK(clock.prices.of(4) == cheap(4) && !clock.prices.try_for(0) && clock.prices.most_rows() == kMostRows, "%.2f",
+        clock.prices.of(4));
+}
+
+// An answer begins with little to lose; a rate that says that nearly all drafts are right may risk more.
+void an_answer_loses_little() {
+  Speculation speculation = Writer::all();
+  for (int rows = 2; rows <= kMostRows; rows++) speculation.prices[rows - 1] = 1.2f;
+  const std::vector<int32_t> text = random_text(100, 1000, 5);
+  Writer other(speculation);
+  other.write(text), other.write({text.begin(), text.begin() + 8});
+  const int32_t drawn[] = {text[8]};
+  const auto proposed = [&] { return !other.propose().empty(); };
+  CHECK(!proposed(), "0.2 passes at once");
+  int passes = 1;
+  for (; passes < 100; passes++) {  // each leaves a share to lose, and no draft is checked
+    other.propose(0), other.drafts.learn(drawn, 1, 1);
+    if (proposed()) break;
+  }
+  CHECK(passes > 10 && passes < 30, "%d passes", passes);
+  Writer copy(speculation);
+  copy.write(text), copy.write({text.begin(), text.begin() + 20});
+  CHECK(copy.propose().size() == kMost, "a long match");
+  const int32_t right[] = {text[20], text[21]};
+  copy.drafts.learn(right, 2, 4);
+  CHECK(copy.propose().empty(), "after a pass that has cost four");
+}
+
+void trials_are_saved_for() {
+  Clock clock(dear);
+  for (int i = 0; i < 100; i++) clock.pass(1, 1);
+  CHECK(!clock.prices.try_for(0.31f) && clock.prices.try_for(0.2f) && !clock.prices.try_for(0.2f), "0.3 after 100");
+  for (int i = 0; i < 10000; i++) clock.pass(1, 1);
+  CHECK(!clock.prices.try_for(1.01f) && clock.prices.try_for(0.9f), "1 at most");
+}
+
+// A list that says that drafts never pay is found out by trials, while a text is copied; a right one stays.
+void drafts_start_again() {
+  for (const bool wrong : {true, false}) {
+    const auto never = [](int rows) { return 0.99f * (float)rows; };
+    Clock clock(never);
+    const std::vector<int32_t> text = random_text(1000, 30000, 8);
+    Drafts drafts;
+    drafts.begin(clock.speculation, clock.prices);
+    for (const int32_t token : text) drafts.add(token);
+    double time = 0, last = 0;
+    int at = 0;
+    while (at < 950) {
+      int32_t proposed[kMostRows];
+      const int count = drafts.propose(0, kMost, proposed);
+      const double cost = wrong ? cheap(1 + count) : never(1 + count);
+      int accepted = 0;
+      while (accepted < count && proposed[accepted] == text[at + accepted]) accepted++;
+      drafts.learn(&text[at], 1 + accepted, clock.pass(1 + count, cost));
+      for (int i = 0; i <= accepted; i++) drafts.add(text[at + i]);
+      at += 1 + accepted, time += cost;
+      if (at < 800) last = time;
+    }
+    if (wrong) CHECK(time - last < 40, "%.0f passes for the last 150 tokens, %.0f in all", time - last, time);
+    if (!wrong) CHECK(time < 1.01 * at, "%.0f passes for %d tokens", time, at);
+  }
+}
+
+// A text whose drafts are all wrong, or right up to the same place, costs 1 % at most, and 0.1 passes; with a list that
+// is too low that is found out before.
+void drafts_of_an_adversary_cost_little() {
+  for (const int right : {0, 1, 2, 5, 14})
+    for (const bool low : {false, true}) {
+      const auto free = [](int) { return 1.0f; };
+      Clock clock(low ? std::function<float(int)>(free) : dear);
+      double time = 0, lost = 0;
+      int tokens = 0;
+      for (int answer = 0; answer < 20; answer++) {
+        Drafts drafts;
+        drafts.begin(clock.speculation, clock.prices);
+        const std::vector<int32_t> text = random_text(400, 30000, answer);
+        for (const int32_t token : text) drafts.add(token);
+        double here = 0;
+        int drawn = 0;
+        for (int at = 0; drawn < 300;) {  // the text again, but for one token after some that are right
+          int32_t next[kMostRows], proposed[kMostRows];
+          for (int i = 0; i < kMostRows; i++) next[i] = text[(at + i) % 400] + ((at + i) % 20 < 20 - right ? 0 : 30000);
+          const int count = drafts.propose(0, kMost, proposed);
+          int accepted = 0;
+          while (accepted < count && proposed[accepted] == next[accepted]) accepted++;
+          const double cost = dear(1 + count);
+          here += cost;
+          drafts.learn(next, 1 + accepted, clock.pass(1 + count, cost));
+          for (int i = 0; i <= accepted; i++) drafts.add(next[i]);
+          at += 1 + accepted, drawn += 1 + accepted;
+        }
+        time += here, tokens += drawn;
+        if (!low) CHECK(here < 1.01 * drawn + 0.5, "%d right: %.1f passes for %d tokens", right, here, drawn);
+        lost = std::max(lost, here - drawn);
+      }
+      CHECK(time < 1.01 * tokens, "%d right: %.0f passes for %d tokens, %.1f more in one answer", right, time, tokens,
+            lost);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -155,5 +360,14 @@ int main() {
   prices_decide();
   rates_are_learned();
   given_drafts();
+  wrong_prices_converge();
+  what_is_measured_helps_what_is_not();
+  a_disturbed_pass_changes_nothing();
+  rows_are_tried_step_by_step();
+  prices_that_are_not_corrected_stay();
+  an_answer_loses_little();
+  trials_are_saved_for();
+  drafts_start_again();
+  drafts_of_an_adversary_cost_little();
   return 0;
 }

@@ -36,10 +36,25 @@ class Model:
         self.session = small.make_session(config, weights, compute=compute, **options)
         self.call = small.jitted(self.session, room=ROOM, top=3, logits=True)
 
-    def answer(self, prompt, limit, *, most=0, drafts=(), before=(), forced=(), cache=0.0, **options):
-        """Everything that a call leaves that counts. cache: what the caches are full of before."""
-        self.session.speculate(most, EQUAL)
-        self.session.give_texts(given=drafts, before=before, forced=forced)
+    def answer(
+        self,
+        prompt,
+        limit,
+        *,
+        most=0,
+        of_call=None,
+        prices=EQUAL,
+        drafts=(),
+        before=(),
+        forced=(),
+        cache=0.0,
+        **options,
+    ):
+        """Everything that a call leaves that counts. of_call: most drafts of this call. prices: None for the session's,
+        corrected by its passes. cache: what the caches are full of before.
+        """
+        self.session.speculate(most, prices)
+        self.session.give_texts(given=drafts, before=before, forced=forced, most=of_call)
         inputs = small.make_inputs(prompt, limit, **options)
         state = small.make_state(self.config, 128, self.compute)
         state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
@@ -173,10 +188,63 @@ def test_a_copied_text_takes_few_passes(model):
         assert outputs[0][:60].tolist() == text
         counts = model.session.drafting
         assert counts.passes < 25 and counts.drafted >= sum(counts.accepted) > 40, (prompt, before, counts)
+        other = (counts.drafted, sum(counts.accepted)) if -1 in before else (0, 0)
+        assert (counts.predicted, counts.predicted_accepted) == other
+        assert counts.tokens_per_pass == (ROOM - 1) / counts.passes and counts.drafts == sum(counts.rows[1:]) > 0
         plain, *_ = model.answer(prompt, ROOM, forced=text)
-        assert small.same(plain, outputs) and model.session.drafting == (ROOM - 1, 0, (0,) * (MOST_ROWS - 1))
+        counts = model.session.drafting
+        assert small.same(plain, outputs) and (counts.passes, counts.drafted) == (ROOM - 1, 0) == (counts.rows[0], 0)
     free, *_ = model.answer(text, 20)
     assert free[0].tolist() != text[:20]  # the texts were of one call
+
+
+def test_a_call_may_draft_less_than_others(model):
+    text = np.random.default_rng(0).integers(0, model.config.vocab_size, 60).tolist()
+    expected = model.answer(text, ROOM, forced=text)
+    for most in (0, 1, 4, 99):
+        assert small.same(model.answer(text, ROOM, most=7, of_call=most, forced=text), expected)
+        assert max(rows for rows, count in enumerate(model.session.drafting.rows) if count) == min(most, 7)
+    model.answer(text, ROOM, most=7, forced=text)
+    assert model.session.drafting.rows[7] > 0, "the limit was of one call"
+
+
+@pytest.mark.parametrize("period", range(1, 18))
+def test_drafts_that_are_right_up_to_a_place(period, model):
+    prompt = small.prompt_of(model.config, 21)
+    for options in (SETTINGS["top p"], SETTINGS["greedy with a penalty"]):
+        expected = model.answer(prompt, 40, **options)
+        tokens = expected[0][0].tolist()
+        drafts = [(token + (n % period == period - 1)) % model.config.vocab_size for n, token in enumerate(tokens)]
+        assert small.same(model.answer(prompt, 40, most=15, drafts=drafts, **options), expected)
+
+
+def test_filters_at_their_edges(model):
+    """Where a threshold falls on the sum of some tokens' shares, or next to it."""
+    prompt = small.prompt_of(model.config, 21)
+    logits = model.answer(prompt, 1)[0][4][0].astype(np.float64)
+    shares = np.sort(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())[::-1]
+    for count in (1, 2, 5):
+        edge = np.float32(shares[:count].sum())
+        for top_p in (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(1))):
+            model.check(prompt, 12, temperature=1.0, top_p=float(top_p))
+        model.check(prompt, 12, temperature=1.0, min_p=float(np.float32(shares[count] / shares[0])))
+
+
+@pytest.mark.parametrize("wrong", [1.0, 3.0], ids=["too low", "too high"])
+def test_wrong_prices_are_corrected_by_the_passes(wrong, model, monkeypatch):
+    """Of whatever this machine does meanwhile: no token changes."""
+    listed = [1 + (wrong - 1) * rows for rows in range(MOST_ROWS)]
+    monkeypatch.setattr(custom_calls.Session, "prices", listed)
+    text = np.random.default_rng(1).integers(0, model.config.vocab_size, 60).tolist()
+    expected, drafted = model.answer(text, ROOM, forced=text), 0
+    for _ in range(10):
+        assert small.same(model.answer(text, ROOM, most=15, prices=None, forced=text), expected)
+        drafted += model.session.drafting.drafted
+    prices = model.session.running_prices
+    assert drafted and prices != [min(price, rows) for rows, price in enumerate(listed, 1)]
+    assert prices[0] == 1 and sorted(prices) == prices and all(price <= n for n, price in enumerate(prices, 1))
+    model.answer(text, ROOM, most=15, forced=text)
+    assert model.session.running_prices == EQUAL, "given prices stay"
 
 
 def test_prices_are_those_of_this_machine(model, monkeypatch, tmp_path):
@@ -192,7 +260,7 @@ def test_what_does_not_fit_is_refused(model):
             model.session.speculate(most, EQUAL)
     with pytest.raises(custom_calls.NativeError, match="prices must be 16, got 3"):
         model.session.speculate(1, [1, 1, 1])
-    with pytest.raises(custom_calls.NativeError, match="3 passes of up to 17 rows do not fit the context of 512"):
+    with pytest.raises(custom_calls.NativeError, match="2 passes of up to 17 rows do not fit the context of 512"):
         model.session._time_passes([1, MOST_ROWS + 1])
     for texts in ({"before": [-2]}, {"forced": [-1]}, {"given": [model.config.vocab_size]}):
         with pytest.raises(custom_calls.NativeError, match="is outside the vocabulary of 40"):

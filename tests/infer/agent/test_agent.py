@@ -96,7 +96,8 @@ def task(tmp_path):
 
 def test_second_turn_passes(task, tmp_path, capsys):
     before, work = files_of(task), tmp_path / "work"
-    with Scripted(WRONG, RIGHT, pause=0.02, metrics={"queue_time_ms": 5.0}) as server:
+    drafting = {"passes": 8, "tokens_per_pass": 1.5, "accepted_tokens": 4}
+    with Scripted(WRONG, RIGHT, pause=0.02, metrics={"queue_time_ms": 5.0, "speculative_decoding": drafting}) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", work, "--seed", 3)) == 0
     first, second = server.requests
     assert (first["model"], first["stream"], first["seed"], first["temperature"]) == ("scripted", True, 3, 0)
@@ -116,6 +117,9 @@ def test_second_turn_passes(task, tmp_path, capsys):
     assert (work / "files/intervals.py").read_text() == PROGRAM
     out, err = capsys.readouterr()
     assert "turn 1/6: failed (FAILED (failures=4)); " in err and "turn 2/6: passed; 100 tokens, " in err
+    assert (
+        err.count(" tok/s at 1.50 tokens per pass, ") == 2 and "at 1.50 tokens per pass (speculative decoding)" in out
+    )
     record = json.loads((work / "record.json").read_text())
     assert record["verdict"] == "passed" and record["conditions"]["sandbox"]["self_test"] == "passed"
     split, wall = record["split"], record["wall"]
@@ -126,7 +130,7 @@ def test_second_turn_passes(task, tmp_path, capsys):
         0.02 + 0.01 * (n - 1) for n in chunks
     )
     assert split["waiting"] >= queue, "as the server reported"
-    assert record["tokens"] == 10 * sum(chunks)
+    assert record["tokens"] == 10 * sum(chunks) and record["tokens_per_pass"] == 1.5
     assert record["tokens_per_second"] == pytest.approx(sum(10 * n - 1 for n in chunks) / split["decode"])
     lines = [json.loads(line) for line in (work / "transcript.jsonl").read_text().splitlines()]
     assert [line["answer"] for line in lines] == [WRONG, RIGHT] and lines[0]["prompt"] == first["messages"]
@@ -270,12 +274,13 @@ def test_interruption_keeps_the_record(task, tmp_path, number):
 def test_checkpoint_starts_a_server(task, tmp_path, capfd):
     checkpoint = save_checkpoint(tmp_path / "small", *CHATML)
     args = ("--backend", BACKEND, "--max-turns", 2, "--max-new-tokens", 30, "--workspace", tmp_path / "work")
-    assert main(agent(task, "--checkpoint", checkpoint, *args)) == 1
+    assert main(agent(task, "--checkpoint", checkpoint, *args, "--no-speculation")) == 1
     record = json.loads((tmp_path / "work/record.json").read_text())
     assert [turn["reply"]["tokens"] for turn in record["turns"]] == [30, 30] and record["turns"][0]["reply"][
         "finish_reason"
     ] == "length"
     served = record["conditions"]["server"]
+    assert not served.get("speculation")
     assert (
         served["backend"] == BACKEND
         and served["model"] == "small"

@@ -25,7 +25,7 @@ from infer.engine.backend import ModelSource, Request
 from infer.engine.cpu import CpuBackend
 from infer.engine.native import RoundedSource, plan_of
 from infer.sampling import sample
-from laneformer.errors import CheckpointError, ConfigError
+from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
 from tests.support import small
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
@@ -111,6 +111,54 @@ def test_large_models_use_amx_where_decoding_loses_nothing(monkeypatch, least, g
     with pytest.raises(Opened) as error:
         Engine.load(ORACLE / "case_03", "cpu", dtype=dtype, weights="bfloat16")
     assert (error.value.args == ("amx",)) == chosen
+
+
+@pytest.fixture
+def drafting(monkeypatch):
+    """An engine whose passes of any rows count as equally long."""
+    speculate = custom_calls.Session.speculate
+    monkeypatch.setattr(custom_calls.Session, "speculate", lambda self, most: speculate(self, most, [1.0] * 16))
+    return Engine(model(), "cpu", speculation=None)
+
+
+def test_a_prediction_is_drafted_from_and_changes_nothing(drafting, engine):
+    def ask(of, **more):
+        return of.generate(PROMPT, max_new_tokens=40, sampling=Sampling(1.0, seed=5), stop_tokens=(), **more).result
+
+    plain = ask(engine)
+    assert plain.drafting.drafted == 0 and plain.tokens_per_pass == 1 and drafting.conditions["speculation"] == 15
+    for prediction in ((), plain.tokens, np.array(plain.tokens), [*plain.tokens[:20], *plain.tokens[:5]] * 1000):
+        result = ask(drafting, prediction=prediction)
+        assert (result.tokens, result.logprobs) == (plain.tokens, plain.logprobs)
+        counts = result.drafting
+        assert (counts.predicted_accepted > 10) == (len(prediction) > 0), counts
+        assert counts.predicted >= counts.predicted_accepted <= sum(counts.accepted)
+        assert result.tokens_per_pass == 39 / counts.passes
+    assert counts.predicted > counts.predicted_accepted, "the end of the prediction is wrong"
+    for most in (0, 1, 3):
+        result = ask(drafting, prediction=plain.tokens, draft_max=most)
+        assert result.tokens == plain.tokens and (most == 0) == (result.drafting.drafted == 0)
+        assert max(n for n, count in enumerate(result.drafting.rows) if count) == most
+    assert ask(drafting, prediction=plain.tokens, draft_max=99).tokens == plain.tokens
+    assert ask(engine, prediction=plain.tokens).drafting.drafted == 0, "an engine that drafts nothing"
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"prediction": "text"}, "a prediction in text needs a tokenizer"),
+    ({"prediction": [1.5]}, "must be a text or a list of token ids, got float64"),
+    ({"prediction": [[1]]}, r"must be a text or a list of token ids, got int64 \[1, 1\]"),
+    ({"prediction": [CONFIG.vocab_size]}, "vocab"), ({"prediction": [-1]}, "-1"),
+    ({"draft_max": -1}, "draft_max = -1"), ({"draft_max": True}, "draft_max = True"),
+])  # fmt: skip
+def test_wrong_predictions_are_refused(engine, more, words):
+    with pytest.raises(InputError, match=words):
+        engine.generate(PROMPT, **more)
+
+
+def test_backends_without_drafts_accept_the_default_alone():
+    assert "speculation" not in Engine(model(), "xla", speculation=None).conditions
+    with pytest.raises(ConfigError, match="speculation = 3: backend xla has no such option"):
+        Engine(model(), "xla", speculation=3)
 
 
 def _elsewhere():

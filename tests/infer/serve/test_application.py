@@ -97,6 +97,60 @@ def test_prefixes_are_reused_and_counted(server, engine):
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(longer) - 1 if BACKEND == "cpu" else 0)
 
 
+SPECULATION = ("drafts", "draft_tokens", "accepted_tokens")
+
+
+def counted(server):
+    """Of all answers so far: passes with drafts, drafts, right ones, right first ones, passes."""
+    names = [f"spec_decode_num_{name}_total" for name in SPECULATION]
+    names += ['spec_decode_num_accepted_tokens_per_pos_total{position="0"}', "pass_rows_count", "pass_rows_sum"]
+    return [server.metric(name) for name in names]
+
+
+@pytest.mark.skipif(BACKEND != "cpu", reason="other backends make no drafts")
+def test_drafts_change_no_answer_and_are_counted(server, engine):
+    """Without noise random weights repeat themselves. What is drafted depends on what passes take meanwhile; a trial
+    comes after some hundred passes at the latest.
+    """
+    fields = {"max_tokens": 200, "temperature": 0, "return_token_ids": True}
+    prediction = {"type": "content", "content": [{"type": "text", "text": PROMPT + " return a + b"}]}
+    tokens = list(engine.generate(PROMPT, max_new_tokens=200).result.tokens)
+    before, sums = counted(server), [0] * 6
+    for number in range(20):
+        more = [{}, {"prediction": prediction}, {"speculative.n_max": 2}, {"speculative.n_max": 0}][number % 4]
+        answer = server.complete(PROMPT, **fields, **more)
+        assert answer["choices"][0]["token_ids"] == tokens and "warnings" not in answer
+        found, timings = answer["metrics"]["speculative_decoding"], answer["timings"]
+        drafted, right = timings["draft_n"], timings["draft_n_accepted"]
+        assert (drafted, right) == (found["draft_tokens"], found["accepted_tokens"]) and 0 <= right <= drafted
+        places = found["accepted_tokens_per_position"]
+        assert sum(places) == right and places == sorted(places, reverse=True) and len(places) == 15
+        assert found["passes"] + right == 199 == pytest.approx(found["passes"] * found["tokens_per_pass"])
+        assert drafted <= more.get("speculative.n_max", 15) * found["passes"]
+        details = answer["usage"].get("completion_tokens_details")
+        assert (details is not None) == ("prediction" in more)
+        if details:
+            assert 0 <= details["accepted_prediction_tokens"] <= right
+            assert 0 <= details["rejected_prediction_tokens"] <= drafted - right
+        sums = [a + b for a, b in zip(sums, (0, drafted, right, places[0], found["passes"], drafted), strict=True)]
+        if number > 3 and sums[1] > 0:
+            break
+    drafts, *rest = [new - old for new, old in zip(counted(server), before, strict=True)]
+    sums[5] += sums[4]  # a row of each pass is no draft
+    assert rest == sums[1:] and 0 < drafts <= sums[1]
+
+
+def test_prediction_of_half_a_megabyte_is_read(server):
+    content = "def add(a, b):\n    return a + b\n" * (1 << 14)
+    answer = server.complete(PROMPT, max_tokens=5, prediction={"type": "content", "content": content}, **DRAW)
+    assert answer["choices"] == server.complete(PROMPT, max_tokens=5, **DRAW)["choices"]
+    assert answer.get("warnings") == (None if BACKEND == "cpu" else ["prediction has no effect"])
+    status, body = server.post("/v1/completions", prompt=PROMPT, prediction={"type": "content", "content": 2 * content})
+    assert status == 413 and "1048576" in body["error"]["message"]
+    status, body = server.post("/v1/completions", prompt=PROMPT, prediction={"type": "content", "content": {}})
+    assert (status, body["error"]["param"]) == (400, "prediction.content")
+
+
 def test_chat_matches_the_engine(server, engine, checkpoint):
     ids = ChatTemplate.load(checkpoint).encode(TALK, add_generation_prompt=True)
     assert ids.count(257) == 2, "what a message spells is no control token"

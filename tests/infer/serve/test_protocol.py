@@ -33,7 +33,7 @@ def test_defaults_match_openai():
         False,
     )
     assert read_call(dict(CHAT), chat=True).max_tokens is None
-    assert (call.cache_prompt, call.cache_salt) == (True, "")
+    assert (call.cache_prompt, call.cache_salt, call.prediction, call.draft_max) == (True, "", "", None)
     assert read_call(dict(TEXT), chat=False).sampling["seed"] != call.sampling["seed"]
 
 
@@ -58,6 +58,8 @@ def test_every_parameter_is_read():
             "user": "u",
             "cache_prompt": False,
             "cache_salt": "s",
+            "prediction": {"type": "content", "content": "what may be repeated"},
+            "speculative.n_max": 3,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         },
         chat=False,
@@ -85,6 +87,7 @@ def test_every_parameter_is_read():
         True,
     )
     assert (call.cache_prompt, call.cache_salt, call.warnings) == (False, "s", ())
+    assert (call.prediction, call.draft_max) == ("what may be repeated", 3)
     chat = read_call({**CHAT, "logprobs": True, "top_logprobs": 3, "max_completion_tokens": 9, "stop": "x"}, chat=True)
     assert (chat.logprobs, chat.max_tokens, chat.stop) == (3, 9, ("x",))
     assert read_call({**CHAT, "logprobs": True}, chat=True).logprobs == 0
@@ -132,10 +135,10 @@ def test_other_words_for_a_parameter_are_obeyed():
 def test_template_variables_are_read():
     call = read_call({**CHAT, "chat_template_kwargs": {"thinking": False}, "reasoning_effort": "low"}, chat=True)
     assert call.template_values == {"reasoning_effort": "low", "thinking": False} and call.warnings == ()
-    assert call.without_effect(["thinking", "messages"]) == ["reasoning_effort"]
-    assert call.without_effect([]) == ["reasoning_effort", "chat_template_kwargs.thinking"]
+    assert call.without_effect(["thinking", "messages"], False) == ["reasoning_effort"]
+    assert call.without_effect([], True) == ["reasoning_effort", "chat_template_kwargs.thinking"]
     call = read_call({**TEXT, "chat_template_kwargs": {"thinking": False}}, chat=False)
-    assert call.without_effect(["thinking"]) == ["chat_template_kwargs.thinking"], "completions have no template"
+    assert call.without_effect(["thinking"], True) == ["chat_template_kwargs.thinking"], "completions have no template"
     assert refused({**CHAT, "chat_template_kwargs": {"tools": []}}, chat=True)["param"] == "chat_template_kwargs.tools"
 
 
@@ -239,6 +242,39 @@ def test_messages_keep_history_fields():
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c\nd"},
     ]
+
+
+@pytest.mark.parametrize(("fields", "chat"), [(TEXT, False), (CHAT, True)])
+def test_predictions_are_read(fields, chat):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content, text in (("x = 1", "x = 1"), ("", ""), (parts, "a\nb"), ("é" * (1 << 19), "é" * (1 << 19))):
+        call = read_call({**fields, "prediction": {"type": "content", "content": content, "unknown": None}}, chat)
+        assert (call.prediction, call.warnings) == (text, ())
+    call = read_call({**fields, "prediction": {"type": "content", "content": "a"}, "speculative.n_max": 2}, chat)
+    assert call.without_effect([], False) == ["prediction", "speculative.n_max"] and call.without_effect([], True) == []
+    assert read_call({**fields, "speculative.n_max": 0}, chat).without_effect([], False) == [], "none are made anyway"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "name"),
+    [
+        *((value, "prediction") for value in ("text", ["a"], 3, True)),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        *(({"type": "content", "content": value}, "prediction.content") for value in (3, None, {"text": "a"}, [3])),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": "a", "weight": 2}, "prediction.weight"),
+    ],
+)
+def test_wrong_predictions_are_refused(prediction, name):
+    for fields, chat in ((TEXT, False), (CHAT, True)):
+        assert refused({**fields, "prediction": prediction}, chat)["param"] == name
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "3", True])
+def test_wrong_numbers_of_drafts_are_refused(count):
+    assert refused({**TEXT, "speculative.n_max": count})["param"] == "speculative.n_max"
 
 
 @pytest.mark.parametrize(

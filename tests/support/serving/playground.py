@@ -40,7 +40,7 @@ FIELDS = {
     "text": str,
     "timings": NULL(
         {
-            **dict.fromkeys(("cache_n", "prompt_n", "predicted_n"), int),
+            **dict.fromkeys(("cache_n", "prompt_n", "predicted_n", "draft_n", "draft_n_accepted"), int),
             "prompt_ms": NUMBER,
             "prompt_per_second": NUMBER,
             "predicted_ms": NUMBER,
@@ -52,6 +52,7 @@ FIELDS = {
             ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"),
             NULL(NUMBER),
         )
+        | {"speculative_decoding": NULL(dict)}
     ),
     "tokens": {"point": str, "time_ms": list, "end": list},
     "between_arrivals_ms": NULL({"point": str, "n": int, **dict.fromkeys(("p50", "p95", "p99", "max"), NUMBER)}),

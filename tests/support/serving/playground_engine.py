@@ -30,6 +30,11 @@ def pieces(prompt):
     return itertools.cycle(re.findall(r"\w{1,4}|\s{1,4}|\S", prompt))
 
 
+# Of an answer to a prompt that begins with "again".
+DRAFTING = {"passes": 20, "tokens_per_pass": 1.45, "drafts": 5, "drafted": 12, "rows": (15, 2, 1, 2)}
+DRAFTING |= {"accepted": (5, 3, 1), "predicted": 0, "predicted_accepted": 0}
+
+
 def answer(prompt, tokens):
     return "".join(itertools.islice(pieces(prompt), tokens))
 
@@ -69,6 +74,7 @@ class Echo(Iterator):
             prefill_time=PREFILL,
             time_per_token=(last - first) / (n - 1) if n > 1 else None,
             total_time=last,
+            drafting=SimpleNamespace(**DRAFTING) if self.cached else None,
         )
 
 
@@ -139,7 +145,7 @@ def worker(connection, model):
             },
         )
     )
-    serve_worker._Worker(connection, Engine(), chat, "it has no template", {}).run()
+    serve_worker._Worker(connection, Engine(), chat, "it has no template", {}, drafts=True).run()
 
 
 if __name__ == "__main__":
