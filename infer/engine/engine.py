@@ -181,6 +181,7 @@ class Engine:
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
         channels: Channels | None = None,
+        spelled: Iterable[str] = (),
         cache_prompt: bool = True,
         cache_salt: str = "",
         forced: Sequence[int] = (),
@@ -194,6 +195,7 @@ class Engine:
         together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
         report with each token, with their log-probabilities by the raw logits. channels: for an answer with reasoning
         apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
+        spelled: special tokens that appear in the answer's text, as those that begin calls of tools.
         cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
         leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
         forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
@@ -232,7 +234,7 @@ class Engine:
         )
         if self._leader is not None:
             self._leader.announce(request)
-        generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
+        generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels, spelled)
         self._running = weakref.ref(generation)
         return generation
 

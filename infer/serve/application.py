@@ -147,6 +147,8 @@ class Api:
             raise ApiError(400, NESTED) from None
         self._require(call.model)
         call = call.warned(*call.without_effect(self._engine.facts.get("template_variables", ())))
+        if call.tools is not None and self._engine.facts.get("chat") and self._engine.facts["tool_format"] is None:
+            call = call.noted("tools are described in words, as the chat template has no form for them that is known")
         job = await self._engine.submit(call)
         answer = Answer(job, self._model, self._engine.facts["fingerprint"])
         if call.stream:

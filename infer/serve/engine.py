@@ -164,7 +164,13 @@ class EngineProcess:
         self._numbers += 1
         number = self._numbers
         question = Question(
-            call.prompt, call.chat, call.sampling, call.stop_token_ids, bool(call.stop), call.template_values
+            call.prompt,
+            call.chat,
+            call.sampling,
+            call.stop_token_ids,
+            bool(call.stop),
+            call.template_values,
+            call.tools,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
@@ -180,7 +186,7 @@ class EngineProcess:
             if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
                 name = str(error).split(" = ")[0]
                 error.body["error"]["param"] = (
-                    name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
+                    name if name in (*call.sampling, "stop", "stop_token_ids", "tool_choice") else call.prompt_param
                 )
             raise
         finally:
@@ -197,6 +203,7 @@ class EngineProcess:
             call.chat,
             call.cache_prompt,
             call.cache_salt,
+            call.tools,
         )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()

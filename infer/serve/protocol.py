@@ -2,13 +2,14 @@
 named in the answer's warnings, where it does not.
 """
 
-import json
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.serve.body import ApiError, printable
+from infer.serve.body import ApiError, printable, shown, wrong
+from infer.serve.tools import read_calls, read_tools
+from infer.text.tool_calls import ToolRequest
 
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
@@ -163,12 +164,18 @@ class Call:
     """Whether prefixes are reused for this prompt, and it is kept for later ones."""
     cache_salt: str
     """Prefixes are shared among equal salts only."""
+    tools: ToolRequest | None
+    """The functions that a chat may call; None if there are none."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
     def warned(self, *names: str) -> "Call":
         """The same request with these parameters among its warnings."""
-        return replace(self, warnings=(*self.warnings, *(f"{name} has no effect" for name in names)))
+        return self.noted(*(f"{name} has no effect" for name in names))
+
+    def noted(self, *lines: str) -> "Call":
+        """The same request with these lines among its warnings."""
+        return replace(self, warnings=(*self.warnings, *lines))
 
     def without_effect(self, template_variables: Collection[str]) -> list[str]:
         """Names of the parameters that the chat template does not read."""
@@ -210,6 +217,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         template_values=template_values,
         cache_prompt=_take(left, "cache_prompt", bool, True),
         cache_salt=_take(left, "cache_salt", str, ""),
+        tools=read_tools(left, ignored) if chat else None,
         warnings=(),
     )
     for name in LABELS:
@@ -222,13 +230,13 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         elif name in ABSENT:
             raise ApiError(
                 400,
-                f"{name} = {_shown(value)} is not supported: leave {name} out",
+                f"{name} = {shown(value)} is not supported: leave {name} out",
                 param=name,
                 code="unsupported_parameter",
             )
         else:
-            shown = printable(name)
-            raise ApiError(400, f"unknown parameter {shown}", param=shown, code="unknown_parameter")
+            spelled = printable(name)
+            raise ApiError(400, f"unknown parameter {spelled}", param=spelled, code="unknown_parameter")
     return call.warned(*ignored)
 
 
@@ -239,28 +247,19 @@ def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> A
         return value
     right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if not right:
-        raise _wrong(name, value, WANTED[kind])
+        raise wrong(name, value, WANTED[kind])
     return value
 
 
 def _count(left: dict[str, Any], name: str, default: int | None, least: int, most: int | None = None) -> int | None:
     value = _take(left, name, int, default)
     if value is not None and (value < least or (most is not None and value > most)):
-        raise _wrong(
+        raise wrong(
             name,
             value,
             f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}",
         )
     return value
-
-
-def _wrong(name: str, value: Any, wanted: str) -> ApiError:
-    return ApiError(400, f"{name} = {_shown(value)}: give {wanted}", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _is_ids(value: Any) -> bool:
@@ -279,7 +278,7 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
             code="unsupported_parameter",
         )
     if not isinstance(prompt, str) and not _is_ids(prompt):
-        raise _wrong("prompt", prompt, "a text, or a list of token ids")
+        raise wrong("prompt", prompt, "a text, or a list of token ids")
     return prompt
 
 
@@ -289,11 +288,11 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
     """
     messages = left.pop("messages", None)
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
+        raise wrong("messages", messages, "a list of at least one message")
     made = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _wrong(f"messages[{i}]", message, "an object with a role and content")
+            raise wrong(f"messages[{i}]", message, "an object with a role and content")
         kept = {name: value for name, value in message.items() if value is not None and value != []}
         for name in [name for name in kept if name not in MESSAGE_FIELDS]:
             path = f"messages[{i}].{printable(name)}"
@@ -301,10 +300,12 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
                 raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
             ignored.append(path)
             del kept[name]
+        if "tool_calls" in kept:
+            kept["tool_calls"] = read_calls(kept["tool_calls"], f"messages[{i}].tool_calls", ignored)
         if "content" in kept:
             kept["content"] = _content(kept["content"], f"messages[{i}].content")
         elif "tool_calls" not in kept:
-            raise _wrong(f"messages[{i}].content", message.get("content"), "a text")
+            raise wrong(f"messages[{i}].content", message.get("content"), "a text")
         made.append(kept)
     return made
 
@@ -315,7 +316,7 @@ def _content(content: Any, name: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
+        raise wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
     return "\n".join(texts)
 
 
@@ -334,7 +335,7 @@ def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
     given = {name: value for name in LIMITS if (value := _take(left, name, int)) is not None}
     for name, value in given.items():
         if value < 1 and value != -1:
-            raise _wrong(name, value, "a whole number of at least 1, or -1 to fill the context")
+            raise wrong(name, value, "a whole number of at least 1, or -1 to fill the context")
     if len({*given.values()}) > 1:
         both = " and ".join(f"{name} = {value}" for name, value in given.items())
         raise ApiError(400, f"{both} mean the same: give only one", param="max_tokens")
@@ -350,14 +351,14 @@ def _stop(left: dict[str, Any]) -> tuple[str, ...]:
         or len(stop) > MOST_STOPS
         or not all(isinstance(s, str) and 1 <= len(s) <= LONGEST_STOP for s in stop)
     ):
-        raise _wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
+        raise wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
 
 
 def _stop_token_ids(left: dict[str, Any]) -> tuple[int, ...]:
     ids = left.pop("stop_token_ids", [])
     if not _is_ids(ids) or len(ids) > MOST_STOPS:
-        raise _wrong("stop_token_ids", ids, f"a list of up to {MOST_STOPS} token ids")
+        raise wrong("stop_token_ids", ids, f"a list of up to {MOST_STOPS} token ids")
     return tuple(ids)
 
 

@@ -10,6 +10,7 @@ from infer.serve.body import ApiError
 from infer.serve.engine import Alive, Job, Queued, Update
 from infer.serve.worker import End, Named, Token
 from infer.text.channels import Part
+from infer.text.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,6 +23,7 @@ class Answer:
         self._tokens, self._reasoning = 0, 0
         self._cached: int | None = None  # until the end
         self._offset = 0  # characters of text so far
+        self._called = 0  # calls of functions so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
             kind += ".chunk"
@@ -52,6 +54,7 @@ class Answer:
                 yield b": keepalive\n\n"
         if tokens:
             yield self._tokens_event(tokens)
+            yield from self._call_events([call for token in tokens for call in token.calls])
         if isinstance(batch[-1], ApiError):  # the status line was sent before; clients check each event for errors
             yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
         elif isinstance(batch[-1], End):
@@ -63,10 +66,14 @@ class Answer:
         text = _text(tokens) + end.tail
         thought = _text(tokens, Part.REASONING)
         reasoning = {"reasoning_content": thought} if thought else {}
+        calls = [_call(call) for update in updates if isinstance(update, Token | End) for call in update.calls]
+        message = {"role": "assistant", **reasoning, "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = calls
         logprobs = self._logprobs(tokens)
         choice = {
             "index": 0,
-            **({"message": {"role": "assistant", **reasoning, "content": text}} if self._call.chat else {"text": text}),
+            **({"message": message} if self._call.chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
@@ -98,10 +105,21 @@ class Answer:
             choice["timeline"] = _timeline(tokens)
         return self._event(choice)
 
+    def _call_events(self, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+        """Two events for each call: its id and name, then its arguments."""
+        for call in calls:
+            whole = _call(call)
+            first = {"index": self._called, **whole, "function": {"name": call.name, "arguments": ""}}
+            second = {"index": self._called, "function": {"arguments": call.arguments}}
+            self._called += 1
+            for delta in (first, second):
+                yield self._event(self._choice("", {"tool_calls": [delta]}, logprobs=None))
+
     def _ending(self, end: End) -> Iterator[bytes]:
         call, self._cached = self._call, end.cached
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
+        yield from self._call_events(end.calls)
         last = {
             "index": 0,
             **({"delta": {}} if call.chat else {"text": end.tail}),
@@ -115,7 +133,7 @@ class Answer:
             yield f"data: {json.dumps(event)}\n\n".encode()
         yield DONE
 
-    def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
+    def _choice(self, text: str, delta: dict[str, Any], logprobs: dict | None) -> dict[str, Any]:
         content = {"delta": delta} if self._call.chat else {"text": text}
         return {"index": 0, **content, "logprobs": logprobs, "finish_reason": None}
 
@@ -140,7 +158,7 @@ class Answer:
 
     def _count(self, tokens: Sequence[Token]) -> None:
         self._tokens += len(tokens)
-        self._reasoning += sum(token.part is not Part.CONTENT for token in tokens)
+        self._reasoning += sum(token.part in (Part.REASONING, Part.MARK) for token in tokens)
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if self._call.logprobs is None:
@@ -197,6 +215,10 @@ class Answer:
 
 def _text(tokens: Sequence[Token], part: Part = Part.CONTENT) -> str:
     return "".join(token.text for token in tokens if token.part is part)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _delta(text: str, thought: str = "") -> dict[str, str]:

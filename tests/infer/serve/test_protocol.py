@@ -99,9 +99,9 @@ def test_prompts_are_read(prompt, read):
 def test_neutral_values_are_accepted():
     for name, values in ABSENT.items():
         for value in (None, *values):
-            assert read_call({**CHAT, name: value}, chat=True).warnings == ()
+            assert read_call({**TEXT, name: value}, chat=False).warnings == ()
         if WITHOUT_EFFECT.get(name, ()) is not None:
-            error = refused({**CHAT, name: [{"something": "else"}]}, chat=True)
+            error = refused({**TEXT, name: [{"something": "else"}]})
             assert error["param"] == name and error["code"] == "unsupported_parameter"
             assert f"leave {name} out" in error["message"]
 
@@ -215,7 +215,6 @@ def test_bad_completions_name_the_parameter(fields, param, message):
         ),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
         ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "mean the same"),
-        ({**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
     ],
 )
 def test_bad_chats_name_the_parameter(fields, param, message):
