@@ -48,7 +48,8 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "background": (False,),
     "include": ([],),
-    "reasoning": ({}, {"effort": "none"}, {"enabled": False}),
+    "max_tool_calls": (),
+    "moderation": (),
     # vLLM and SGLang
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -71,6 +72,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "min_tokens": (0,),
     "no_stop_trim": (False,),
+    "parse_tool_calls": (True,),
     "prompt_logprobs": (),
     "regex": (),
     "return_hidden_states": (False,),
@@ -92,7 +94,10 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "n_indent": (0,),
     "n_probs": (0,),
+    "reasoning_budget": (-1,),
     "reasoning_format": ("none", "auto"),
+    "reasoning_in_content": (False,),
+    "return_tokens": (False,),
     "repeat_penalty": (1,),
     "samplers": (),
     "t_max_predict_ms": (0, -1),
@@ -110,6 +115,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "search_parameters": ({}, {"mode": "off"}),
     "think": (False,),
     "thinking": ({"type": "disabled"},),
+    "thinking_budget": (),
     "top_a": (0,),
     "transforms": ([],),
 }
@@ -127,12 +133,18 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "xtc_threshold": None,
     **dict.fromkeys(("caching", "chat_id", "debug", "draft_model", "keep_alive", "models", "plugins", "provider")),
     **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
+    **dict.fromkeys(("incremental_output", "prompt_cache_options", "tool_stream", "vl_high_resolution_images")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
-EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
+REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
+EFFORT = "reasoning_effort"
+VARIABLES = {EFFORT: str, "enable_thinking": bool}  # parameters that are variables of the templates that know them
 TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
-MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "timestamp"}  # nothing depends on them
+# Fields of messages, and of `reasoning`, on which nothing depends.
+MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "parsed", "phase", "provider_specific_fields",
+                  "reasoning_details", "refusal", "thinking_blocks", "timestamp"}  # fmt: skip
+REASONING_LABELS = {"exclude", "generate_summary", "summary"}
 
 
 @dataclass(frozen=True)
@@ -180,7 +192,7 @@ class Call:
     def without_effect(self, template_variables: Collection[str]) -> list[str]:
         """Names of the parameters that the chat template does not read."""
         unread = [name for name in self.template_values if not self.chat or name not in template_variables]
-        return [name if name == EFFORT else f"chat_template_kwargs.{printable(name)}" for name in unread]
+        return [name if name in VARIABLES else f"chat_template_kwargs.{printable(name)}" for name in unread]
 
     @property
     def prompt_param(self) -> str:
@@ -198,7 +210,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
     if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
         given["top_k"] = 0
-    template_values = _template_values(left)
+    template_values = _template_values(left, ignored)
     call = Call(
         chat=chat,
         prompt=prompt,
@@ -294,6 +306,8 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise wrong(f"messages[{i}]", message, "an object with a role and content")
         kept = {name: value for name, value in message.items() if value is not None and value != []}
+        if isinstance(kept.get(REASONING), str):
+            kept.setdefault("reasoning_content", kept.pop(REASONING))
         for name in [name for name in kept if name not in MESSAGE_FIELDS]:
             path = f"messages[{i}].{printable(name)}"
             if name not in MESSAGE_LABELS:
@@ -320,14 +334,26 @@ def _content(content: Any, name: str) -> str:
     return "\n".join(texts)
 
 
-def _template_values(left: dict[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template: `chat_template_kwargs`, and `reasoning_effort`."""
+def _template_values(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Variables for the chat template: `chat_template_kwargs`, and parameters of their names."""
     values = _take(left, "chat_template_kwargs", dict, {})
     for name in TEMPLATE_FIELDS & values.keys():
         path = f"chat_template_kwargs.{name}"
         raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
-    effort = _take(left, EFFORT, str)
-    return values if effort in (None, "none") else {EFFORT: effort, **values}
+    given = {name: value for name, kind in VARIABLES.items() if (value := _take(left, name, kind)) is not None}
+    reasoning = {f"{REASONING}.{name}": value for name, value in _take(left, REASONING, dict, {}).items()}
+    reasoning = {path: value for path, value in reasoning.items() if value is not None}
+    if (effort := _take(reasoning, "reasoning.effort", str)) is not None:
+        given.setdefault(EFFORT, effort)
+    if _take(reasoning, "reasoning.enabled", bool, False) and effort is None:
+        raise ApiError(400, "reasoning.enabled = true needs reasoning.effort", param="reasoning.enabled")
+    for path in map(printable, reasoning):
+        if path.removeprefix(f"{REASONING}.") not in REASONING_LABELS:
+            raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
+        ignored.append(path)
+    if given.get(EFFORT) == "none":
+        del given[EFFORT]
+    return {**given, **values}
 
 
 def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
@@ -386,7 +412,7 @@ def _stream_options(left: dict[str, Any], stream: bool, ignored: list[str]) -> t
     usage = _take(options, "stream_options.include_usage", bool, False)
     continuous = _take(options, "stream_options.continuous_usage_stats", bool, False)
     if options.pop("stream_options.include_obfuscation", False) is not False:
-        raise ApiError(400, "stream_options.include_obfuscation is not supported: leave it out", param="stream_options")
+        ignored.append("stream_options.include_obfuscation")
     for name in map(printable, options):
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return usage, continuous

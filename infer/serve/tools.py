@@ -8,7 +8,7 @@ from infer.text.tool_calls import NAME, ToolRequest, read_object
 MOST_TOOLS = 512
 FUNCTION_FIELDS = ("name", "description", "parameters")  # templates read these
 TOOL_LABELS = ("cache_control", "strict")  # without effect: no schema is enforced
-CALL_LABELS = ("index", "provider_specific_fields", "extra_content")  # of calls in messages; litellm's and others'
+CALL_LABELS = ("index", "parsed_arguments", "provider_specific_fields", "extra_content")  # clients keep them
 CHOICES = ("none", "auto", "required")
 
 

@@ -355,15 +355,15 @@ def _kinds(schema: Any) -> set[str]:
 
 
 TAGS = {"openings": ("<tool_call>",), "closings": ("</tool_call>",)}
-HARMONY = ToolFormat("harmony", ("<|channel|>", "functions."), (), (), (), None, "<|channel|>commentary to=functions.",
+HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None, "<|channel|>commentary to=functions.",
                      "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
 HERMES = ToolFormat("hermes", ("<tool_call>", "arguments"), ("<arg_key>",), **TAGS, parse=_object_call,
                     required='<tool_call>\n{"name":', named='<tool_call>\n{"name": "{name}", "arguments":',
                     spelled=("<tool_call>", "</tool_call>"))  # fmt: skip
 FORMATS = (  # the first one that fits a template is its
     HARMONY,
-    ToolFormat("qwen3-coder", (FUNCTION_START, PARAMETER), (), ("<tool_call>", FUNCTION_START), ("</tool_call>",),
-               _coder, "<tool_call>\n<function=", "<tool_call>\n<function={name}>\n",
+    ToolFormat("qwen3-coder", ("<tool_call>", FUNCTION_START, PARAMETER), (), ("<tool_call>", FUNCTION_START),
+               ("</tool_call>",), _coder, "<tool_call>\n<function=", "<tool_call>\n<function={name}>\n",
                ("<tool_call>", "</tool_call>")),
     HERMES,
     ToolFormat("mistral-args", ("[TOOL_CALLS]", "[ARGS]"), (), ("[TOOL_CALLS]",), (), _mistral,

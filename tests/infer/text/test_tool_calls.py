@@ -120,7 +120,8 @@ def test_format_is_found_in_the_template(name):
 
 def test_forms_that_are_not_known_are_not_taken_for_others():
     glm = "{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>arguments</arg_value></tool_call>"
-    for source in ("", checkpoints.HARMONY_TEMPLATE, glm, "<｜tool▁calls▁begin｜>"):
+    seed = "{{ tools }}<seed:tool_call><function=NAME><parameter=KEY>arguments</parameter></function></seed:tool_call>"
+    for source in ("", checkpoints.HARMONY_TEMPLATE, glm, seed, "<｜tool▁calls▁begin｜>"):
         assert find_format(source, {"messages", "tools"}) is None
 
 
