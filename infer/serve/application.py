@@ -5,8 +5,10 @@ engine (the queue and the engine process), worker (inside that process), respons
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,12 +22,16 @@ from infer.serve.body import NESTED, ApiError, printable, read_json
 from infer.serve.connections import ARRIVAL_SECONDS
 from infer.serve.engine import EngineProcess, Job, Update
 from infer.serve.guard import Guard, error_response
+from infer.serve.item_answers import ItemAnswer
+from infer.serve.item_requests import read_items
 from infer.serve.metrics import Metrics
 from infer.serve.pages import FOLDER, INDEX, Pages, is_page
-from infer.serve.protocol import read_call
+from infer.serve.protocol import Call, read_call
 from infer.serve.responses import Answer
 
 log = logging.getLogger("infer")
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 20  # of a request
 DISCARD_SECONDS = (
@@ -63,6 +69,8 @@ class Api:
                 Route("/v1/models/{model:path}", self.one_model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             ],
             middleware=[Middleware(Guard, key=key, hosts=hosts)],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
@@ -90,6 +98,7 @@ class Api:
                 "metrics": "/metrics",
                 "completions": "/v1/completions",
                 "chat": "/v1/chat/completions",
+                "responses": "/v1/responses",
                 "documentation": "docs/serving.md",
             },
             headers={"Vary": "Accept"},
@@ -137,20 +146,30 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, chat=True)
 
-    async def _generate(self, request: Request, chat: bool) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # Browsers let any web page send other types without asking the server first (CORS preflight).
-            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    async def responses(self, request: Request) -> Response:
+        asked = await _read(request, read_items)
+        call = _parsed(lambda: read_call(asked.chat, chat=True))
         try:
-            call = read_call(read_json(await _body(request)), chat)
-        except RecursionError:
-            raise ApiError(400, NESTED) from None
+            return await self._answer(request, call.warned(*asked.ignored), partial(ItemAnswer, asked=asked))
+        except ApiError as error:
+            if error.body["error"]["param"] == call.prompt_param:
+                error.body["error"]["param"] = "input"
+            raise
+
+    async def embeddings(self, request: Request) -> Response:
+        raise ApiError(400, "/v1/embeddings is not supported: this server generates text", code="unsupported_route")
+
+    async def _generate(self, request: Request, chat: bool) -> Response:
+        return await self._answer(request, await _read(request, partial(read_call, chat=chat)), Answer)
+
+    async def _answer(self, request: Request, call: Call, form: Callable[..., Answer]) -> Response:
+        """Generates the answer to a call, in the form of that class."""
         self._require(call.model)
         call = call.warned(*call.without_effect(self._engine.facts.get("template_variables", ())))
         if call.tools is not None and self._engine.facts.get("chat") and self._engine.facts["tool_format"] is None:
             call = call.noted("tools are described in words, as the chat template has no form for them that is known")
         job = await self._engine.submit(call)
-        answer = Answer(job, self._model, self._engine.facts["fingerprint"])
+        answer = form(job, self._model, self._engine.facts["fingerprint"])
         if call.stream:
             return _Stream(self._engine, job, answer, self._interval)
         updates: list[Update] = []
@@ -214,6 +233,22 @@ class _Refusal(Response):
                 while (await receive()).get("more_body", False):
                     pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read(request: Request, read: Callable[[dict], T]) -> T:
+    """What `read` makes of the fields of a request. Raises ApiError."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # Browsers let any web page send other types without asking the server first (CORS preflight).
+        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    body = await _body(request)
+    return _parsed(lambda: read(read_json(body)))
+
+
+def _parsed(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except RecursionError:
+        raise ApiError(400, NESTED) from None
 
 
 async def _body(request: Request) -> bytes:

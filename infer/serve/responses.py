@@ -46,12 +46,8 @@ class Answer:
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
         """The events of a batch: one for all its tokens, and those of the end."""
+        yield from self._comments(batch)
         tokens = [update for update in batch if isinstance(update, Token)]
-        for update in batch[-1:]:
-            if isinstance(update, Queued):
-                yield f": queued {update.position}\n\n".encode()
-            elif isinstance(update, Alive):
-                yield b": keepalive\n\n"
         if tokens:
             yield self._tokens_event(tokens)
             yield from self._call_events([call for token in tokens for call in token.calls])
@@ -59,6 +55,14 @@ class Answer:
             yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
         elif isinstance(batch[-1], End):
             yield from self._ending(batch[-1])
+
+    def _comments(self, batch: Sequence[Update]) -> Iterator[bytes]:
+        """The place in the queue, and what keeps the connection open."""
+        for update in batch[-1:]:
+            if isinstance(update, Queued):
+                yield f": queued {update.position}\n\n".encode()
+            elif isinstance(update, Alive):
+                yield b": keepalive\n\n"
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The whole answer to a request without stream; the last update is its End."""
