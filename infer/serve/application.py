@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from infer.serve.body import NESTED, ApiError, printable, read_json
+from infer.serve.choices import Choices, Single, calls_of, updates_of
 from infer.serve.connections import ARRIVAL_SECONDS
 from infer.serve.engine import EngineProcess, Job, Update
 from infer.serve.guard import Guard, error_response
@@ -168,16 +169,24 @@ class Api:
         call = call.warned(*call.without_effect(self._engine.facts.get("template_variables", ())))
         if call.tools is not None and self._engine.facts.get("chat") and self._engine.facts["tool_format"] is None:
             call = call.noted("tools are described in words, as the chat template has no form for them that is known")
-        job = await self._engine.submit(call)
-        answer = form(job, self._model, self._engine.facts["fingerprint"])
+        facts, jobs = self._engine.facts, []
+        try:
+            for one in calls_of(call):
+                jobs.append(await self._engine.submit(one, admitted=bool(jobs)))
+        except BaseException:  # a cancelled request, too
+            for job in jobs:
+                self._engine.cancel(job)
+            raise
+        several = Choices(jobs, self._model, facts["fingerprint"]) if call.n > 1 else None
+        answer = several or Single(form(jobs[0], self._model, facts["fingerprint"]))
         if call.stream:
-            return _Stream(self._engine, job, answer, self._interval)
-        updates: list[Update] = []
-        async with _watched(self._engine, job, request.receive):
-            async for batch in job.updates():
-                updates += batch
-        if isinstance(updates[-1], ApiError):
-            raise updates[-1]
+            return _Stream(self._engine, jobs, answer, self._interval)
+        updates: list[list[Update]] = [[] for _ in jobs]
+        async with _watched(self._engine, jobs, request.receive):
+            async for i, batch in updates_of(jobs):
+                updates[i] += batch
+                if isinstance(batch[-1], ApiError):
+                    raise batch[-1]
         return JSONResponse(answer.whole(updates))
 
 
@@ -186,29 +195,35 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, engine: EngineProcess, job: Job, answer: Answer, interval: float):
+    def __init__(self, engine: EngineProcess, jobs: list[Job], answer: Choices | Single, interval: float):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._engine, self._job, self._answer, self._interval = engine, job, answer, interval
+        self._engine, self._jobs, self._answer, self._interval = engine, jobs, answer, interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _watched(self._engine, self._job, receive):
+        async with _watched(self._engine, self._jobs, receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._answer.opening(), "more_body": True})
-            async for batch in self._job.updates(self._interval):
-                if events := b"".join(self._answer.events(batch)):
+            async for i, batch in updates_of(self._jobs, self._interval):
+                if events := b"".join(self._answer.events(i, batch)):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
+                if isinstance(batch[-1], ApiError):
+                    break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @asynccontextmanager
-async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels the job if its client disconnects, or if the block ends first."""
+async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> AsyncIterator[None]:
+    """Cancels the jobs if their client disconnects, or if the block ends first."""
+
+    def cancel() -> None:
+        for job in jobs:
+            engine.cancel(job)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        engine.cancel(job)
+        cancel()
 
     watching = asyncio.create_task(watch())
     try:
@@ -217,7 +232,7 @@ async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIt
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        engine.cancel(job)
+        cancel()
 
 
 class _Refusal(Response):

@@ -143,8 +143,10 @@ class EngineProcess:
             self._process.kill()
             self._process.join()
 
-    async def submit(self, call: Call) -> Job:
-        """Queues a request. Raises ApiError if it is invalid, or if the queue is full."""
+    async def submit(self, call: Call, admitted: bool = False) -> Job:
+        """Queues a request. Raises ApiError if it is invalid, or if the queue is full; not so if it is admitted, as
+        another choice of one that was.
+        """
         arrived = time.perf_counter()
         if self.state != "ready":
             raise ApiError(
@@ -153,7 +155,7 @@ class EngineProcess:
                 code=f"engine_{self.state}",
                 headers={"Retry-After": "5"},
             )
-        if len(self._checks) + len(self._waiting) + (self._running is not None) > self.limits.waiting:
+        if not admitted and len(self._checks) + len(self._waiting) + (self._running is not None) > self.limits.waiting:
             self._metrics.failure.labels("queue_full").inc()
             raise ApiError(
                 429,

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's Responses API: items of output, whole or as numbered events, the last of which has the
+"""Answers in the form of OpenAI's Responses API: items of output, whole or as numbered events, whose last one has the
 whole answer.
 """
 

@@ -12,7 +12,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 # What a request may have besides parameters of a chat, and what of a chat it may not have.
-NEVER = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids", "return_timeline")
+NEVER = ("messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids", "return_timeline")
 ABSENT = ("previous_response_id", "conversation", "prompt", "context_management")  # with any value
 WITHOUT_EFFECT = ("truncation",)
 

@@ -15,6 +15,7 @@ COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill 
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
 WANTED = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", dict: "an object"}
+MOST_CHOICES = 8
 MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
@@ -27,7 +28,6 @@ SAMPLING = {
 # Parameters that would change the answer and are not supported, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -176,6 +176,8 @@ class Call:
     """Whether prefixes are reused for this prompt, and it is kept for later ones."""
     cache_salt: str
     """Prefixes are shared among equal salts only."""
+    n: int
+    """Number of answers."""
     tools: ToolRequest | None
     """The functions that a chat may call; None if there are none."""
     warnings: tuple[str, ...]
@@ -229,6 +231,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         template_values=template_values,
         cache_prompt=_take(left, "cache_prompt", bool, True),
         cache_salt=_take(left, "cache_salt", str, ""),
+        n=_count(left, "n", 1, 1, MOST_CHOICES),
         tools=read_tools(left, ignored) if chat else None,
         warnings=(),
     )

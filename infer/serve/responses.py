@@ -18,8 +18,9 @@ DONE = b"data: [DONE]\n\n"
 class Answer:
     """The reply to one job."""
 
-    def __init__(self, job: Job, model: str, fingerprint: str):
-        self._job, self._call = job, job.call
+    def __init__(self, job: Job, model: str, fingerprint: str, index: int = 0, head: dict[str, Any] | None = None):
+        """index: the number of the choice. head: fields that all choices share."""
+        self._job, self._call, self._index = job, job.call, index
         self._tokens, self._reasoning = 0, 0
         self._cached: int | None = None  # until the end
         self._offset = 0  # characters of text so far
@@ -27,14 +28,14 @@ class Answer:
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
             kind += ".chunk"
-        self._head = {
+        self._head = head or {
             "id": ("chatcmpl-" if self._call.chat else "cmpl-") + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._prefix = "data: " + json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
+        self._prefix = "data: " + json.dumps(self._head)[:-1] + f', "choices": [{{"index": {index}, '
 
     def opening(self) -> bytes:
         """The event before the first token: the role in a chat, and the ids of the prompt if asked for."""
@@ -76,7 +77,7 @@ class Answer:
             message["tool_calls"] = calls
         logprobs = self._logprobs(tokens)
         choice = {
-            "index": 0,
+            "index": self._index,
             **({"message": message} if self._call.chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": end.reason,
@@ -124,22 +125,29 @@ class Answer:
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
         yield from self._call_events(end.calls)
-        last = {
-            "index": 0,
-            **({"delta": {}} if call.chat else {"text": end.tail}),
+        yield self._event(self._last(end), **({} if call.include_usage else self._measured(end)))
+        yield from self._after(end)
+
+    def _last(self, end: End) -> dict[str, Any]:
+        """The choice in the event of its end."""
+        return {
+            "index": self._index,
+            **({"delta": {}} if self._call.chat else {"text": end.tail}),
             "logprobs": None,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
         }
-        yield self._event(last, **({} if call.include_usage else self._measured(end)))
-        if call.include_usage:
+
+    def _after(self, end: End) -> Iterator[bytes]:
+        """The events behind that of the end."""
+        if self._call.include_usage:
             event = self._head | {"choices": [], "usage": self._usage()} | self._measured(end)
             yield f"data: {json.dumps(event)}\n\n".encode()
         yield DONE
 
     def _choice(self, text: str, delta: dict[str, Any], logprobs: dict | None) -> dict[str, Any]:
         content = {"delta": delta} if self._call.chat else {"text": text}
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": None}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         return (

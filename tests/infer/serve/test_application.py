@@ -267,7 +267,7 @@ def test_disconnected_client_leaves_the_queue(server):
         ({"prompt": "a", "top_p": 2}, "top_p", None, "top_p = 2.0"),
         ({"prompt": "a", "seed": -1}, "seed", None, "seed = -1"),
         ({"prompt": "a", "stop_token_ids": [258]}, "stop_token_ids", None, "give ids from 0 to 257"),
-        ({"prompt": "a", "n": 2}, "n", "unsupported_parameter", "n = 2 is not supported"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "unsupported_parameter", "best_of = 2 is not supported"),
     ],
 )
 def test_bad_requests_name_the_parameter(server, fields, param, code, message):
@@ -303,7 +303,7 @@ def test_invalid_bodies_and_paths_are_errors(server):
         (413, "POST", "/v1/completions", long, JSON),
         (413, "POST", "/v1/completions", iter([long.encode()]), JSON),  # in chunks, of unknown length
         (413, "POST", "/v1/completions", 20 * long, JSON),
-        (400, "POST", "/v1/completions", '{"prompt": "a", "n": ' + "[" * 960 + "]" * 960 + "}", JSON),
+        (400, "POST", "/v1/completions", '{"prompt": "a", "best_of": ' + "[" * 960 + "]" * 960 + "}", JSON),
         (415, "POST", "/v1/completions", '{"prompt": "a"}', {"Content-Type": "text/plain"}),
         (404, "POST", "/v1/completions", '{"prompt": "a", "model": "gpt"}', JSON),
         (404, "GET", "/v1/models/gpt", None, {}),
@@ -405,5 +405,5 @@ def test_openai_client_works(server, engine):
         with pytest.raises(openai.NotFoundError, match="unknown model 'gpt'"):
             client.completions.create(model="gpt", prompt=PROMPT)
         with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model="small", prompt=PROMPT, n=2)
-        assert caught.value.param == "n" and caught.value.code == "unsupported_parameter"
+            client.completions.create(model="small", prompt=PROMPT, best_of=2)
+        assert caught.value.param == "best_of" and caught.value.code == "unsupported_parameter"
