@@ -32,14 +32,14 @@ def words(text: str, used: dict[str, None]) -> list[str]:
     return made
 
 
-def tool_model(folder: Path, calls: str = CALLS, template: str | None = TEMPLATES["hermes"]) -> Path:
+def tool_model(folder: Path, calls: str = CALLS, template: str | None = TEMPLATES["hermes"], **changes) -> Path:
     """Saves the model. Its prompts end with ASKED behind the message of a user, and with TOLD behind that of a tool.
 
-    template: None for one that knows no tools.
+    template: None for one that knows no tools. changes: of its config.
     """
     used: dict[str, None] = {}
     chains = [[ASKED, *words(calls, used), DONE], [TOLD, *words(ANSWER, used), DONE]]
-    save_checkpoint(folder, TALK, DONE, ASKED, TOLD, words=list(used), layers=1, lanes=1)
+    save_checkpoint(folder, TALK, DONE, ASKED, TOLD, words=list(used), layers=1, lanes=1, **changes)
     ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     follow(folder, {ids.token_to_id(a): ids.token_to_id(b) for chain in chains for a, b in pairwise(chain)})
     source = (
