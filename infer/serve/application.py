@@ -1,6 +1,6 @@
-"""The HTTP application: OpenAI-compatible completions by one engine. Reading order: body and protocol (requests),
-engine (the queue and the engine process), worker (inside that process), responses (answers), guard and connections
-(access).
+"""The HTTP application: OpenAI-compatible answers by one engine. Reading order: body, protocol, tools and item_requests
+(requests), engine (the queue and the engine process), worker (inside that process), responses, choices and item_answers
+(answers), guard and connections (access).
 """
 
 import asyncio

@@ -9,7 +9,7 @@ models have seen.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infer.text.tool_calls import ToolRequest, json_text, read_object
+from infer.text.tool_calls import HARMONY, ToolRequest, json_text, read_object
 from laneformer.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def encode(
     """Token ids of the prompt for an answer to these messages. Raises InputError as `ChatTemplate.encode`, and where a
     call is required of a template without a form for it.
     """
-    messages, opening = [_message(message, chat.has_developer) for message in messages], ""
+    messages, opening = [_message(message, chat) for message in messages], ""
     if chat.tool_format is None:
         if tools is not None and tools.required:
             choice = '"required"' if tools.name is None else json_text(tools.name)
@@ -51,13 +51,14 @@ def encode(
     return chat.encode(messages, add_generation_prompt=True, tools=definitions, values=values, opening=opening)
 
 
-def _message(message: Mapping[str, Any], has_developer: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], chat: "ChatTemplate") -> dict[str, Any]:
     made = dict(message)
-    if made.get("role") == "developer" and not has_developer:
+    if made.get("role") == "developer" and not chat.has_developer:
         made["role"] = "system"
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [_call(call) for call in calls]
-        made.setdefault("content", "")
+        both = chat.tool_format is HARMONY and made.get("reasoning_content")  # gpt-oss's template takes one of them
+        made["content"] = "" if both else made.get("content", "")
     return made
 
 

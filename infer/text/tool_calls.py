@@ -472,6 +472,7 @@ class TextReader:
                 return _Start(kept, found.start(), found.end()), False
             if source.ended:
                 return None
+            source.text, at = source.text[at:], 0  # what was passed on is not needed again
             yield
 
     def _partial(self, text: str) -> int:
@@ -483,7 +484,7 @@ class TextReader:
         """Passes on all that follows."""
         while True:
             self._out.append(self._source.text[at:])
-            at = len(self._source.text)
+            self._source.text, at = "", 0
             if self._source.ended:
                 return
             yield

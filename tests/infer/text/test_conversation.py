@@ -53,6 +53,13 @@ def test_an_opening_is_in_the_tokens_of_the_template(name):
         assert all(TOKENIZER.token_to_id(token) in ids[len(plain) :] for token in special)
 
 
+def test_channels_take_the_reasoning_or_the_content_of_a_call():
+    for fields, shown in (({}, ""), ({"content": "I look."}, "I look."), ({"reasoning_content": "Hm."}, "Hm."),
+                          ({"content": "I look.", "reasoning_content": "Hm."}, "Hm.")):  # fmt: skip
+        made = text(TEMPLATES["harmony"], [USER, {**ASKING, **fields}], TOOLS)
+        assert f"<|end|>{shown}<|start|>assistant<|channel|>commentary" in made
+
+
 def test_channels_need_their_tokens():
     other = ChatTemplate(TEMPLATES["harmony"], checkpoints.byte_tokenizer(*checkpoints.CHATML), {})
     assert other.tool_format is None

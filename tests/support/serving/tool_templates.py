@@ -9,7 +9,9 @@ CONTENT = "{{ m.content }}{% for c in m.tool_calls or [] %}"
 TEMPLATES = {
     "harmony": """{% if tools %}{{ 'namespace functions {' }}{% for t in tools %}{{ t.function.name + ' ' }}{% endfor %}
 {{- '}' }}{% endif %}{% for m in messages %}
-{%- if m.tool_calls %}{{ '<|start|>assistant<|channel|>commentary to=functions.' + m.tool_calls[0].function.name
+{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if m.tool_calls %}{{ (m.thinking or m.content) }}
+{{- '<|start|>assistant<|channel|>commentary to=functions.' + m.tool_calls[0].function.name
  + '<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
