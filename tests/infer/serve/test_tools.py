@@ -7,7 +7,8 @@ import pytest
 from infer.serve.body import ApiError
 from infer.serve.protocol import read_call
 from infer.text.chat_template import ChatTemplate
-from tests.support.serve_cases import BACKEND, Server
+from tests.support.paths import ROOT
+from tests.support.serve_cases import BACKEND, JSON, Server
 from tests.support.serving.tool_model import ADD, ANSWER, QUESTION, tool_model
 from tests.support.serving.tool_templates import WEATHER
 
@@ -15,6 +16,9 @@ PATH = "/v1/chat/completions"
 ASKED = {"messages": [QUESTION], "temperature": 0, "max_tokens": 200, "tools": [ADD, WEATHER]}
 MADE = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
 FORCED = {"type": "function", "function": {"name": "add"}}
+# What clients and agents sent in whole sessions (docs/serving.md), as recorded by a proxy, with its texts cut short.
+SESSIONS = json.loads((ROOT / "tests/support/serving/client_sessions.json").read_text(encoding="utf-8"))
+HARMLESS = ("messages[1].provider_specific_fields has no effect", "tools[0].function.strict has no effect")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    server = Server(checkpoint, "--backend", BACKEND)
+    server = Server(checkpoint, "--backend", BACKEND, "--any-model-name")
     yield server.wait_until(200)
     server.kill()
 
@@ -163,6 +167,38 @@ def test_openai_client_calls_a_tool(server):
             final = stream.get_final_completion().choices[0]
         assert "tool_calls.function.arguments.done" in events and final.finish_reason == "tool_calls"
         assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def last_chunk(text):
+    """The JSON of the last event that has an answer, of a chat or a response."""
+    data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
+    return json.loads(data[-1]), text.count('"tool_calls": [') + text.count('"type": "function_call"')
+
+
+@pytest.mark.parametrize("client", list(SESSIONS))
+def test_recorded_sessions_are_answered(server, client):
+    for request in SESSIONS[client]:
+        body = request["body"]
+        status, answer, _ = server.send("POST", request["path"], json.dumps(body), JSON)
+        assert status == 200, answer
+        if isinstance(answer, str):
+            answer, called = last_chunk(answer)
+            text = ""
+        else:
+            text = json.dumps(answer)
+            called = text.count('"type": "function"') if "choices" in answer else text.count('"type": "function_call"')
+        assert set(answer.get("warnings", ())) <= {*HARMLESS}, answer["warnings"]
+        history = body.get("messages") or body["input"]
+        last = history[-1] if isinstance(history, list) else {}
+        is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
+        cut_off = body.get("max_completion_tokens", 99) < 20
+        assert bool(called) == ("tools" in body and not is_result and not cut_off), (client, request, answer)
+        assert not (is_result and text) or ANSWER in text
+
+
+def test_sessions_name_the_versions_of_the_documentation():
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    assert [client for client in SESSIONS if f"| {client} |" not in page] == []
 
 
 CHAT = {"messages": [QUESTION]}

@@ -140,7 +140,7 @@ def cut(data, text):
 
 
 @pytest.mark.parametrize("name", [each.name for each in TEXTS if each.name != "qwen3-coder"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.lists(st.tuples(st.sampled_from(["add", "get_weather"]), ARGUMENTS), min_size=1, max_size=3))
 def test_written_calls_are_read_from_any_pieces(name, data, calls):
     before = "" if name == "llama3" else data.draw(st.sampled_from(["", "Yes. ", "a < b [TOOL\n"]))
@@ -148,7 +148,7 @@ def test_written_calls_are_read_from_any_pieces(name, data, calls):
     assert read(name, *cut(data, answer)) == (before.rstrip(), calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), JSON_VALUES, max_size=3))
 def test_values_of_tags_are_read_by_their_schema(data, values):
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -167,7 +167,7 @@ PIECES = st.sampled_from([
 
 
 @pytest.mark.parametrize("name", [each.name for each in TEXTS])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), st.lists(PIECES, max_size=14))
 def test_any_cut_of_any_text_gives_the_same(name, data, pieces):
     answer = "".join(pieces)
