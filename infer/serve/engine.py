@@ -168,11 +168,11 @@ class EngineProcess:
         question = Question(
             call.prompt,
             call.chat,
+            call.tools,
             call.sampling,
             call.stop_token_ids,
             bool(call.stop),
             call.template_values,
-            call.tools,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
@@ -203,9 +203,9 @@ class EngineProcess:
             call.logprobs,
             self.limits.tokens_per_dispatch,
             call.chat,
+            call.tools,
             call.cache_prompt,
             call.cache_salt,
-            call.tools,
         )
         job = Job(number, call, ids, order, arrived)
         loop = asyncio.get_running_loop()

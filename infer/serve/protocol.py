@@ -137,10 +137,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
-REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
-EFFORT = "reasoning_effort"
-VARIABLES = {EFFORT: str, "enable_thinking": bool}  # parameters that are variables of the templates that know them
+EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
 TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
+VARIABLES = {EFFORT: str, "enable_thinking": bool}  # all parameters that are variables of templates
+REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
 # Fields of messages, and of `reasoning`, on which nothing depends.
 MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "parsed", "phase", "provider_specific_fields",
                   "reasoning_details", "refusal", "thinking_blocks", "timestamp"}  # fmt: skip
@@ -154,6 +154,10 @@ class Call:
     chat: bool
     prompt: str | list[int] | list[dict[str, Any]]
     """Text or token ids; the messages of a chat."""
+    tools: ToolRequest | None
+    """The functions that a chat may call; None if there are none."""
+    n: int
+    """Number of answers."""
     model: str | None
     max_tokens: int | None
     sampling: dict[str, float]
@@ -176,10 +180,6 @@ class Call:
     """Whether prefixes are reused for this prompt, and it is kept for later ones."""
     cache_salt: str
     """Prefixes are shared among equal salts only."""
-    n: int
-    """Number of answers."""
-    tools: ToolRequest | None
-    """The functions that a chat may call; None if there are none."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
@@ -216,6 +216,8 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     call = Call(
         chat=chat,
         prompt=prompt,
+        tools=read_tools(left, ignored) if chat else None,
+        n=_count(left, "n", 1, 1, MOST_CHOICES),
         model=_take(left, "model", str),
         max_tokens=_max_tokens(left, None if chat else COMPLETION_TOKENS),
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
@@ -231,8 +233,6 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         template_values=template_values,
         cache_prompt=_take(left, "cache_prompt", bool, True),
         cache_salt=_take(left, "cache_salt", str, ""),
-        n=_count(left, "n", 1, 1, MOST_CHOICES),
-        tools=read_tools(left, ignored) if chat else None,
         warnings=(),
     )
     for name in LABELS:

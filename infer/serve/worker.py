@@ -52,13 +52,13 @@ class Question(NamedTuple):
 
     prompt: str | list[int] | list[dict]
     chat: bool
+    tools: ToolRequest | None
     sampling: dict[str, float]
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
     """Whether the request has stop strings."""
     template_values: dict[str, Any]
     """Variables of the chat template besides the messages."""
-    tools: ToolRequest | None
 
 
 class Order(NamedTuple):
@@ -76,10 +76,10 @@ class Order(NamedTuple):
     tokens_per_dispatch: int | None
     chat: bool
     """Whether the answer may have channels."""
-    cache_prompt: bool
-    cache_salt: str
     tools: ToolRequest | None
     """Functions that the answer may call."""
+    cache_prompt: bool
+    cache_salt: str
 
 
 class Named(NamedTuple):
@@ -111,6 +111,8 @@ class End(NamedTuple):
     stop_reason: int | str | None
     tail: str
     """Content that was held back when the last token was yielded."""
+    calls: tuple[ToolCall, ...]
+    """Calls that the end of the answer completed."""
     tokens: int
     cached: int
     """Tokens of the prompt that were not computed."""
@@ -118,8 +120,6 @@ class End(NamedTuple):
     prefill_time: float | None
     time_per_token: float | None
     total_time: float
-    calls: tuple[ToolCall, ...] = ()
-    """Calls that the end of the answer completed."""
 
 
 def main(connection: Connection, model: ServedModel) -> None:
@@ -360,13 +360,13 @@ class _Worker:
                 "tool_calls" if called and (whole or r.finish_reason == "stop") else r.finish_reason,
                 r.stop_reason,
                 last.text,
+                last.calls,
                 len(r.tokens),
                 r.cached_tokens,
                 r.time_to_first_token,
                 r.prefill_time,
                 r.time_per_token,
                 r.total_time,
-                last.calls,
             ),
         )
 
