@@ -371,7 +371,7 @@ FORMATS = (  # the first one that fits a template is its
     ToolFormat("mistral", ("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), (), _mistral,
                '[TOOL_CALLS] [{"name":', '[TOOL_CALLS] [{"name": "{name}", "arguments":', ("[TOOL_CALLS]",),
                short_ids=True),
-    ToolFormat("llama3", ('"parameters":', "<|start_header_id|>"), (), ("<|python_tag|>",), (";",), _object_call,
+    ToolFormat("llama3", ('{"name": function name, "parameters":',), (), ("<|python_tag|>",), (";",), _object_call,
                '{"name":', '{"name": "{name}", "parameters":', ("<|python_tag|>",), bare=True),
 )  # fmt: skip
 

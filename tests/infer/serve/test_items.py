@@ -125,6 +125,11 @@ def test_events_make_the_whole_answer(server, fields):
     last = events[-1]
     assert last["type"] == f"response.{whole['status']}" and plain(last["response"]) == plain(whole)
     assert rebuilt(events) == last["response"]["output"]
+    *before, final = (item["status"] for item in last["response"]["output"])
+    assert final == whole["status"] and set(before) <= {"completed"}
+    kinds = [event["type"] for event in events]
+    for kind in ("output_item", "content_part"):
+        assert kinds.count(f"response.{kind}.added") == kinds.count(f"response.{kind}.done") > 0
     assert whole["status"] == ("incomplete" if fields["max_output_tokens"] == 12 else "completed")
     assert whole["incomplete_details"] == (
         {"reason": "max_output_tokens"} if fields["max_output_tokens"] == 12 else None

@@ -1,5 +1,6 @@
 """Tools in chats, over a real connection: definitions reach the template, calls come back as OpenAI's."""
 
+import contextlib
 import json
 
 import pytest
@@ -253,6 +254,26 @@ def test_bad_tools_name_the_parameter(fields, param, message):
         read_call({**CHAT, **fields}, chat=True)
     error = caught.value.body["error"]
     assert caught.value.status == 400 and error["param"] == param and message in error["message"]
+
+
+def test_no_value_of_a_field_is_an_error_of_the_server():
+    odd = ("", "x", 0, -1, 0.5, True, [], {}, [[]], [{}], {"a": {}}, {"name": "f"}, {"type": "function"})
+    for name in ("type", "function", "other", "strict"):
+        for value in odd:
+            with contextlib.suppress(ApiError):
+                read_call({**CHAT, "tools": [{**ADD, name: value}], "tool_choice": value}, chat=True)
+    for name in ("name", "description", "parameters", "strict", "other"):
+        for value in odd:
+            with contextlib.suppress(ApiError):
+                tool = {"type": "function", "function": {**ADD["function"], name: value}}
+                read_call({**CHAT, "tools": [tool], "parallel_tool_calls": value}, chat=True)
+    for name in ("id", "type", "function", "index", "other"):
+        for value in odd:
+            with contextlib.suppress(ApiError):
+                read_call({"messages": [{**MESSAGE, "tool_calls": [{**MADE, name: value}]}]}, chat=True)
+            with contextlib.suppress(ApiError):
+                made = {**MADE, "function": {**MADE["function"], name: value, "arguments": value}}
+                read_call({"messages": [{**MESSAGE, "tool_calls": [made]}]}, chat=True)
 
 
 def test_calls_in_messages_are_read():
