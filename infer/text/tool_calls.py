@@ -357,8 +357,9 @@ def _kinds(schema: Any) -> set[str]:
 TAGS = {"openings": ("<tool_call>",), "closings": ("</tool_call>",)}
 HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None, "<|channel|>commentary to=functions.",
                      "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
-HERMES = ToolFormat("hermes", ("<tool_call>", "arguments"), ("<arg_key>",), **TAGS, parse=_object_call,
-                    required='<tool_call>\n{"name":', named='<tool_call>\n{"name": "{name}", "arguments":',
+HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"), **TAGS,
+                    parse=_object_call, required='<tool_call>\n{"name":',
+                    named='<tool_call>\n{"name": "{name}", "arguments":',
                     spelled=("<tool_call>", "</tool_call>"))  # fmt: skip
 FORMATS = (  # the first one that fits a template is its
     HARMONY,

@@ -119,9 +119,11 @@ def test_format_is_found_in_the_template(name):
 
 
 def test_forms_that_are_not_known_are_not_taken_for_others():
-    glm = "{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>arguments</arg_value></tool_call>"
+    glm = '{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>"arguments"</arg_value></tool_call>'
+    apriel = '{{ tools }} within <tool_call>: <tool_calls>[{"name": NAME, "arguments": ARGS}]</tool_calls>'
+    minimax = '{{ tools }}<tool_call><invoke name="NAME">"arguments"</invoke></tool_call>'
     seed = "{{ tools }}<seed:tool_call><function=NAME><parameter=KEY>arguments</parameter></function></seed:tool_call>"
-    for source in ("", checkpoints.HARMONY_TEMPLATE, glm, seed, "<｜tool▁calls▁begin｜>"):
+    for source in ("", checkpoints.HARMONY_TEMPLATE, glm, seed, apriel, minimax, "<｜tool▁calls▁begin｜>"):
         assert find_format(source, {"messages", "tools"}) is None
 
 
