@@ -43,8 +43,8 @@ class ItemAnswer(Answer):
             yield from self._grow(part, list(group), calls)
         if isinstance(batch[-1], ApiError):
             error = batch[-1].body["error"]
-            told = {"code": error["code"] or error["type"], "message": error["message"]}
-            yield self._sse("response.failed", response=self._response("failed", error=told))
+            failure = {"code": error["code"] or error["type"], "message": error["message"]}
+            yield self._sse("response.failed", response=self._response("failed", error=failure))
         elif isinstance(batch[-1], End):
             yield from self._ending(batch[-1])
 

@@ -11,7 +11,7 @@ The web process imports this file, so it needs the standard library only.
 import json
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -401,11 +401,7 @@ class TextReader:
         self._openings = re.compile("|".join(map(re.escape, tool_format.openings)))
         self.finished = False
         self._run = self._read()
-        self.begin(tool_format.opening(request))
-
-    def begin(self, text: str) -> None:
-        """The beginning of the answer that is part of the prompt."""
-        self._feed(text)
+        self._feed(tool_format.opening(request))  # the beginning of the answer that is part of the prompt
 
     def add(self, token: int, text: str, part: Part) -> Read:
         return self._feed(text) if part is Part.CONTENT else Read(text, (), part)
@@ -535,11 +531,3 @@ class HarmonyReader:
             return Read(text)
         self.finished = not self._parallel
         return Read("", (HARMONY.call(self._name, arguments),))
-
-
-def calls_of(reader: Reader, pieces: Sequence[str]) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of an answer without channels, whose text arrives in these pieces."""
-    text, calls = "", []
-    for read in (*(reader.add(0, piece, Part.CONTENT) for piece in pieces), reader.end("")):
-        text, calls = text + read.text, [*calls, *read.calls]
-    return text, calls

@@ -161,8 +161,8 @@ def test_openai_client_calls_a_tool(server):
         [call] = whole.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
         result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-        told = client.chat.completions.create(messages=[QUESTION, whole, result], **asked).choices[0].message
-        assert told.content == ANSWER and told.tool_calls is None
+        final_answer = client.chat.completions.create(messages=[QUESTION, whole, result], **asked).choices[0].message
+        assert final_answer.content == ANSWER and final_answer.tool_calls is None
         with client.chat.completions.stream(messages=[QUESTION], **asked) as stream:
             events = [event.type for event in stream]
             final = stream.get_final_completion().choices[0]

@@ -6,10 +6,10 @@ import pytest
 
 from infer.text.chat_template import ChatTemplate
 from infer.text.conversation import encode, in_words
-from infer.text.tool_calls import HERMES, TextReader, ToolRequest, calls_of
+from infer.text.tool_calls import HERMES, TextReader, ToolRequest
 from laneformer.errors import InputError
 from tests.support import checkpoints
-from tests.support.serving.tool_templates import TEMPLATES, WEATHER
+from tests.support.serving.tool_templates import TEMPLATES, WEATHER, calls_of
 
 TOKENIZER = checkpoints.byte_tokenizer(*checkpoints.CHATML, *checkpoints.HARMONY, "[TOOL_CALLS]", "[ARGS]")
 USER = {"role": "user", "content": "Weather?"}

@@ -13,14 +13,13 @@ from infer.text.tool_calls import (
     HarmonyReader,
     TextReader,
     ToolRequest,
-    calls_of,
     find_format,
     json_text,
     read_object,
     typed,
 )
 from tests.support import checkpoints
-from tests.support.serving.tool_templates import TEMPLATES, WEATHER, function, written
+from tests.support.serving.tool_templates import TEMPLATES, WEATHER, calls_of, function, written
 
 BY_NAME = {each.name: each for each in FORMATS}
 TEXTS = [each for each in FORMATS if each is not HARMONY]

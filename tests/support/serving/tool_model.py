@@ -11,7 +11,7 @@ import tokenizers
 from tests.support.checkpoints import follow, save_checkpoint
 from tests.support.serving.tool_templates import TEMPLATES, function
 
-TALK, DONE, ASKED, TOLD = "<|im_start|>", "<|im_end|>", "<|asked|>", "<|told|>"
+TALK, DONE, ASKED, ANSWERED = "<|im_start|>", "<|im_end|>", "<|asked|>", "<|answered|>"
 ADD = function("add", a={"type": "integer"}, b={"type": "integer"})
 QUESTION = {"role": "user", "content": "What are 2 and 3?"}
 CALLS = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -33,20 +33,20 @@ def words(text: str, used: dict[str, None]) -> list[str]:
 
 
 def tool_model(folder: Path, calls: str = CALLS, template: str | None = TEMPLATES["hermes"], **changes) -> Path:
-    """Saves the model. Its prompts end with ASKED behind the message of a user, and with TOLD behind that of a tool.
+    """Saves the model. Its prompts end with ASKED behind a message of a user, with ANSWERED behind one of a tool.
 
     template: None for one that knows no tools. changes: of its config.
     """
     used: dict[str, None] = {}
-    chains = [[ASKED, *words(calls, used), DONE], [TOLD, *words(ANSWER, used), DONE]]
-    save_checkpoint(folder, TALK, DONE, ASKED, TOLD, words=list(used), layers=1, lanes=1, **changes)
+    chains = [[ASKED, *words(calls, used), DONE], [ANSWERED, *words(ANSWER, used), DONE]]
+    save_checkpoint(folder, TALK, DONE, ASKED, ANSWERED, words=list(used), layers=1, lanes=1, **changes)
     ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     follow(folder, {ids.token_to_id(a): ids.token_to_id(b) for chain in chains for a, b in pairwise(chain)})
     source = (
         template or "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
     )
     source = source.partition("{% if add_generation_prompt %}")[0]
-    told = "messages[-1].role == 'tool' or '<tool_response>' in messages[-1].content"
-    source += f"{{% if {told} %}}{TOLD}{{% else %}}{ASKED}{{% endif %}}"
+    answered = "messages[-1].role == 'tool' or '<tool_response>' in messages[-1].content"
+    source += f"{{% if {answered} %}}{ANSWERED}{{% else %}}{ASKED}{{% endif %}}"
     (folder / "chat_template.jinja").write_text(source)
     return folder

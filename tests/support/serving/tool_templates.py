@@ -2,6 +2,8 @@
 
 import json
 
+from infer.text.channels import Part
+
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
 TAIL = """{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 DEFINED = "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '</tools>\\n' }}"
@@ -70,3 +72,11 @@ def written(name, calls):
     if name == "mistral":
         return f"[TOOL_CALLS] [{', '.join(objects)}]"
     return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+
+
+def calls_of(reader, pieces):
+    """The content and the calls of an answer without channels, whose text arrives in these pieces."""
+    text, calls = "", []
+    for read in (*(reader.add(0, piece, Part.CONTENT) for piece in pieces), reader.end("")):
+        text, calls = text + read.text, [*calls, *read.calls]
+    return text, calls
