@@ -207,6 +207,7 @@ class Engine:
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
         channels: Channels | None = None,
+        spelled: Iterable[str] = (),
         cache_prompt: bool = True,
         cache_salt: str = "",
         prediction: str | Sequence[int] = (),
@@ -222,6 +223,7 @@ class Engine:
         together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
         report with each token, with their log-probabilities by the raw logits. channels: for an answer with reasoning
         apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
+        spelled: special tokens that appear in the answer's text, as those that begin calls of tools.
         cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
         leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
         prediction: a text or token ids that the answer may repeat, to draft from beside the prompt, where the engine
@@ -267,7 +269,7 @@ class Engine:
             self._require_free()
             if self._leader is not None:
                 self._leader.announce(request)
-            generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels)
+            generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels, spelled)
             self._running.append(weakref.ref(generation))
         return generation
 

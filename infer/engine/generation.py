@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,11 +108,12 @@ class Generation(Iterator[Token]):
         stop_strings: tuple[str, ...],
         accepted: float,
         channels: Channels | None = None,
+        spelled: Iterable[str] = (),
     ):
         """accepted: time.perf_counter() when the request was accepted."""
         self._request, self._accepted = request, accepted
         self._channels, self._part = channels, Part.CONTENT  # of the text that may be held back
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, spelled)
         self._stops = StopStrings(stop_strings)
         self._ready: deque[Token] = deque()
         self._given: list[Token] = []
@@ -230,12 +231,12 @@ class Generation(Iterator[Token]):
             return held, self._part if held else part
         self._part = part
         text = self._detokenizer.add(token)
-        return (text if part is Part.REASONING else self._stops.add(text)), part
+        return (self._stops.add(text) if part is Part.CONTENT else text), part
 
     def _held(self) -> str:
         """The text that was held back."""
         text = self._detokenizer.flush()
-        return text if self._part is Part.REASONING else self._stops.add(text) + self._stops.flush()
+        return self._stops.add(text) + self._stops.flush() if self._part is Part.CONTENT else text
 
     def _flush(self) -> None:
         """Appends the text that was held back to the last token, or keeps it as tail if that token was yielded."""

@@ -1,12 +1,14 @@
-"""The HTTP application: OpenAI-compatible completions by one engine. Reading order: body and protocol (requests),
-engine (the queue and the engine process), worker (inside that process), responses (answers), guard and connections
-(access).
+"""The HTTP application: OpenAI-compatible answers by one engine. Reading order: body, protocol, tools and item_requests
+(requests), engine (the queue and the engine process), worker (inside that process), responses, choices and item_answers
+(answers), guard and connections (access).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,15 +19,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from infer.serve.body import NESTED, ApiError, printable, read_json
+from infer.serve.choices import Choices, Single, calls_of, updates_of
 from infer.serve.connections import ARRIVAL_SECONDS
 from infer.serve.engine import EngineProcess, Job, Update
 from infer.serve.guard import Guard, error_response
+from infer.serve.item_answers import ItemAnswer
+from infer.serve.item_requests import read_items
 from infer.serve.metrics import Metrics
 from infer.serve.pages import FOLDER, INDEX, Pages, is_page
-from infer.serve.protocol import read_call
+from infer.serve.protocol import Call, read_call
 from infer.serve.responses import Answer
 
 log = logging.getLogger("infer")
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 20  # of a request
 DISCARD_SECONDS = (
@@ -63,6 +70,8 @@ class Api:
                 Route("/v1/models/{model:path}", self.one_model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             ],
             middleware=[Middleware(Guard, key=key, hosts=hosts)],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
@@ -90,6 +99,7 @@ class Api:
                 "metrics": "/metrics",
                 "completions": "/v1/completions",
                 "chat": "/v1/chat/completions",
+                "responses": "/v1/responses",
                 "documentation": "docs/serving.md",
             },
             headers={"Vary": "Accept"},
@@ -137,28 +147,47 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, chat=True)
 
-    async def _generate(self, request: Request, chat: bool) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # Browsers let any web page send other types without asking the server first (CORS preflight).
-            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    async def responses(self, request: Request) -> Response:
+        asked = await _read(request, read_items)
+        call = _parsed(lambda: read_call(asked.chat, chat=True))
         try:
-            call = read_call(read_json(await _body(request)), chat)
-        except RecursionError:
-            raise ApiError(400, NESTED) from None
+            return await self._answer(request, call.warned(*asked.ignored), partial(ItemAnswer, asked=asked))
+        except ApiError as error:
+            if error.body["error"]["param"] == call.prompt_param:
+                error.body["error"]["param"] = "input"
+            raise
+
+    async def embeddings(self, request: Request) -> Response:
+        raise ApiError(400, "/v1/embeddings is not supported: this server generates text", code="unsupported_route")
+
+    async def _generate(self, request: Request, chat: bool) -> Response:
+        return await self._answer(request, await _read(request, partial(read_call, chat=chat)), Answer)
+
+    async def _answer(self, request: Request, call: Call, form: Callable[..., Answer]) -> Response:
+        """Generates the answer to a call, in the form of that class."""
         self._require(call.model)
-        facts = self._engine.facts
+        facts, jobs = self._engine.facts, []
         drafts = bool(facts and facts["conditions"].get("speculation"))
         call = call.warned(*call.without_effect(facts.get("template_variables", ()), drafts))
-        job = await self._engine.submit(call)
-        answer = Answer(job, self._model, self._engine.facts["fingerprint"])
+        if call.tools is not None and facts.get("chat") and facts["tool_format"] is None:
+            call = call.noted("tools are described in words, as the chat template has no form for them that is known")
+        try:
+            for one in calls_of(call):
+                jobs.append(await self._engine.submit(one, admitted=bool(jobs)))
+        except BaseException:  # a cancelled request, too
+            for job in jobs:
+                self._engine.cancel(job)
+            raise
+        several = Choices(jobs, self._model, facts["fingerprint"]) if call.n > 1 else None
+        answer = several or Single(form(jobs[0], self._model, facts["fingerprint"]))
         if call.stream:
-            return _Stream(self._engine, job, answer, self._interval)
-        updates: list[Update] = []
-        async with _watched(self._engine, job, request.receive):
-            async for batch in job.updates():
-                updates += batch
-        if isinstance(updates[-1], ApiError):
-            raise updates[-1]
+            return _Stream(self._engine, jobs, answer, self._interval)
+        updates: list[list[Update]] = [[] for _ in jobs]
+        async with _watched(self._engine, jobs, request.receive):
+            async for i, batch in updates_of(jobs):
+                updates[i] += batch
+                if isinstance(batch[-1], ApiError):
+                    raise batch[-1]
         return JSONResponse(answer.whole(updates))
 
 
@@ -167,29 +196,35 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, engine: EngineProcess, job: Job, answer: Answer, interval: float):
+    def __init__(self, engine: EngineProcess, jobs: list[Job], answer: Choices | Single, interval: float):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._engine, self._job, self._answer, self._interval = engine, job, answer, interval
+        self._engine, self._jobs, self._answer, self._interval = engine, jobs, answer, interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _watched(self._engine, self._job, receive):
+        async with _watched(self._engine, self._jobs, receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._answer.opening(), "more_body": True})
-            async for batch in self._job.updates(self._interval):
-                if events := b"".join(self._answer.events(batch)):
+            async for i, batch in updates_of(self._jobs, self._interval):
+                if events := b"".join(self._answer.events(i, batch)):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
+                if isinstance(batch[-1], ApiError):
+                    break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @asynccontextmanager
-async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels the job if its client disconnects, or if the block ends first."""
+async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> AsyncIterator[None]:
+    """Cancels the jobs if their client disconnects, or if the block ends first."""
+
+    def cancel() -> None:
+        for job in jobs:
+            engine.cancel(job)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        engine.cancel(job)
+        cancel()
 
     watching = asyncio.create_task(watch())
     try:
@@ -198,7 +233,7 @@ async def _watched(engine: EngineProcess, job: Job, receive: Receive) -> AsyncIt
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        engine.cancel(job)
+        cancel()
 
 
 class _Refusal(Response):
@@ -214,6 +249,22 @@ class _Refusal(Response):
                 while (await receive()).get("more_body", False):
                     pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read(request: Request, read: Callable[[dict], T]) -> T:
+    """What `read` makes of the fields of a request. Raises ApiError."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # Browsers let any web page send other types without asking the server first (CORS preflight).
+        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    body = await _body(request)
+    return _parsed(lambda: read(read_json(body)))
+
+
+def _parsed(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except RecursionError:
+        raise ApiError(400, NESTED) from None
 
 
 async def _body(request: Request) -> bytes:

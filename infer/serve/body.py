@@ -114,3 +114,14 @@ def printable(name: str) -> str:
     """A name from the request as part of a message: with escapes and of at most 80 characters."""
     text = name if name.isprintable() and _is_unicode(name) else json.dumps(name)[1:-1]
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def shown(value: Any) -> str:
+    """A value of the request as part of a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def wrong(name: str, value: Any, wanted: str) -> ApiError:
+    """The error for a value of another kind than the parameter takes."""
+    return ApiError(400, f"{name} = {shown(value)}: give {wanted}", param=name)

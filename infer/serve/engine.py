@@ -144,8 +144,10 @@ class EngineProcess:
             self._process.kill()
             self._process.join()
 
-    async def submit(self, call: Call) -> Job:
-        """Queues a request. Raises ApiError if it is invalid, or if the queue is full."""
+    async def submit(self, call: Call, admitted: bool = False) -> Job:
+        """Queues a request. Raises ApiError if it is invalid, or if the queue is full; not so if it is admitted, as
+        another choice of one that was.
+        """
         arrived = time.perf_counter()
         if self.state != "ready":
             raise ApiError(
@@ -154,7 +156,8 @@ class EngineProcess:
                 code=f"engine_{self.state}",
                 headers={"Retry-After": "5"},
             )
-        if len(self._checks) + len(self._waiting) + len(self._running) - self.facts["parallel"] >= self.limits.waiting:
+        ahead = len(self._checks) + len(self._waiting) + len(self._running)
+        if not admitted and ahead - self.facts["parallel"] >= self.limits.waiting:
             self._metrics.failure.labels("queue_full").inc()
             raise ApiError(
                 429,
@@ -167,6 +170,7 @@ class EngineProcess:
         question = Question(
             call.prompt,
             call.chat,
+            call.tools,
             call.sampling,
             call.stop_token_ids,
             bool(call.stop),
@@ -187,7 +191,7 @@ class EngineProcess:
             if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
                 name = str(error).split(" = ")[0]
                 error.body["error"]["param"] = (
-                    name if name in (*call.sampling, "stop", "stop_token_ids") else call.prompt_param
+                    name if name in (*call.sampling, "stop", "stop_token_ids", "tool_choice") else call.prompt_param
                 )
             raise
         finally:
@@ -202,6 +206,7 @@ class EngineProcess:
             call.logprobs,
             self.limits.tokens_per_dispatch,
             call.chat,
+            call.tools,
             call.cache_prompt,
             call.cache_salt,
             predicted,

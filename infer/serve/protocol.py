@@ -2,18 +2,20 @@
 named in the answer's warnings, where it does not.
 """
 
-import json
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.serve.body import ApiError, printable
+from infer.serve.body import ApiError, printable, shown, wrong
+from infer.serve.tools import read_calls, read_tools
+from infer.text.tool_calls import ToolRequest
 
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
 WANTED = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", dict: "an object"}
+MOST_CHOICES = 8
 MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
@@ -26,7 +28,6 @@ SAMPLING = {
 # Parameters that would change the answer and are not supported, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -47,7 +48,8 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "background": (False,),
     "include": ([],),
-    "reasoning": ({}, {"effort": "none"}, {"enabled": False}),
+    "max_tool_calls": (),
+    "moderation": (),
     # vLLM and SGLang
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -70,6 +72,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "min_tokens": (0,),
     "no_stop_trim": (False,),
+    "parse_tool_calls": (True,),
     "prompt_logprobs": (),
     "regex": (),
     "return_hidden_states": (False,),
@@ -91,7 +94,10 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "n_indent": (0,),
     "n_probs": (0,),
+    "reasoning_budget": (-1,),
     "reasoning_format": ("none", "auto"),
+    "reasoning_in_content": (False,),
+    "return_tokens": (False,),
     "repeat_penalty": (1,),
     "samplers": (),
     "t_max_predict_ms": (0, -1),
@@ -109,6 +115,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "search_parameters": ({}, {"mode": "off"}),
     "think": (False,),
     "thinking": ({"type": "disabled"},),
+    "thinking_budget": (),
     "top_a": (0,),
     "transforms": ([],),
 }
@@ -127,13 +134,19 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "xtc_threshold": None,
     **dict.fromkeys(("caching", "chat_id", "debug", "draft_model", "keep_alive", "models", "plugins", "provider")),
     **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
+    **dict.fromkeys(("incremental_output", "prompt_cache_options", "tool_stream", "vl_high_resolution_images")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
 DRAFT_MAX = "speculative.n_max"  # llama.cpp's name, with its dot
 EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
 TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
-MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "timestamp"}  # nothing depends on them
+VARIABLES = {EFFORT: str, "enable_thinking": bool}  # all parameters that are variables of templates
+REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
+# Fields of messages, and of `reasoning`, on which nothing depends.
+MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "parsed", "phase", "provider_specific_fields",
+                  "reasoning_details", "refusal", "thinking_blocks", "timestamp"}  # fmt: skip
+REASONING_LABELS = {"exclude", "generate_summary", "summary"}
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,10 @@ class Call:
     chat: bool
     prompt: str | list[int] | list[dict[str, Any]]
     """Text or token ids; the messages of a chat."""
+    tools: ToolRequest | None
+    """The functions that a chat may call; None if there are none."""
+    n: int
+    """Number of answers."""
     model: str | None
     max_tokens: int | None
     sampling: dict[str, float]
@@ -174,14 +191,18 @@ class Call:
 
     def warned(self, *names: str) -> "Call":
         """The same request with these parameters among its warnings."""
-        return replace(self, warnings=(*self.warnings, *(f"{name} has no effect" for name in names)))
+        return self.noted(*(f"{name} has no effect" for name in names))
+
+    def noted(self, *lines: str) -> "Call":
+        """The same request with these lines among its warnings."""
+        return replace(self, warnings=(*self.warnings, *lines))
 
     def without_effect(self, template_variables: Collection[str], drafts: bool) -> list[str]:
         """Names of the parameters that the chat template does not read, and those about drafts where the engine makes
         none.
         """
         unread = [name for name in self.template_values if not self.chat or name not in template_variables]
-        of_template = [name if name == EFFORT else f"chat_template_kwargs.{printable(name)}" for name in unread]
+        of_template = [name if name in VARIABLES else f"chat_template_kwargs.{printable(name)}" for name in unread]
         about_drafts = {"prediction": self.prediction, DRAFT_MAX: self.draft_max}
         return of_template + [name for name, value in about_drafts.items() if value and not drafts]
 
@@ -201,10 +222,12 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
     if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
         given["top_k"] = 0
-    template_values = _template_values(left)
+    template_values = _template_values(left, ignored)
     call = Call(
         chat=chat,
         prompt=prompt,
+        tools=read_tools(left, ignored) if chat else None,
+        n=_count(left, "n", 1, 1, MOST_CHOICES),
         model=_take(left, "model", str),
         max_tokens=_max_tokens(left, None if chat else COMPLETION_TOKENS),
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
@@ -234,13 +257,13 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         elif name in ABSENT:
             raise ApiError(
                 400,
-                f"{name} = {_shown(value)} is not supported: leave {name} out",
+                f"{name} = {shown(value)} is not supported: leave {name} out",
                 param=name,
                 code="unsupported_parameter",
             )
         else:
-            shown = printable(name)
-            raise ApiError(400, f"unknown parameter {shown}", param=shown, code="unknown_parameter")
+            spelled = printable(name)
+            raise ApiError(400, f"unknown parameter {spelled}", param=spelled, code="unknown_parameter")
     return call.warned(*ignored)
 
 
@@ -251,28 +274,19 @@ def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> A
         return value
     right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if not right:
-        raise _wrong(name, value, WANTED[kind])
+        raise wrong(name, value, WANTED[kind])
     return value
 
 
 def _count(left: dict[str, Any], name: str, default: int | None, least: int, most: int | None = None) -> int | None:
     value = _take(left, name, int, default)
     if value is not None and (value < least or (most is not None and value > most)):
-        raise _wrong(
+        raise wrong(
             name,
             value,
             f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}",
         )
     return value
-
-
-def _wrong(name: str, value: Any, wanted: str) -> ApiError:
-    return ApiError(400, f"{name} = {_shown(value)}: give {wanted}", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _is_ids(value: Any) -> bool:
@@ -291,7 +305,7 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
             code="unsupported_parameter",
         )
     if not isinstance(prompt, str) and not _is_ids(prompt):
-        raise _wrong("prompt", prompt, "a text, or a list of token ids")
+        raise wrong("prompt", prompt, "a text, or a list of token ids")
     return prompt
 
 
@@ -301,22 +315,26 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
     """
     messages = left.pop("messages", None)
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
+        raise wrong("messages", messages, "a list of at least one message")
     made = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _wrong(f"messages[{i}]", message, "an object with a role and content")
+            raise wrong(f"messages[{i}]", message, "an object with a role and content")
         kept = {name: value for name, value in message.items() if value is not None and value != []}
+        if isinstance(kept.get(REASONING), str):
+            kept.setdefault("reasoning_content", kept.pop(REASONING))
         for name in [name for name in kept if name not in MESSAGE_FIELDS]:
             path = f"messages[{i}].{printable(name)}"
             if name not in MESSAGE_LABELS:
                 raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
             ignored.append(path)
             del kept[name]
+        if "tool_calls" in kept:
+            kept["tool_calls"] = read_calls(kept["tool_calls"], f"messages[{i}].tool_calls", ignored)
         if "content" in kept:
             kept["content"] = _content(kept["content"], f"messages[{i}].content")
         elif "tool_calls" not in kept:
-            raise _wrong(f"messages[{i}].content", message.get("content"), "a text")
+            raise wrong(f"messages[{i}].content", message.get("content"), "a text")
         made.append(kept)
     return made
 
@@ -327,7 +345,7 @@ def _content(content: Any, name: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
+        raise wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
     return "\n".join(texts)
 
 
@@ -336,21 +354,33 @@ def _prediction(left: dict[str, Any]) -> str:
     given = _take(left, "prediction", dict, {})
     prediction = {f"prediction.{name}": value for name, value in given.items() if value is not None}
     if given and (kind := prediction.pop("prediction.type", None)) != "content":
-        raise _wrong("prediction.type", kind, '"content"')
+        raise wrong("prediction.type", kind, '"content"')
     text = _content(prediction.pop("prediction.content", None), "prediction.content") if given else ""
     for name in map(printable, prediction):
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return text
 
 
-def _template_values(left: dict[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template: `chat_template_kwargs`, and `reasoning_effort`."""
+def _template_values(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Variables for the chat template: `chat_template_kwargs`, and parameters of their names."""
     values = _take(left, "chat_template_kwargs", dict, {})
     for name in TEMPLATE_FIELDS & values.keys():
         path = f"chat_template_kwargs.{name}"
         raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
-    effort = _take(left, EFFORT, str)
-    return values if effort in (None, "none") else {EFFORT: effort, **values}
+    given = {name: value for name, kind in VARIABLES.items() if (value := _take(left, name, kind)) is not None}
+    reasoning = {f"{REASONING}.{name}": value for name, value in _take(left, REASONING, dict, {}).items()}
+    reasoning = {path: value for path, value in reasoning.items() if value is not None}
+    if (effort := _take(reasoning, "reasoning.effort", str)) is not None:
+        given.setdefault(EFFORT, effort)
+    if _take(reasoning, "reasoning.enabled", bool, False) and effort is None:
+        raise ApiError(400, "reasoning.enabled = true needs reasoning.effort", param="reasoning.enabled")
+    for path in map(printable, reasoning):
+        if path.removeprefix(f"{REASONING}.") not in REASONING_LABELS:
+            raise ApiError(400, f"{path} is not supported: leave it out", param=path, code="unsupported_parameter")
+        ignored.append(path)
+    if given.get(EFFORT) == "none":
+        del given[EFFORT]
+    return {**given, **values}
 
 
 def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
@@ -358,7 +388,7 @@ def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
     given = {name: value for name in LIMITS if (value := _take(left, name, int)) is not None}
     for name, value in given.items():
         if value < 1 and value != -1:
-            raise _wrong(name, value, "a whole number of at least 1, or -1 to fill the context")
+            raise wrong(name, value, "a whole number of at least 1, or -1 to fill the context")
     if len({*given.values()}) > 1:
         both = " and ".join(f"{name} = {value}" for name, value in given.items())
         raise ApiError(400, f"{both} mean the same: give only one", param="max_tokens")
@@ -374,14 +404,14 @@ def _stop(left: dict[str, Any]) -> tuple[str, ...]:
         or len(stop) > MOST_STOPS
         or not all(isinstance(s, str) and 1 <= len(s) <= LONGEST_STOP for s in stop)
     ):
-        raise _wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
+        raise wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
 
 
 def _stop_token_ids(left: dict[str, Any]) -> tuple[int, ...]:
     ids = left.pop("stop_token_ids", [])
     if not _is_ids(ids) or len(ids) > MOST_STOPS:
-        raise _wrong("stop_token_ids", ids, f"a list of up to {MOST_STOPS} token ids")
+        raise wrong("stop_token_ids", ids, f"a list of up to {MOST_STOPS} token ids")
     return tuple(ids)
 
 
@@ -409,7 +439,7 @@ def _stream_options(left: dict[str, Any], stream: bool, ignored: list[str]) -> t
     usage = _take(options, "stream_options.include_usage", bool, False)
     continuous = _take(options, "stream_options.continuous_usage_stats", bool, False)
     if options.pop("stream_options.include_obfuscation", False) is not False:
-        raise ApiError(400, "stream_options.include_obfuscation is not supported: leave it out", param="stream_options")
+        ignored.append("stream_options.include_obfuscation")
     for name in map(printable, options):
         raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
     return usage, continuous

@@ -10,6 +10,7 @@ from infer.serve.body import ApiError
 from infer.serve.engine import Alive, Job, Queued, Update
 from infer.serve.worker import Drafting, End, Named, Token
 from infer.text.channels import Part
+from infer.text.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -17,22 +18,24 @@ DONE = b"data: [DONE]\n\n"
 class Answer:
     """The reply to one job."""
 
-    def __init__(self, job: Job, model: str, fingerprint: str):
-        self._job, self._call = job, job.call
+    def __init__(self, job: Job, model: str, fingerprint: str, index: int = 0, head: dict[str, Any] | None = None):
+        """index: the number of the choice. head: fields that all choices share."""
+        self._job, self._call, self._index = job, job.call, index
         self._tokens, self._reasoning = 0, 0
         self._end: End | None = None
         self._offset = 0  # characters of text so far
+        self._called = 0  # calls of functions so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
             kind += ".chunk"
-        self._head = {
+        self._head = head or {
             "id": ("chatcmpl-" if self._call.chat else "cmpl-") + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._prefix = "data: " + json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
+        self._prefix = "data: " + json.dumps(self._head)[:-1] + f', "choices": [{{"index": {index}, '
 
     def opening(self) -> bytes:
         """The event before the first token: the role in a chat, and the ids of the prompt if asked for."""
@@ -44,18 +47,23 @@ class Answer:
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
         """The events of a batch: one for all its tokens, and those of the end."""
+        yield from self._comments(batch)
         tokens = [update for update in batch if isinstance(update, Token)]
+        if tokens:
+            yield self._tokens_event(tokens)
+            yield from self._call_events([call for token in tokens for call in token.calls])
+        if isinstance(batch[-1], ApiError):  # the status line was sent before; clients check each event for errors
+            yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
+        elif isinstance(batch[-1], End):
+            yield from self._ending(batch[-1])
+
+    def _comments(self, batch: Sequence[Update]) -> Iterator[bytes]:
+        """The place in the queue, and what keeps the connection open."""
         for update in batch[-1:]:
             if isinstance(update, Queued):
                 yield f": queued {update.position}\n\n".encode()
             elif isinstance(update, Alive):
                 yield b": keepalive\n\n"
-        if tokens:
-            yield self._tokens_event(tokens)
-        if isinstance(batch[-1], ApiError):  # the status line was sent before; clients check each event for errors
-            yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
-        elif isinstance(batch[-1], End):
-            yield from self._ending(batch[-1])
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The whole answer to a request without stream; the last update is its End."""
@@ -63,10 +71,14 @@ class Answer:
         text = _text(tokens) + end.tail
         thought = _text(tokens, Part.REASONING)
         reasoning = {"reasoning_content": thought} if thought else {}
+        calls = [_call(call) for update in updates if isinstance(update, Token | End) for call in update.calls]
+        message = {"role": "assistant", **reasoning, "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = calls
         logprobs = self._logprobs(tokens)
         choice = {
-            "index": 0,
-            **({"message": {"role": "assistant", **reasoning, "content": text}} if self._call.chat else {"text": text}),
+            "index": self._index,
+            **({"message": message} if self._call.chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
@@ -98,26 +110,44 @@ class Answer:
             choice["timeline"] = _timeline(tokens)
         return self._event(choice)
 
+    def _call_events(self, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+        """Two events for each call: its id and name, then its arguments."""
+        for call in calls:
+            whole = _call(call)
+            first = {"index": self._called, **whole, "function": {"name": call.name, "arguments": ""}}
+            second = {"index": self._called, "function": {"arguments": call.arguments}}
+            self._called += 1
+            for delta in (first, second):
+                yield self._event(self._choice("", {"tool_calls": [delta]}, logprobs=None))
+
     def _ending(self, end: End) -> Iterator[bytes]:
         call, self._end = self._call, end
         if call.chat and end.tail:
             yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
-        last = {
-            "index": 0,
-            **({"delta": {}} if call.chat else {"text": end.tail}),
+        yield from self._call_events(end.calls)
+        yield self._event(self._last(end), **({} if call.include_usage else self._measured(end)))
+        yield from self._after(end)
+
+    def _last(self, end: End) -> dict[str, Any]:
+        """The choice in the event of its end."""
+        return {
+            "index": self._index,
+            **({"delta": {}} if self._call.chat else {"text": end.tail}),
             "logprobs": None,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
         }
-        yield self._event(last, **({} if call.include_usage else self._measured(end)))
-        if call.include_usage:
+
+    def _after(self, end: End) -> Iterator[bytes]:
+        """The events behind that of the end."""
+        if self._call.include_usage:
             event = self._head | {"choices": [], "usage": self._usage()} | self._measured(end)
             yield f"data: {json.dumps(event)}\n\n".encode()
         yield DONE
 
-    def _choice(self, text: str, delta: dict[str, str], logprobs: dict | None) -> dict[str, Any]:
+    def _choice(self, text: str, delta: dict[str, Any], logprobs: dict | None) -> dict[str, Any]:
         content = {"delta": delta} if self._call.chat else {"text": text}
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": None}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         return (
@@ -149,7 +179,7 @@ class Answer:
 
     def _count(self, tokens: Sequence[Token]) -> None:
         self._tokens += len(tokens)
-        self._reasoning += sum(token.part is not Part.CONTENT for token in tokens)
+        self._reasoning += sum(token.part in (Part.REASONING, Part.MARK) for token in tokens)
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if self._call.logprobs is None:
@@ -222,6 +252,10 @@ def _speculative(drafting: Drafting) -> dict[str, Any]:
 
 def _text(tokens: Sequence[Token], part: Part = Part.CONTENT) -> str:
     return "".join(token.text for token in tokens if token.part is part)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _delta(text: str, thought: str = "") -> dict[str, str]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infer.engine.options import JobEngineOptions
 from infer.serve.body import NESTED
 from infer.text.channels import Part
+from infer.text.tool_calls import Read, ToolCall, ToolRequest
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Question(NamedTuple):
 
     prompt: str | list[int] | list[dict]
     chat: bool
+    tools: ToolRequest | None
     sampling: dict[str, float]
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
@@ -83,6 +85,8 @@ class Order(NamedTuple):
     tokens_per_dispatch: int | None
     chat: bool
     """Whether the answer may have channels."""
+    tools: ToolRequest | None
+    """Functions that the answer may call."""
     cache_prompt: bool
     cache_salt: str
     prediction: list[int]
@@ -108,6 +112,8 @@ class Token(NamedTuple):
     named: Named | None
     top: tuple[Named, ...]
     part: Part
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of functions that this token completed."""
 
 
 class Drafting(NamedTuple):
@@ -130,6 +136,8 @@ class End(NamedTuple):
     stop_reason: int | str | None
     tail: str
     """Content that was held back when the last token was yielded."""
+    calls: tuple[ToolCall, ...]
+    """Calls that the end of the answer completed."""
     tokens: int
     cached: int
     """Tokens of the prompt that were not computed."""
@@ -195,6 +203,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         "conditions": conditions,
         "parallel": engine.parallel,
         "chat": chat is not None,
+        "tool_format": None if chat is None or chat.tool_format is None else chat.tool_format.name,
         "template_variables": [] if chat is None else sorted(chat.variables - chat.tokens.keys()),
         "fingerprint": (
             "fp_" + hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:10]
@@ -317,6 +326,7 @@ class _Worker:
 
     def _check(self, number: int, question: Question) -> None:
         from infer.sampling import Sampling
+        from infer.text.conversation import encode
 
         engine, prompt = self._engine, question.prompt
         Sampling(**question.sampling)
@@ -330,7 +340,7 @@ class _Worker:
             if self._chat is None:
                 self._send("refused", number, f"this model cannot chat: {self._no_chat}", "no_chat_template")
                 return
-            prompt = self._chat.encode(prompt, add_generation_prompt=True, values=question.template_values)
+            prompt = encode(self._chat, prompt, question.tools, question.template_values)
         elif isinstance(prompt, str) and engine.tokenizer is not None:
             prompt = engine.tokenizer.encode(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:
@@ -350,7 +360,8 @@ class _Worker:
     def _generate(self, number: int, order: Order) -> None:
         from infer.sampling import Sampling
 
-        engine = self._engine
+        engine, chat = self._engine, self._chat if order.chat else None
+        reader = None if chat is None or order.tools is None else chat.reader(order.ids, order.tools)
         generation = engine.generate(
             order.ids,
             max_new_tokens=order.max_new_tokens,
@@ -359,7 +370,8 @@ class _Worker:
             stop_strings=order.stop_strings,
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,
-            channels=self._chat.channels(order.ids) if order.chat and self._chat is not None else None,
+            channels=None if chat is None else chat.channels(order.ids, calls=reader is not None),
+            spelled=() if reader is None else chat.reader_tokens,
             cache_prompt=order.cache_prompt,
             cache_salt=order.cache_salt,
             prediction=order.prediction,
@@ -370,20 +382,31 @@ class _Worker:
             cancelled = self._ending or number in self._cancelled
         if cancelled:
             generation.cancel()
-        sent = 0
+        sent, called = 0, 0
         for token in generation:
             sent += len(token.text) if token.part is Part.CONTENT else 0
+            read = (
+                Read(token.text, (), token.part) if reader is None else reader.add(int(token), token.text, token.part)
+            )
+            called += len(read.calls)
             named = None if order.logprobs is None else self._named(token, token.logprob)
             top = tuple(self._named(*each) for each in token.top_logprobs)
-            self._send("token", number, Token(int(token), token.text, token.time, named, top, token.part))
+            made = Token(int(token), read.text, token.time, named, top, read.part, read.calls)
+            self._send("token", number, made)
+            if reader is not None and reader.finished:
+                generation.cancel()
         r = generation.result
+        last = Read(r.text[sent:]) if reader is None else reader.end(r.text[sent:])
+        called += len(last.calls)
+        whole = reader is not None and reader.finished  # cancelled here, as its one call was complete
         self._send(
             "end",
             number,
             End(
-                r.finish_reason,
+                "tool_calls" if called and (whole or r.finish_reason == "stop") else r.finish_reason,
                 r.stop_reason,
-                r.text[sent:],
+                last.text,
+                last.calls,
                 len(r.tokens),
                 r.cached_tokens,
                 r.shared_passes,

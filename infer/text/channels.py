@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TO, FUNCTIONS = "to=", "functions."  # what a header says of a message for a function
 SHOWN = ("final", "commentary")  # channels that a user reads, unless a message is for a tool
 
 
@@ -25,6 +26,8 @@ class Part(Enum):
     REASONING = "reasoning"
     MARK = "mark"
     """The form of the answer: what begins and ends messages, and their headers."""
+    CALL = "call"
+    """Arguments of a call of a function."""
 
 
 class Harmony(NamedTuple):
@@ -56,9 +59,13 @@ class Channels:
     An answer that does not begin with a mark is content, as it is from a model that does not use the format.
     """
 
-    def __init__(self, harmony: Harmony, tokenizer: "Tokenizer", prompt: Sequence[int]):
-        """prompt: its token ids; the answer continues its last message."""
-        self._harmony, self._tokenizer = harmony, tokenizer
+    def __init__(self, harmony: Harmony, tokenizer: "Tokenizer", prompt: Sequence[int], calls: bool = False):
+        """prompt: its token ids; the answer continues its last message. calls: whether messages for functions are
+        Part.CALL; otherwise they are reasoning.
+        """
+        self._harmony, self._tokenizer, self._calls = harmony, tokenizer, calls
+        self.recipient: str | None = None
+        """The tool that the present message is for."""
         self._header: list[int] | None = None  # ids of the header in which the answer is
         self._body = Part.CONTENT
         prompt = list(prompt)
@@ -67,6 +74,11 @@ class Channels:
                 self.add(token)
             if self._header is not None and harmony.channel not in self._header:
                 self._header = None  # the role alone: the answer's own mark begins the rest
+
+    @property
+    def part(self) -> Part:
+        """That of the next token, unless it is a mark."""
+        return self._body if self._header is None else Part.MARK
 
     def add(self, token: int) -> Part:
         """The part of the answer's next token."""
@@ -85,9 +97,12 @@ class Channels:
 
     def _part_of(self, header: list[int]) -> Part:
         """That of the message behind a header."""
+        self.recipient = None
         if self._harmony.channel not in header:
             return Part.CONTENT
         at = header.index(self._harmony.channel)
         role, channel = (self._tokenizer.decode(ids).split() for ids in (header[:at], header[at + 1 :]))
-        for_tool = any(word.startswith("to=") for word in role + channel)
-        return Part.CONTENT if channel[:1] and channel[0] in SHOWN and not for_tool else Part.REASONING
+        self.recipient = next((word[len(TO) :] for word in role + channel if word.startswith(TO)), None)
+        if self._calls and (self.recipient or "").startswith(FUNCTIONS):
+            return Part.CALL
+        return Part.CONTENT if channel[:1] and channel[0] in SHOWN and self.recipient is None else Part.REASONING

@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 
 from infer.text.channels import Channels, Harmony
+from infer.text.tool_calls import HARMONY, HERMES, HarmonyReader, Reader, TextReader, ToolRequest, find_format
 from laneformer.errors import CheckpointError, InputError
 from laneformer.files import parse_json, read_file
 
@@ -123,6 +124,11 @@ class ChatTemplate:
         """Whether the text contains the date, and so differs from day to day."""
         self._harmony = Harmony.find(tokenizer) if "<|channel|>" in source else None
         self._thinking = "thinking" in source and "reasoning_content" not in source  # gpt-oss's name for it
+        found = find_format(source, names)
+        self.tool_format = None if found is HARMONY and self._harmony is None else found
+        """The form in which the template teaches calls of tools; None if it has none that is known."""
+        self.has_developer = "developer" in source
+        """Whether the template knows messages of the developer."""
 
     @classmethod
     def load(
@@ -201,9 +207,25 @@ class ChatTemplate:
         found = (*eos, *self._written_end)
         return found if self._harmony is None else self._harmony.turn_stops(found)
 
-    def channels(self, prompt: Sequence[int]) -> Channels | None:
-        """What separates reasoning from content in the answer to these ids; None if the template has no channels."""
-        return None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt)
+    def channels(self, prompt: Sequence[int], calls: bool = False) -> Channels | None:
+        """What separates reasoning from content in the answer to these ids; None if the template has no channels.
+
+        calls: whether calls of functions are apart from reasoning, too.
+        """
+        return None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt, calls)
+
+    @property
+    def reader_tokens(self) -> tuple[str, ...]:
+        """Special tokens that must appear in the text for the reader."""
+        return (self.tool_format or HERMES).spelled
+
+    def reader(self, prompt: Sequence[int], request: ToolRequest) -> Reader:
+        """What finds calls in the answer to these ids: by the form of the template, or by that of Hermes, which
+        infer/text/conversation.py describes in words where the template has none.
+        """
+        if self.tool_format is HARMONY:
+            return HarmonyReader(self.channels(prompt, calls=True), request)
+        return TextReader(self.tool_format or HERMES, request)
 
     @property
     def sha256(self) -> str:
@@ -245,11 +267,17 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: Sequence[Any] | None = None,
         values: Mapping[str, Any] | None = None,
+        opening: str = "",
     ) -> list[int]:
         """Token ids of a conversation; errors as `render`. values: further variables of the template, as in
-        {"enable_thinking": False}; like messages they are data.
+        {"enable_thinking": False}; like messages they are data. opening: text behind it, which may contain special
+        tokens, as the beginning of the answer.
         """
-        [(ids, _)] = self.encode_rendered([self._rendered(messages, tools, add_generation_prompt, values=values)])
+        rendered = self._rendered(messages, tools, add_generation_prompt, values=values)
+        if opening:
+            cuts = (*rendered.cuts, len(rendered.text))
+            rendered = Rendered(rendered.text + opening, rendered.answers, cuts)
+        [(ids, _)] = self.encode_rendered([rendered])
         return ids.tolist()
 
     def encode_rendered(self, conversations: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -72,6 +72,11 @@ class Tokenizer:
         """The text of token ids, without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens])
 
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token; None if there is none of that name."""
+        token = self._tokenizer.token_to_id(name)
+        return token if token in self._special else None
+
     def token_bytes(self, token: int, *, first: bool = False) -> bytes:
         """The UTF-8 bytes of one token of a text; b"" for special and unknown tokens.
 
@@ -102,15 +107,18 @@ class Detokenizer:
     The joined pieces are `tokenizer.decode` of all tokens; invalid UTF-8 becomes U+FFFD as soon as that is certain.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()):
-        """prompt: the tokens before the stream; it only matters whether they have text."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = (), spelled: Iterable[str] = ()):
+        """prompt: the tokens before the stream; it only matters whether they have text. spelled: special tokens that
+        have a text, their names.
+        """
         self._tokenizer = tokenizer
+        self._spelled = {tokenizer.special_id(name): name.encode() for name in spelled}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = not any(tokenizer.token_bytes(int(token)) for token in prompt)
 
     def add(self, token: int) -> str:
         """The text that became printable with this token."""
-        raw = self._tokenizer.token_bytes(int(token), first=self._first)
+        raw = self._spelled.get(int(token)) or self._tokenizer.token_bytes(int(token), first=self._first)
         self._first = self._first and not self._tokenizer.token_bytes(int(token))
         return self._utf8.decode(raw)
 

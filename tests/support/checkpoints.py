@@ -1,5 +1,6 @@
 """Checkpoints of small random models whose tokens are single bytes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +32,23 @@ HARMONY_TEMPLATE = """\
 CHATML = ("<|im_start|>", "<|im_end|>")  # what makes the default chat template work
 
 
-def byte_tokenizer(*special_tokens: str) -> tokenizers.Tokenizer:
-    """A token for every byte, 0 to 255 by the order of their characters; then the special tokens."""
+def byte_tokenizer(*special_tokens: str, words: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """A token for every byte, 0 to 255 by the order of their characters; then the special tokens, then the words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.add_tokens([tokenizers.AddedToken(word, special=False, normalized=False) for word in words])
     return tokenizer
 
 
-def save_checkpoint(folder: Path, *special_tokens: str, layers: int = 2, lanes: int = 8, **changes) -> Path:
+def save_checkpoint(
+    folder: Path, *special_tokens: str, words: Sequence[str] = (), layers: int = 2, lanes: int = 8, **changes
+) -> Path:
     """Random weights and a tokenizer of single bytes. Returns the folder."""
     heads = {"num_attention_heads": lanes, "num_key_value_heads": lanes, "num_lanes": lanes}
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers, **heads}
-    tokenizer = byte_tokenizer(*special_tokens)
+    tokenizer = byte_tokenizer(*special_tokens, words=words)
     options = {"max_position_embeddings": CONTEXT, **changes}
     config = laneformer.ModelConfig(vocab_size=tokenizer.get_vocab_size(), **sizes, **options)
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
@@ -64,6 +68,6 @@ def follow(folder: Path, successors: dict[int, int]) -> Path:
     embedded, head = weights["model.tok_embeddings.weight"], weights["lm_head.weight"]
     embedded[...] = random.choice([-1, 1], embedded.shape)
     for token, successor in successors.items():
-        head[successor] = embedded[token]
+        head[successor] += embedded[token]
     save_file(weights, file, {"format": "pt"})
     return folder

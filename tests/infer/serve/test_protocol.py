@@ -8,7 +8,20 @@ import pytest
 
 from infer.serve.body import ApiError
 from infer.serve.guard import host_name
-from infer.serve.protocol import ABSENT, LABELS, LIMITS, SAMPLING, WITHOUT_EFFECT, Call, read_call
+from infer.serve.protocol import (
+    ABSENT,
+    LABELS,
+    LIMITS,
+    MESSAGE_LABELS,
+    REASONING,
+    REASONING_LABELS,
+    SAMPLING,
+    VARIABLES,
+    WITHOUT_EFFECT,
+    Call,
+    read_call,
+)
+from infer.serve.tools import CALL_LABELS, TOOL_LABELS
 from tests.support.paths import ROOT
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -102,9 +115,9 @@ def test_prompts_are_read(prompt, read):
 def test_neutral_values_are_accepted():
     for name, values in ABSENT.items():
         for value in (None, *values):
-            assert read_call({**CHAT, name: value}, chat=True).warnings == ()
+            assert read_call({**TEXT, name: value}, chat=False).warnings == ()
         if WITHOUT_EFFECT.get(name, ()) is not None:
-            error = refused({**CHAT, name: [{"something": "else"}]}, chat=True)
+            error = refused({**TEXT, name: [{"something": "else"}]})
             assert error["param"] == name and error["code"] == "unsupported_parameter"
             assert f"leave {name} out" in error["message"]
 
@@ -142,10 +155,57 @@ def test_template_variables_are_read():
     assert refused({**CHAT, "chat_template_kwargs": {"tools": []}}, chat=True)["param"] == "chat_template_kwargs.tools"
 
 
+@pytest.mark.parametrize(("fields", "values", "ignored"), [
+    ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}, ["reasoning.summary"]),
+    ({"reasoning": {"effort": "high", "enabled": True}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}, []),
+    ({"reasoning": {"enabled": False}}, {}, []), ({"reasoning": {}}, {}, []),
+    ({"reasoning": {"effort": "none"}}, {}, []),
+    ({"enable_thinking": False, "reasoning_effort": "none"}, {"enable_thinking": False}, []),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, {}, ["stream_options.include_obfuscation"]),
+])  # fmt: skip
+def test_reasoning_is_a_variable_of_the_template(fields, values, ignored):
+    call = read_call({**CHAT, **fields}, chat=True)
+    assert call.template_values == values and call.warnings == tuple(f"{name} has no effect" for name in ignored)
+    assert call.without_effect([]) == [*values]
+
+
+# What clients send by default, beside tools (test_tools.py). Each is accepted; a warning names what has no effect.
+CLIENTS = {
+    "openai": {"stream": True, "stream_options": {"include_usage": True}, "n": 1, "logprobs": False, "user": "me"},
+    "litellm": {"temperature": 0.2, "max_completion_tokens": 9, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+                "logit_bias": {}, "response_format": {"type": "text"}, "service_tier": None, "top_logprobs": None},
+    "langchain": {"stream": True, "stream_options": {"include_usage": True}, "n": None, "stop": None, "seed": None,
+                  "parallel_tool_calls": True, "max_completion_tokens": None},
+    "ai sdk": {"max_tokens": 32000, "top_p": 1, "stop": [], "reasoning_effort": "medium", "verbosity": "low",
+               "response_format": None, "stream": True, "stream_options": {"include_usage": True}},
+    "qwen": {"metadata": {"sessionId": "a"}, "vl_high_resolution_images": True, "enable_thinking": False},
+    "openrouter": {"usage": {"include": True}, "transforms": [], "provider": {"sort": "price"}, "reasoning": {}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_fields_of_clients_are_accepted(client):
+    content = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    answered = {"role": "assistant", "content": "a", "refusal": None, "function_call": None, "audio": None,
+                "provider_specific_fields": {}, "reasoning": "hm", "reasoning_details": [{}]}  # fmt: skip
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": content}, answered]
+    call = read_call({"messages": messages, "model": "m", **CLIENTS[client]}, chat=True)
+    assert call.prompt[1]["content"] == "hi"
+    assert call.prompt[2] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    assert {name.split(" ")[0] for name in call.warnings} >= {"messages[2].reasoning_details"}
+
+
 def test_no_value_of_a_parameter_is_an_error_of_the_server():
     """Every parameter with values of every type: taken, or refused by its name."""
     known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS)}
-    asked = {*Call.__dataclass_fields__, "stream_options", "chat_template_kwargs", "reasoning_effort", "top_logprobs"}
+    asked = {
+        *Call.__dataclass_fields__,
+        *VARIABLES,
+        "stream_options",
+        "chat_template_kwargs",
+        "reasoning",
+        "top_logprobs",
+    }
     odd = ("", "x", 0, -1, 1, 10**99, 0.5, True, False, [], {}, [[]], [{}], {"a": {}}, {"include_usage": 3})
     for name in {*known, *asked, "prompt", "messages", "unknown"}:
         for value in odd:
@@ -160,7 +220,9 @@ def test_no_value_of_a_parameter_is_an_error_of_the_server():
 
 def test_documentation_names_every_parameter():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    assert [name for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS) if f"`{name}`" not in page] == []
+    documented = (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *VARIABLES, *MESSAGE_LABELS, *REASONING_LABELS)
+    documented += (*TOOL_LABELS, *CALL_LABELS, REASONING)
+    assert [name for name in documented if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -172,7 +234,8 @@ def test_documentation_names_every_parameter():
         ({**TEXT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "give an object"),
         ({**TEXT, "stream": True, "stream_options": "all"}, "stream_options", "give an object"),
         ({**TEXT, "temprature": 1}, "temprature", "unknown parameter temprature"),
-        ({**TEXT, "n": 2}, "n", "n = 2 is not supported"),
+        ({**TEXT, "n": 9}, "n", "a whole number from 1 to 8"),
+        ({**TEXT, "best_of": 2}, "best_of", "best_of = 2 is not supported"),
         ({**TEXT, "echo": True}, "echo", "echo = true is not supported"),
         ({**TEXT, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({**TEXT, "max_tokens": 0}, "max_tokens", "give a whole number of at least 1"),
@@ -189,7 +252,11 @@ def test_documentation_names_every_parameter():
         ({**TEXT, "stop_token_ids": ["a"]}, "stop_token_ids", "a list of up to 16 token ids"),
         ({**TEXT, "logprobs": 21}, "logprobs", "from 0 to 20"),
         ({**TEXT, "stream": True, "stream_options": {"more": 1}}, "stream_options.more", "unknown parameter"),
-        ({**TEXT, "stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "not supported"),
+        ({**TEXT, "reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "not supported"),
+        ({**TEXT, "reasoning": {"enabled": True}}, "reasoning.enabled", "needs reasoning.effort"),
+        ({**TEXT, "reasoning": {"effort": 5}}, "reasoning.effort", "give a text"),
+        ({**TEXT, "reasoning": "high"}, "reasoning", "give an object"),
+        ({**TEXT, "enable_thinking": "yes"}, "enable_thinking", "give true or false"),
         ({**TEXT, "model": 5}, "model", "give a text"),
     ],
 )
@@ -218,7 +285,6 @@ def test_bad_completions_name_the_parameter(fields, param, message):
         ),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
         ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "mean the same"),
-        ({**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
     ],
 )
 def test_bad_chats_name_the_parameter(fields, param, message):

@@ -96,13 +96,15 @@ class Engine:
 class Chat:
     """A template whose text is the last message."""
 
+    tool_format, has_developer = None, False
+
     def ends(self, eos):
         return eos
 
-    def channels(self, prompt):
+    def channels(self, prompt, calls):
         return None
 
-    def encode(self, messages, add_generation_prompt, values):
+    def encode(self, messages, **_):
         return list(messages[-1]["content"].encode())
 
 
@@ -139,6 +141,7 @@ def worker(connection, model):
                 "conditions": conditions,
                 "parallel": 1,
                 "chat": chat is not None,
+                "tool_format": None,
                 "template_variables": ["messages"],
                 "fingerprint": "fp",
                 "seconds": 0.0,

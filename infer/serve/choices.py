@@ -1,0 +1,133 @@
+"""Several answers to one request (`n`): choice i is the answer to the same request with seed + i, in the same form."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from infer.serve.body import ApiError
+from infer.serve.engine import Job, Update
+from infer.serve.protocol import Call
+from infer.serve.responses import DONE, Answer
+from infer.serve.worker import End
+
+SEEDS = 1 << 64
+
+
+def calls_of(call: Call) -> list[Call]:
+    """The request for each choice."""
+    seed = call.sampling["seed"]
+    seeds = [seed, *((seed + i) % SEEDS for i in range(1, call.n))]  # the first is checked by the engine as it is
+    return [replace(call, n=1, sampling={**call.sampling, "seed": each}) for each in seeds]
+
+
+async def updates_of(jobs: Sequence[Job], interval: float = 0.0) -> AsyncIterator[tuple[int, list[Update]]]:
+    """Number and batch of updates of each job, as they arrive; `interval` as in `Job.updates`."""
+    if len(jobs) == 1:
+        async for batch in jobs[0].updates(interval):
+            yield 0, batch
+        return
+    ready: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
+
+    async def forward(i: int, job: Job) -> None:
+        async for batch in job.updates(interval):
+            ready.put_nowait((i, batch))
+
+    tasks = [asyncio.create_task(forward(i, job)) for i, job in enumerate(jobs)]
+    try:
+        left = len(jobs)
+        while left:
+            i, batch = await ready.get()
+            yield i, batch
+            left -= isinstance(batch[-1], End | ApiError)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Single(NamedTuple):
+    """The reply to the one job of a request."""
+
+    answer: Answer
+
+    def opening(self) -> bytes:
+        return self.answer.opening()
+
+    def events(self, i: int, batch: Sequence[Update]) -> Iterator[bytes]:
+        return self.answer.events(batch)
+
+    def whole(self, updates: Sequence[Sequence[Update]]) -> dict[str, Any]:
+        return self.answer.whole(updates[0])
+
+
+class Choice(Answer):
+    """One of several answers. Its usage is that of all; what was measured of it is in the choice."""
+
+    def __init__(self, job: Job, model: str, fingerprint: str, index: int, others: "list[Choice]"):
+        """others: grows to all choices of the request."""
+        super().__init__(job, model, fingerprint, index, others[0]._head if others else None)
+        self._others = others
+        others.append(self)
+
+    def _usage(self) -> dict[str, Any]:
+        own = [Answer._usage(other) for other in self._others]
+        prompt, tokens = own[0]["prompt_tokens"], sum(each["completion_tokens"] for each in own)
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        if self._others[0]._cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._others[0]._cached}
+        if thought := sum(other._reasoning for other in self._others):
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return usage
+
+    def _measured(self, end: End) -> dict[str, Any]:
+        return {}
+
+    def measured(self, end: End) -> dict[str, Any]:
+        """The seed of this choice and what was measured of it."""
+        measured = Answer._measured(self, end)
+        measured.pop("warnings", None)
+        return measured
+
+    def _last(self, end: End) -> dict[str, Any]:
+        return super()._last(end) | self.measured(end)
+
+    def _after(self, end: End) -> Iterator[bytes]:
+        return iter(())
+
+
+class Choices:
+    """The reply to the jobs of one request."""
+
+    def __init__(self, jobs: Sequence[Job], model: str, fingerprint: str):
+        self._choices: list[Choice] = []
+        for i, job in enumerate(jobs):
+            Choice(job, model, fingerprint, i, self._choices)
+        self._call, self._left = jobs[0].call, len(jobs)
+
+    def opening(self) -> bytes:
+        return b"".join(choice.opening() for choice in self._choices)
+
+    def events(self, i: int, batch: Sequence[Update]) -> Iterator[bytes]:
+        """The events of a batch of updates of choice i; behind the end of the last choice those of the whole."""
+        yield from self._choices[i].events(batch)
+        if not isinstance(batch[-1], End):
+            return
+        self._left -= 1
+        if self._left:
+            return
+        warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
+        if self._call.include_usage or warnings:
+            usage = {"usage": self._choices[0]._usage()} if self._call.include_usage else {}
+            yield f"data: {json.dumps({**self._choices[0]._head, 'choices': [], **usage, **warnings})}\n\n".encode()
+        yield DONE
+
+    def whole(self, updates: Sequence[Sequence[Update]]) -> dict[str, Any]:
+        """The whole answer, from the updates of each choice."""
+        wholes = [choice.whole(each) for choice, each in zip(self._choices, updates, strict=True)]
+        choices = [
+            {**whole["choices"][0], **choice.measured(each[-1])}
+            for whole, choice, each in zip(wholes, self._choices, updates, strict=True)
+        ]
+        warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
+        return {**wholes[0], "choices": choices, "usage": self._choices[0]._usage(), **warnings}

@@ -1,0 +1,183 @@
+"""Requests in the form of OpenAI's Responses API, as requests for a chat: a conversation is a list of items, the tools
+are functions, and the server keeps nothing, so that each request has the whole conversation.
+"""
+
+from typing import Any, NamedTuple
+
+from infer.serve.body import ApiError, printable, shown, wrong
+from infer.text.tool_calls import read_object
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+# What a request may have besides parameters of a chat, and what of a chat it may not have.
+NEVER = ("messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids", "return_timeline")
+ABSENT = ("previous_response_id", "conversation", "prompt", "context_management")  # with any value
+WITHOUT_EFFECT = ("truncation",)
+
+
+class Asked(NamedTuple):
+    """A request."""
+
+    chat: dict[str, Any]
+    """Fields of the chat that it asks for."""
+    repeated: dict[str, Any]
+    """Fields of the request that are in its answer."""
+    ignored: list[str]
+    """Names of parameters without effect."""
+
+
+def read_items(fields: dict[str, Any]) -> Asked:
+    """The request in the fields of a body. Raises ApiError, which names the parameter; so does `read_call` of the
+    chat, for parameters that both have.
+    """
+    left, ignored = {name: value for name, value in fields.items() if value is not None}, []
+    for name in ABSENT:
+        if name in left:
+            raise ApiError(
+                400,
+                f"{name} is not supported, as this server keeps no conversations: send all items in input",
+                param=name,
+                code="unsupported_parameter",
+            )
+    for name in NEVER:
+        if name in left:
+            raise ApiError(400, f"unknown parameter {name}", param=name, code="unknown_parameter")
+    ignored += [name for name in WITHOUT_EFFECT if left.pop(name, "disabled") != "disabled"]
+    asked = {name: left.get(name) for name in ("instructions", "temperature", "top_p", "user", "reasoning")}
+    asked |= {"tools": left.get("tools", []), "tool_choice": left.get("tool_choice", "auto")}
+    asked |= {"parallel_tool_calls": left.get("parallel_tool_calls", True), "metadata": left.get("metadata", {})}
+    _check_form(left, ignored)
+    made = {"messages": _messages(left, ignored), **_limits(left), **_included(left, ignored)}
+    asked["max_output_tokens"] = made.get("max_completion_tokens")
+    tools = left.pop("tools", [])
+    if not isinstance(tools, list):
+        raise wrong("tools", tools, "a list of tools")
+    made["tools"] = [_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(tools)]
+    if "tool_choice" in left:
+        made["tool_choice"] = _choice(left.pop("tool_choice"))
+    return Asked({**left, **made}, asked, ignored)
+
+
+def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
+    items, instructions = left.pop("input", None), left.pop("instructions", None)
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise wrong("input", items, "a text, or a list of at least one item")
+    if not isinstance(instructions, str | None):
+        raise wrong("instructions", instructions, "a text")
+    made: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    thought = ""  # of the message that follows
+    for i, item in enumerate(items):
+        path = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind not in ITEMS:
+            if isinstance(kind, str):
+                raise ApiError(400, f"{path}.type = {shown(kind)} is not supported: give {', '.join(ITEMS)}",
+                               param=f"{path}.type", code="unsupported_parameter")  # fmt: skip
+            raise wrong(path, item, 'an item, as in {"role": "user", "content": ...}')
+        if kind == "reasoning":
+            thought += _joined(item.get("content") or [], f"{path}.content", ("reasoning_text",), "")
+            continue
+        if kind == "function_call_output":
+            content = _joined(item.get("output"), f"{path}.output", TEXT_PARTS)
+            made.append({"role": "tool", "tool_call_id": _text_of(item, "call_id", path), "content": content})
+            continue
+        if kind == "message":
+            role = item.get("role")
+            if role not in ROLES:
+                raise wrong(f"{path}.role", role, ", ".join(ROLES))
+            message = {"role": role, "content": _joined(item.get("content"), f"{path}.content", TEXT_PARTS)}
+        else:
+            function = {name: _text_of(item, name, path) for name in ("name", "arguments")}
+            if read_object(function["arguments"] or "{}") is None:
+                raise wrong(f"{path}.arguments", function["arguments"], "a JSON object in a text")
+            call = {"id": _text_of(item, "call_id", path), "type": "function", "function": function}
+            message = {"role": "assistant", "tool_calls": [call]}
+        assistant = message["role"] == "assistant"
+        if assistant and thought:
+            message["reasoning_content"] = thought
+        if kind == "function_call" and not thought and made and made[-1]["role"] == "assistant":
+            made[-1].setdefault("tool_calls", []).append(call)  # calls and text of one answer are one message
+        else:
+            made.append(message)
+        thought = "" if assistant else thought
+    if thought:
+        ignored.append("the reasoning at the end of input")
+    if not made:
+        raise wrong("input", items, "at least one message")
+    return made
+
+
+def _text_of(item: dict[str, Any], name: str, path: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise wrong(f"{path}.{name}", value, "a text")
+    return value
+
+
+def _joined(content: Any, path: str, kinds: tuple[str, ...], between: str = "\n") -> str:
+    """A text, or the texts of parts of these types."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise wrong(path, content, f"a text, or parts of type {', '.join(kinds)} with a text")
+    return between.join(texts)
+
+
+def _limits(left: dict[str, Any]) -> dict[str, Any]:
+    limit = left.pop("max_output_tokens", None)
+    if limit is None:
+        return {}
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise wrong("max_output_tokens", limit, "a whole number of at least 1")
+    return {"max_completion_tokens": limit}
+
+
+def _check_form(left: dict[str, Any], ignored: list[str]) -> None:
+    """Raises ApiError for an answer in another form than a text."""
+    text = left.pop("text", {})
+    if not isinstance(text, dict):
+        raise wrong("text", text, 'an object, as in {"format": {"type": "text"}}')
+    for name, value in text.items():
+        path = f"text.{printable(name)}"
+        if name == "verbosity" and value is not None:
+            ignored.append(path)
+        elif value is not None and (name != "format" or value != {"type": "text"}):
+            raise ApiError(400, f"{path} = {shown(value)} is not supported: leave it out", param=path,
+                           code="unsupported_parameter")  # fmt: skip
+
+
+def _included(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Log-probabilities, which are the only thing that can be included."""
+    included, top = left.pop("include", []), left.pop("top_logprobs", 0)
+    if not isinstance(included, list):
+        raise wrong("include", included, f'a list, as in ["{LOGPROBS}"]')
+    for name in included:
+        if name == "reasoning.encrypted_content":
+            ignored.append("include: reasoning.encrypted_content")
+        elif name != LOGPROBS:
+            raise ApiError(400, f"include = {shown(name)} is not supported: leave it out", param="include",
+                           code="unsupported_parameter")  # fmt: skip
+    return {"logprobs": True, "top_logprobs": top} if top or LOGPROBS in included else {}
+
+
+def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
+    """A tool in the form of a chat."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+        raise wrong(path, tool, 'an object {"type": "function", "name": ..., "parameters": ...}')
+    if tool["type"] != "function":
+        return tool  # refused with the others
+    if tool.get("strict"):
+        ignored.append(f"{path}.strict")
+    rest = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+    return {"type": "function", "function": rest}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice

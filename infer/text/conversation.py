@@ -1,0 +1,96 @@
+"""Conversations of a request in the form that a chat template can write.
+
+OpenAI's clients send the arguments of calls as JSON in a text, templates read them as objects. A message of the
+developer is one of the system where the template has no such role. A template that cannot write tools gets them in
+words: their definitions in the message of the system, calls and results as text, in the form of Hermes, which many
+models have seen.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infer.text.tool_calls import HARMONY, ToolRequest, json_text, read_object
+from laneformer.errors import InputError
+
+if TYPE_CHECKING:
+    from infer.text.chat_template import ChatTemplate
+
+NO_FORMAT = (
+    'tool_choice = {choice}: the chat template has no tool format, so no call can be required; use "auto", or a'
+    " template that reads tools"
+)
+TOOLS_IN_WORDS = """\
+# Tools
+
+You may call functions. These are their signatures, one JSON object per line:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and arguments between these tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def encode(
+    chat: "ChatTemplate", messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None, values: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of the prompt for an answer to these messages. Raises InputError as `ChatTemplate.encode`, and where a
+    call is required of a template without a form for it.
+    """
+    messages, opening = [_message(message, chat) for message in messages], ""
+    if chat.tool_format is None:
+        if tools is not None and tools.required:
+            choice = '"required"' if tools.name is None else json_text(tools.name)
+            raise InputError(NO_FORMAT.format(choice=choice))
+        messages, definitions = in_words(messages, tools), None
+    else:
+        definitions = None if tools is None else [*tools.tools]
+        opening = "" if tools is None else chat.tool_format.opening(tools)
+    return chat.encode(messages, add_generation_prompt=True, tools=definitions, values=values, opening=opening)
+
+
+def _message(message: Mapping[str, Any], chat: "ChatTemplate") -> dict[str, Any]:
+    made = dict(message)
+    if made.get("role") == "developer" and not chat.has_developer:
+        made["role"] = "system"
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [_call(call) for call in calls]
+        both = chat.tool_format is HARMONY and made.get("reasoning_content")  # gpt-oss's template takes one of them
+        made["content"] = "" if both else made.get("content", "")
+    return made
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        arguments = read_object(arguments or "{}")
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def in_words(messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None) -> list[dict[str, Any]]:
+    """The conversation without tools, calls and messages of tools, all of which become text."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
+            if made and made[-1]["role"] == "user" and made[-1]["content"].endswith("</tool_response>"):
+                made[-1]["content"] += f"\n{text}"  # results of one answer are one message
+                continue
+            kept = {"role": "user", "content": text}
+        elif calls := message.get("tool_calls"):
+            texts = [
+                f"<tool_call>\n{json_text({key: call['function'][key] for key in ('name', 'arguments')})}\n</tool_call>"
+                for call in calls
+            ]
+            kept["content"] = "\n".join([*([kept["content"]] if kept.get("content") else []), *texts])
+        made.append(kept)
+    if tools is not None:
+        text = TOOLS_IN_WORDS.format(tools="\n".join(map(json_text, tools.tools)))
+        if made[0]["role"] == "system":
+            made[0]["content"] = f"{made[0].get('content', '')}\n\n{text}"
+        else:
+            made.insert(0, {"role": "system", "content": text})
+    return made

@@ -1,0 +1,533 @@
+"""Calls of tools in an answer, in the form that the model's chat template teaches it.
+
+A format is a line of FORMATS: it is recognised by what the template's text contains, and has a parser. A parser is a
+generator over an answer that arrives in pieces: it yields where it needs more text and decides by what it has read, so
+that the result does not depend on how the text is cut. What looks like a call but cannot be read as one stays content.
+White space beside a call belongs to no part.
+
+The web process imports this file, so it needs the standard library only.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from infer.text.channels import FUNCTIONS, Channels, Part
+
+SPACE = " \t\r\n"
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a function, as OpenAI's, and with points
+MOST_FAILED = 64  # openings of an answer that turned out to be text, after which the rest is content
+JSON_STEP = re.compile(r'["{}\[\]]')
+STRING_STEP = re.compile(r'["\\]')
+
+
+class ToolCall(NamedTuple):
+    """A call that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """The tools of a request, and which of them the answer may or must call."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    """As in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    required: bool = False
+    """Whether the answer begins as a call does."""
+    name: str | None = None
+    """The only function that may be called, if required."""
+    parallel: bool = True
+    """Whether there may be several calls; otherwise the first one ends the answer."""
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The schema of the arguments of each function."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+
+
+class Read(NamedTuple):
+    """What became certain with a piece of an answer."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    part: Part = Part.CONTENT
+    """What the text belongs to."""
+
+
+class Reader(Protocol):
+    """Takes an answer apart, token by token."""
+
+    finished: bool
+    """Whether the answer is complete, as only one call was allowed."""
+
+    def add(self, token: int, text: str, part: Part) -> Read:
+        """The next token, with what became printable with it and where that belongs."""
+
+    def end(self, tail: str) -> Read:
+        """The end of the answer, with the content that was held back."""
+
+
+class Found(NamedTuple):
+    """Calls that a parser read."""
+
+    calls: tuple[tuple[str, dict[str, Any]], ...]
+    """Names and arguments."""
+    end: int
+    """Position behind them in the text."""
+
+
+class Text:
+    """An answer as far as it is known."""
+
+    def __init__(self):
+        self.text = ""
+        self.ended = False
+
+
+Parser = Callable[[Text, int, Mapping[str, Mapping[str, Any]]], Generator[None, None, Found | None]]
+"""From a text, the position behind an opening and the schemas of the functions: calls, or None for mere text."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls."""
+
+    name: str
+    marks: tuple[str, ...]
+    """The template contains all of these."""
+    without: tuple[str, ...]
+    """And none of these."""
+    openings: tuple[str, ...]
+    """Texts that begin calls."""
+    closings: tuple[str, ...]
+    """Texts that may follow a call and are no content."""
+    parse: Parser | None
+    """None for harmony, whose calls are messages."""
+    required: str
+    """The beginning of an answer that must call a function."""
+    named: str
+    """The same for a function {name}."""
+    spelled: tuple[str, ...] = ()
+    """Special tokens that are part of the form; elsewhere they have no text."""
+    bare: bool = False
+    """Whether an answer may begin with the JSON object of a call. It must name a function of the request."""
+    short_ids: bool = False
+    """Whether the template wants ids of nine letters and digits."""
+
+    def opening(self, request: ToolRequest) -> str:
+        """The text with which an answer to this request begins."""
+        if not request.required:
+            return ""
+        return self.required if request.name is None else self.named.replace("{name}", request.name)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
+        """A call with a random id."""
+        return ToolCall(secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}", name,
+                        json_text(arguments))  # fmt: skip
+
+
+def json_text(value: Any) -> str:
+    """JSON with characters as they are, but for halves of surrogate pairs."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in a text, None if it is not one."""
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(text)
+
+
+# ---- steps of parsers
+
+
+def _space(source: Text, at: int) -> Generator[None, None, int]:
+    """The position behind white space."""
+    while True:
+        while at < len(source.text) and source.text[at] in SPACE:
+            at += 1
+        if at < len(source.text) or source.ended:
+            return at
+        yield
+
+
+def _word(source: Text, at: int, words: Iterable[str]) -> Generator[None, None, int | None]:
+    """The position behind the first of the words that the text has there, None if it has none."""
+    for word in words:
+        while len(source.text) - at < len(word) and not source.ended and word.startswith(source.text[at:]):
+            yield
+        if source.text.startswith(word, at):
+            return at + len(word)
+    return None
+
+
+def _name(source: Text, at: int) -> Generator[None, None, str]:
+    """The name of a function, "" if there is none."""
+    while True:
+        found = NAME.match(source.text, at)
+        if found is None and at < len(source.text):
+            return ""
+        if source.ended or (found is not None and found.end() < len(source.text)):
+            return found[0] if found else ""
+        yield
+
+
+def _json(source: Text, at: int) -> Generator[None, None, int | None]:
+    """The position behind the JSON object or array that begins there, None if there is none or it does not end.
+
+    Only brackets and texts are checked.
+    """
+    while at >= len(source.text) and not source.ended:
+        yield
+    if source.text[at : at + 1] not in ("{", "["):
+        return None
+    open_ones, quoted = [], False
+    while True:
+        found = (STRING_STEP if quoted else JSON_STEP).search(source.text, at)
+        escaped = found is not None and found[0] == "\\"
+        if found is None or (escaped and found.end() == len(source.text)):
+            if source.ended:
+                return None
+            at = len(source.text) if found is None else found.start()
+            yield
+            continue
+        at = found.end() + escaped
+        if found[0] == '"':
+            quoted = not quoted
+        elif found[0] in "{[":
+            open_ones.append(found[0])
+        elif found[0] in "}]":
+            if open_ones.pop() + found[0] not in ("{}", "[]"):
+                return None
+            if not open_ones:
+                return at
+
+
+def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """The name and the arguments in the object of a call."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not NAME.fullmatch(name):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = read_object(arguments)
+    return (name, arguments) if isinstance(arguments, dict) else None
+
+
+# ---- formats
+
+
+def _object_call(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
+    """{"name": ..., "arguments" or "parameters": {...}}"""
+    at = yield from _space(source, at)
+    end = yield from _json(source, at)
+    call = None if end is None else _named_call(read_object(source.text[at:end]))
+    return None if call is None else Found((call,), end)
+
+
+def _mistral(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
+    """[{"name": ..., "arguments": {...}}, ...], or NAME[CALL_ID]ID[ARGS]{...}, of which the ids may be left out."""
+    at = yield from _space(source, at)
+    name = yield from _name(source, at)
+    if name:
+        at += len(name)
+        behind = yield from _word(source, at, ("[CALL_ID]",))
+        if behind is not None:
+            at = behind + len((yield from _name(source, behind)))
+        behind = yield from _word(source, at, ("[ARGS]",))
+        at = yield from _space(source, at if behind is None else behind)
+        end = yield from _json(source, at)
+        arguments = None if end is None else read_object(source.text[at:end])
+        return None if arguments is None else Found(((name, arguments),), end)
+    end = yield from _json(source, at)
+    if end is None:
+        return None
+    wrapped = read_object('{"calls": ' + source.text[at:end] + "}") or {"calls": None}
+    values = wrapped["calls"] if isinstance(wrapped["calls"], list) else [wrapped["calls"]]
+    calls = tuple(map(_named_call, values))
+    return Found(calls, end) if calls and None not in calls else None
+
+
+FUNCTION_START, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+TAG_NAME = re.compile(r"[^<>\n]{1,256}>")
+
+
+def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
+    """<function=NAME> <parameter=NAME> text </parameter> ... </function>; a line end at each end of a text is dropped.
+
+    A text ends at the first </parameter> behind which there is another parameter or the function's end.
+    """
+    at = yield from _space(source, at)
+    if not source.text.startswith(FUNCTION_START, at - len(FUNCTION_START)) or at < len(FUNCTION_START):
+        at = yield from _word(source, at, (FUNCTION_START,))
+    name = "" if at is None else (yield from _tag(source, at))
+    if not NAME.fullmatch(name):
+        return None
+    at += len(name) + 1
+    properties, arguments = schemas.get(name, {}).get("properties"), {}
+    properties = properties if isinstance(properties, Mapping) else {}
+    while True:
+        at = yield from _space(source, at)
+        if (end := (yield from _word(source, at, (FUNCTION_END,)))) is not None:
+            return Found(((name, arguments),), end)
+        if (at := (yield from _word(source, at, (PARAMETER,)))) is None:
+            return None
+        if not (parameter := (yield from _tag(source, at))):
+            return None
+        at += len(parameter) + 1
+        look = at
+        while True:
+            if (end := source.text.find(PARAMETER_END, look)) < 0:
+                if source.ended:
+                    return None
+                look = max(at, len(source.text) - len(PARAMETER_END) + 1)
+                yield
+                continue
+            look = end + len(PARAMETER_END)
+            behind = yield from _space(source, look)
+            if (yield from _word(source, behind, (PARAMETER, FUNCTION_END))) is not None:
+                break
+        value = source.text[at:end].removeprefix("\n").removesuffix("\n")
+        arguments[parameter] = typed(value, properties.get(parameter))
+        at = look
+
+
+def _tag(source: Text, at: int) -> Generator[None, None, str]:
+    """The name in a tag, up to its ">"; "" if there is none."""
+    while True:
+        if found := TAG_NAME.match(source.text, at):
+            return found[0][:-1]
+        if source.ended or "\n" in source.text[at : at + 257] or len(source.text) - at > 257:
+            return ""
+        yield
+
+
+KINDS = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
+         "null": type(None)}  # fmt: skip
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A value that was written as text, by the schema of its parameter; the text where that does not fit."""
+    kinds = _kinds(schema)
+    if not kinds or kinds == {"string"}:
+        return text
+    plain = text.strip()
+    try:
+        value = json.loads(PYTHON_WORDS.get(plain, plain), parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return text
+    fits = any(
+        isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool)
+        for kind in kinds - {"string"}
+        if kind in KINDS
+    )
+    return value if fits else text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+    for word in ("anyOf", "oneOf"):
+        several = schema.get(word)
+        kinds = kinds.union(*map(_kinds, several if isinstance(several, list) else []))
+    return kinds
+
+
+TAGS = {"openings": ("<tool_call>",), "closings": ("</tool_call>",)}
+HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None, "<|channel|>commentary to=functions.",
+                     "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
+HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"), **TAGS,
+                    parse=_object_call, required='<tool_call>\n{"name":',
+                    named='<tool_call>\n{"name": "{name}", "arguments":',
+                    spelled=("<tool_call>", "</tool_call>"))  # fmt: skip
+FORMATS = (  # the first one that fits a template is its
+    HARMONY,
+    ToolFormat("qwen3-coder", ("<tool_call>", FUNCTION_START, PARAMETER), (), ("<tool_call>", FUNCTION_START),
+               ("</tool_call>",), _coder, "<tool_call>\n<function=", "<tool_call>\n<function={name}>\n",
+               ("<tool_call>", "</tool_call>")),
+    HERMES,
+    ToolFormat("mistral-args", ("[TOOL_CALLS]", "[ARGS]"), (), ("[TOOL_CALLS]",), (), _mistral,
+               "[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), short_ids=True),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), (), _mistral,
+               '[TOOL_CALLS] [{"name":', '[TOOL_CALLS] [{"name": "{name}", "arguments":', ("[TOOL_CALLS]",),
+               short_ids=True),
+    ToolFormat("llama3", ('{"name": function name, "parameters":',), (), ("<|python_tag|>",), (";",), _object_call,
+               '{"name":', '{"name": "{name}", "parameters":', ("<|python_tag|>",), bare=True),
+)  # fmt: skip
+
+
+def find_format(source: str, variables: Iterable[str]) -> ToolFormat | None:
+    """The format that a chat template teaches; None if it reads no tools, or in a form that is not here.
+
+    source: its text. variables: those that it reads.
+    """
+    if "tools" not in variables:
+        return None
+    plain = source.replace('\\"', '"')  # of texts in the template's expressions
+    return next((each for each in FORMATS if all(mark in plain for mark in each.marks)
+                 and not any(mark in plain for mark in each.without)), None)  # fmt: skip
+
+
+# ---- readers
+
+
+class TextReader:
+    """Finds calls in the content of an answer. A call is reported when it is complete."""
+
+    def __init__(self, tool_format: ToolFormat, request: ToolRequest):
+        self._format, self._schemas, self._parallel = tool_format, request.schemas, request.parallel
+        self._source, self._out, self._calls = Text(), [], []
+        self._openings = re.compile("|".join(map(re.escape, tool_format.openings)))
+        self.finished = False
+        self._run = self._read()
+        self._feed(tool_format.opening(request))  # the beginning of the answer that is part of the prompt
+
+    def add(self, token: int, text: str, part: Part) -> Read:
+        return self._feed(text) if part is Part.CONTENT else Read(text, (), part)
+
+    def end(self, tail: str) -> Read:
+        if self._source.ended:
+            return Read("")
+        self._source.ended = True
+        return self._feed(tail)
+
+    def _feed(self, text: str) -> Read:
+        self._out, self._calls = [], []
+        self._source.text += text
+        if not self.finished:
+            next(self._run, None)
+        return Read("".join(self._out), tuple(self._calls))
+
+    def _read(self) -> Generator[None, None, None]:
+        source, at, failed = self._source, 0, 0
+        may_be_bare = self._format.bare
+        while True:
+            start = yield from self._opening(at, may_be_bare) if failed < MOST_FAILED else self._rest(at)
+            if start is None:
+                return
+            begin, bare = start
+            found = yield from self._format.parse(source, begin.end, self._schemas)
+            if found is None or (bare and not all(name in self._schemas for name, _ in found.calls)):
+                self._out.append(source.text[begin.kept : begin.start + 1])
+                at, may_be_bare, failed = begin.start + 1, False, failed + 1
+                continue
+            calls = found.calls if self._parallel else found.calls[:1]
+            self._calls += [self._format.call(*call) for call in calls]
+            if not self._parallel:
+                self.finished = True
+                return
+            at = yield from self._behind(found.end)
+            may_be_bare = self._format.bare
+
+    def _behind(self, at: int) -> Generator[None, None, int]:
+        """The position behind white space and closings."""
+        while True:
+            at = yield from _space(self._source, at)
+            if (end := (yield from _word(self._source, at, self._format.closings))) is None:
+                return at
+            at = end
+
+    def _opening(self, at: int, may_be_bare: bool) -> Generator[None, None, "tuple[_Start, bool] | None"]:
+        """Passes content on up to the next opening; None at the end of the text."""
+        source = self._source
+        if may_be_bare:
+            begin = yield from _space(source, at)
+            if source.text.startswith("{", begin):
+                return _Start(at, begin, begin), True
+        while True:
+            found = self._openings.search(source.text, at)
+            stop = len(source.text) if found is None else found.start()
+            if found is None and not source.ended:
+                stop -= self._partial(source.text[at:])
+            kept = at + len(source.text[at:stop].rstrip(SPACE))
+            if found is None and source.ended:
+                kept = stop
+            self._out.append(source.text[at:kept])
+            at = kept
+            if found is not None:
+                return _Start(kept, found.start(), found.end()), False
+            if source.ended:
+                return None
+            source.text, at = source.text[at:], 0  # what was passed on is not needed again
+            yield
+
+    def _partial(self, text: str) -> int:
+        """The number of characters at the end of a text that may be the beginning of an opening."""
+        return max((n for word in self._format.openings for n in range(1, min(len(word), len(text) + 1))
+                    if text.endswith(word[:n])), default=0)  # fmt: skip
+
+    def _rest(self, at: int) -> Generator[None, None, None]:
+        """Passes on all that follows."""
+        while True:
+            self._out.append(self._source.text[at:])
+            self._source.text, at = "", 0
+            if self._source.ended:
+                return
+            yield
+
+
+class _Start(NamedTuple):
+    """An opening in a text."""
+
+    kept: int
+    """Where the white space before it begins."""
+    start: int
+    end: int
+
+
+class HarmonyReader:
+    """Finds the messages for functions in an answer with channels, whose tokens they mark as Part.CALL."""
+
+    def __init__(self, channels: Channels, request: ToolRequest):
+        """channels: of the same prompt as those that mark the tokens."""
+        self._channels, self._parallel = channels, request.parallel
+        self._open, self._text, self._name = False, "", ""
+        self.finished = False
+        self._follow()
+
+    def _follow(self) -> None:
+        self._open = self._channels.part is Part.CALL
+        self._name = (self._channels.recipient or "").removeprefix(FUNCTIONS)
+
+    def add(self, token: int, text: str, part: Part) -> Read:
+        if part is Part.CALL:
+            self._text, text = self._text + text, ""
+        mark = self._channels.add(token) is Part.MARK
+        read = self._close() if mark and self._open else Read(text, (), part)
+        if mark:
+            self._follow()
+        return read
+
+    def end(self, tail: str) -> Read:
+        read = self._close() if self._open else Read("")
+        self._open = False
+        return read._replace(text=read.text + tail)
+
+    def _close(self) -> Read:
+        text, self._text = self._text, ""
+        arguments = read_object(text or "{}")
+        if arguments is None or not NAME.fullmatch(self._name):
+            return Read(text)
+        self.finished = not self._parallel
+        return Read("", (HARMONY.call(self._name, arguments),))

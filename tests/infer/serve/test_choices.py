@@ -1,0 +1,97 @@
+"""Several answers to one request: choice i is what the same request gives with seed + i."""
+
+import pytest
+
+from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
+from tests.support.serve_cases import BACKEND, Server
+
+PROMPT = "def add(a, b):"
+TALK = [{"role": "user", "content": "hé"}]
+COUNT = 3
+ROUTES = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": TALK}}
+DRAW = {"temperature": 1.0, "max_tokens": 20, "logprobs": None}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    checkpoint = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+    server = Server(checkpoint, "--backend", BACKEND, "--max-waiting", 1)
+    yield server.wait_until(200)
+    server.kill()
+
+
+def text(choice):
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", list(ROUTES))
+@pytest.mark.parametrize("seed", [7, 2**64 - 2])
+def test_choices_have_seeds_that_follow(server, path, seed):
+    asked = {**ROUTES[path], **DRAW}
+    status, body = server.post(path, **asked, n=COUNT, seed=seed, store=True)
+    assert status == 200 and body["warnings"] == ["store has no effect"], body
+    alone = [server.post(path, **asked, seed=(seed + i) % 2**64)[1] for i in range(COUNT)]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [text(choice) for choice in body["choices"]] == [text(each["choices"][0]) for each in alone]
+    assert len({text(choice) for choice in body["choices"]}) == COUNT
+    assert [choice["seed"] for choice in body["choices"]] == [each["seed"] for each in alone]
+    assert [choice["timings"]["predicted_n"] for choice in body["choices"]] == [
+        each["usage"]["completion_tokens"] for each in alone
+    ]
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+    assert usage["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert "seed" not in body and "timings" not in body
+
+
+@pytest.mark.parametrize("path", list(ROUTES))
+@pytest.mark.parametrize("usage", [False, True])
+def test_streams_have_the_same_choices(server, path, usage):
+    asked = {**ROUTES[path], **DRAW, "n": COUNT, "seed": 7}
+    _, whole = server.post(path, **asked)
+    with server.stream(path, **asked, **({"stream_options": {"include_usage": True}} if usage else {})) as stream:
+        *chunks, done = (event for event in stream if not isinstance(event, str) or event == "[DONE]")
+    assert done == "[DONE]" and len({chunk["id"] for chunk in chunks}) == 1
+    if usage:
+        last = chunks.pop()
+        totals = ("prompt_tokens", "completion_tokens", "total_tokens")
+        assert last["choices"] == [] and all(last["usage"][name] == whole["usage"][name] for name in totals)
+    made, ends = [""] * COUNT, {}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        made[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        if choice["finish_reason"]:
+            ends[choice["index"]] = choice["finish_reason"], choice["seed"]
+    assert made == [text(choice) for choice in whole["choices"]]
+    assert ends == {i: (choice["finish_reason"], choice["seed"]) for i, choice in enumerate(whole["choices"])}
+
+
+def test_choices_wait_together(server):
+    """They have one place in the queue, and leave it together."""
+    long = {"max_tokens": CONTEXT, "ignore_eos": True}
+    with server.stream(prompt=PROMPT, **long) as running:
+        next(running)
+        with server.stream(prompt=PROMPT, n=COUNT, **long) as waiting:
+            assert next(waiting) == ": queued 1"
+            assert server.metric("num_requests_waiting") == COUNT
+            assert server.post("/v1/completions", prompt=PROMPT)[0] == 429
+        server.wait_for_metric("num_requests_waiting", 0)
+    server.wait_for_metric("num_requests_running", 0)
+    with server.stream(prompt=PROMPT, n=COUNT, **long) as stream:
+        assert isinstance(next(stream), str | dict)
+    server.wait_for_metric("num_requests_running", 0)
+    server.wait_for_metric("num_requests_waiting", 0)
+
+
+@pytest.mark.parametrize("n", [0, 9, "2", True, 1.5])
+def test_bad_numbers_are_refused(server, n):
+    status, body = server.post("/v1/completions", prompt=PROMPT, n=n)
+    assert status == 400 and body["error"]["param"] == "n" and "a whole number" in body["error"]["message"]
+    status, body = server.post("/v1/responses", input=PROMPT, n=1)
+    assert status == 400 and body["error"]["code"] == "unknown_parameter"
+
+
+def test_an_error_is_that_of_the_request(server):
+    status, body = server.post("/v1/completions", prompt="", n=2)
+    assert status == 400 and body["error"]["param"] == "prompt"
