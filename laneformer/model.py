@@ -165,7 +165,8 @@ class Laneformer(nnx.Module):
         def local(model, ids_bs, targets_bs, weights_bs, segments_bs, load_nle):
             routings = []
             x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat, routings=routings)
-            operands = model._head_operands(x_lbsd)
+            with jax.named_scope("head"):
+                operands = model._head_operands(x_lbsd)
             total, *tokens = cross_entropy(
                 *operands,
                 targets_bs,
