@@ -35,7 +35,10 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
     return Precision(
         compute="float32"
         if config.compute_dtype == "auto" and on_cpu
-        else config.compute_dtype.replace("auto", "bfloat16")
+        else config.compute_dtype.replace("auto", "bfloat16"),
+        stream=config.stream_dtype,
+        activation=config.activation_dtype,
+        exchange=config.exchange_dtype,
     )
 
 

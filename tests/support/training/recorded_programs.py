@@ -21,7 +21,12 @@ from train.step import Trainer
 
 FOLDER = ROOT / "tests/train/program/recorded"
 LAYERS, ROWS = 4, 8
-CASES = [("dtp(4)", "none"), ("dtp(4)", "dots"), ("dtp(4)", "block"), ("ladder", "none"), ("tp", "none")]
+CASES = [  # layout, remat, dtype of exchanges and activations
+    *(("dtp(4)", remat, "float32") for remat in ("none", "dots", "block")),
+    ("dtp(4)", "dots", "bfloat16"),
+    ("ladder", "none", "float32"),
+    ("tp", "none", "float32"),
+]
 
 
 def model_of(layout: str) -> ModelConfig:
@@ -29,7 +34,7 @@ def model_of(layout: str) -> ModelConfig:
     return LANEFORMER_2B.replace(num_hidden_layers=LAYERS, sliding_window_n_layers=LAYERS // 2, layout=layout)
 
 
-def compiled_text(layout: str, remat: str) -> str:
+def compiled_text(layout: str, remat: str, dtype: str) -> str:
     """The step of LAYERS layers with the sizes of the recipe's, for ROWS sequences on 1 x 8 H200."""
     devices, _ = compile_only_devices("h200", find_device("h200", 8), 1, "cuda")
     recipe = laneformer_2b()
@@ -38,6 +43,8 @@ def compiled_text(layout: str, remat: str) -> str:
         recipe,
         model=model,
         remat=remat,
+        exchange_dtype=dtype,
+        activation_dtype=dtype,
         accumulate=1,
         then={},
         compute_dtype="bfloat16",
@@ -64,13 +71,13 @@ def reduced(text: str) -> str:
     return "\n".join(found) + "\n"
 
 
-def read(layout: str, remat: str) -> str:
+def read(layout: str, remat: str = "none", dtype: str = "float32") -> str:
     """The kept text of a case."""
-    return gzip.decompress(file_of(layout, remat).read_bytes()).decode()
+    return gzip.decompress(file_of(layout, remat, dtype).read_bytes()).decode()
 
 
-def file_of(layout: str, remat: str) -> Path:
-    return FOLDER / f"{re.sub(r'[^a-z0-9]', '', layout)}_{remat}.txt.gz"
+def file_of(layout: str, remat: str, dtype: str) -> Path:
+    return FOLDER / f"{re.sub(r'[^a-z0-9]', '', layout)}_{remat}_{dtype}.txt.gz"
 
 
 if __name__ == "__main__":
