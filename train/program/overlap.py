@@ -58,6 +58,12 @@ class _Transfer:
     exposed: float = 0.0
 
 
+def is_scheduled(steps: Iterable[Step]) -> bool:
+    """Whether the program has an exchange that may run beside kernels, or none at all."""
+    starts = [step for step in _flat(steps) if isinstance(step, Start)]
+    return not starts or any(start.apart for start in starts)
+
+
 def overlaps(steps: Iterable[Step], speeds: Speeds) -> tuple[Overlap, ...] | None:
     """One Overlap for each purpose that the program has exchanges of, in the order of PURPOSES. None if the program has
     no exchange that could run beside kernels, as with XLA:CPU, which has them in one instruction.
@@ -66,8 +72,7 @@ def overlaps(steps: Iterable[Step], speeds: Speeds) -> tuple[Overlap, ...] | Non
     its start is taken to be where that computation ends.
     """
     steps = tuple(steps)
-    starts = [step for step in _flat(steps) if isinstance(step, Start)]
-    if starts and not any(start.apart for start in starts):
+    if not is_scheduled(steps):
         return None
     clock = _Clock(speeds)
     clock.run(steps)

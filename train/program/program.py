@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from train.planning.cluster import Speeds, find_kind, speeds_of
 from train.program.hlo import Collective, Kernel, Module, Step, kernels_of
-from train.program.overlap import Overlap, overlaps
+from train.program.overlap import Overlap, is_scheduled, overlaps
 
 UNSCHEDULED = (
     "this program starts no exchange apart from the wait for it (XLA:CPU), so what its schedule hides is unknown"
@@ -158,7 +158,9 @@ def describe(program: Program, speeds: Speeds | None = None) -> str:
             f" {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}."
         ),
     ]
-    if speeds is not None:
+    if not is_scheduled(program.steps):
+        lines += ["", f"{UNSCHEDULED[0].upper()}{UNSCHEDULED[1:]}."]
+    elif speeds is not None:
         lines += ["", *_describe_overlaps(overlaps(program.steps, speeds))]
     if program.libraries:
         lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]
@@ -167,9 +169,7 @@ def describe(program: Program, speeds: Speeds | None = None) -> str:
     return "\n".join(lines)
 
 
-def _describe_overlaps(found: tuple[Overlap, ...] | None) -> list[str]:
-    if found is None:
-        return [UNSCHEDULED]
+def _describe_overlaps(found: tuple[Overlap, ...]) -> list[str]:
     return [
         "Exchanges beside kernels in the order of the program; projected times, of full links.",
         "",
