@@ -49,6 +49,11 @@ def run_schedule(
         if t < schedule.num_modules:
             outputs[t] = module(t, x)
         landings = [landing for landing in schedule.landings if landing.at == t]
+        late = list({landing.payload: None for landing in landings if landing.payload.complete_at < t})
+        if late and t < schedule.num_modules:
+            # XLA would fuse a landing into kernels before module t, which would then wait for the sum.
+            outputs[t], *arrived = jax.lax.optimization_barrier((outputs[t], *(sums[payload] for payload in late)))
+            sums.update(zip(late, arrived, strict=True))
         for m, own in enumerate(schedule.own):
             if own.at == t and not any(schedule.own_lands_with(m, landing) for landing in landings):
                 x = x + own.scale * outputs[m]

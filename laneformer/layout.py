@@ -71,6 +71,15 @@ class Schedule:
         return len(self.payloads)
 
     @property
+    def in_flight(self) -> int:
+        """Largest number of reductions that are under way at one time: issued, and not landed before."""
+        first: dict[Payload, int] = {}
+        for landing in self.landings:
+            first.setdefault(landing.payload, landing.at)
+        times = range(self.num_modules + 1)
+        return max(sum(p.complete_at <= t <= at for p, at in first.items()) for t in times)
+
+    @property
     def unsent(self) -> tuple[int, ...]:
         """Modules whose output no other lane uses."""
         sent = {m for payload in self.payloads for m, _ in payload.parts}

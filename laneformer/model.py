@@ -165,7 +165,8 @@ class Laneformer(nnx.Module):
         def local(model, ids_bs, targets_bs, weights_bs, segments_bs, load_nle):
             routings = []
             x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat, routings=routings)
-            operands = model._head_operands(x_lbsd)
+            with jax.named_scope("head"):
+                operands = model._head_operands(x_lbsd)
             total, *tokens = cross_entropy(
                 *operands,
                 targets_bs,
@@ -273,8 +274,8 @@ class Laneformer(nnx.Module):
     def _streams(self, ids_bs, cache, segments_bs, remat, observe=None, routings=None):
         """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
-        All exchange between lanes goes through `_sum_lanes`. observe: see `run_schedule`. routings: list that gets what
-        each router decides.
+        All exchange between lanes goes through `_sum_lanes` and `_exchange`. observe: see `run_schedule`. routings:
+        list that gets what each router decides.
         """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
@@ -311,7 +312,7 @@ class Laneformer(nnx.Module):
         def receive(m: int, total: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.layers[m // 2].receive(total, o, LayerOptions._fields[m % 2])
 
-        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._sum_lanes, config.num_lanes, observe, receive)
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._exchange, config.num_lanes, observe, receive)
         if cache is not None:
             cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
         return x_lbsd, cache
@@ -343,6 +344,24 @@ class Laneformer(nnx.Module):
         """The sum over all lanes, on this device and the others, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
         return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
+
+    def _exchange(self, x_lbsd: jax.Array) -> jax.Array:
+        """`_sum_lanes` of what modules add to the streams. Devices send it in the exchange dtype where that is
+        narrower, and the gradients of the result likewise; XLA:CPU has no sum of 16 bits, and adds rounded values.
+        """
+        dtype = jnp.dtype(self.precision.exchange)
+        if not self._lanes_are_split() or dtype.itemsize >= x_lbsd.dtype.itemsize:
+            return self._sum_lanes(x_lbsd)
+
+        def narrow(x: jax.Array) -> jax.Array:
+            kind = jnp.finfo(dtype)
+            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+            return jax.lax.reduce_precision(x, kind.nexp, kind.nmant) if on_cpu else x.astype(dtype)
+
+        total = jax.lax.psum(narrow(x_lbsd.sum(0, keepdims=True)), LANE)
+        # Each lane's gradient of the sum is made narrow before they are summed.
+        total = jax.lax.pcast(total, (LANE,), to="varying")
+        return narrow(total).astype(x_lbsd.dtype)
 
     def _lane_statistics(
         self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array

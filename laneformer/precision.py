@@ -20,6 +20,10 @@ class Precision:
     """Residual streams, payloads between lanes and inputs of norms."""
     accumulate: str = "float32"
     """Results of matrix products, before any other rounding."""
+    activation: str = "float32"
+    """Results of the products of attention and MLP as they are kept, for what reads them and for the backward pass."""
+    exchange: str = "float32"
+    """What devices send each other of the streams, and of their gradients: narrower than `stream`, if at all."""
 
     @classmethod
     def default(cls, param="float32", platform: str | None = None) -> "Precision":
@@ -30,14 +34,28 @@ class Precision:
         param = jnp.dtype(param).name
         return cls(param=param, compute="float32" if platform == "cpu" else param)
 
-    def einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
-        """The product of x and w over their last axes in the compute dtype, with a result in the accumulate dtype;
-        float32 is never TF32.
+    def einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized, result: str | None = None) -> jax.Array:
+        """The product of x and w over their last axes in the compute dtype, with a result in the accumulate dtype, or
+        in that of `result`; float32 is never TF32.
         """
         exact = jax.lax.Precision.HIGHEST if self.compute == "float32" else None
         w = widen(w, x) if isinstance(w, Quantized) else w
         x, w = x.astype(self.compute), w.astype(self.compute)
-        return jnp.einsum(subscripts, x, w, precision=exact, preferred_element_type=self.accumulate)
+        return jnp.einsum(subscripts, x, w, precision=exact, preferred_element_type=result or self.accumulate)
+
+    def block_einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+        """`einsum` in a block, with a result in the activation dtype if that is narrower."""
+        kept = jnp.finfo(self.activation)
+        if kept.bits >= jnp.finfo(self.accumulate).bits:
+            return self.einsum(subscripts, x, w)
+        if self.compute != "float32":
+            return self.einsum(subscripts, x, w, self.activation)
+        # XLA may leave out a conversion to and from 16 bits, but not this.
+        return jax.lax.reduce_precision(self.einsum(subscripts, x, w), kept.nexp, kept.nmant).astype(self.activation)
+
+    def widened(self, y: jax.Array) -> jax.Array:
+        """A result of block_einsum in the accumulate dtype."""
+        return y.astype(jnp.promote_types(y.dtype, self.accumulate))
 
 
 def widen(w: Quantized, x: jax.Array) -> jax.Array:

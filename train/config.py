@@ -18,6 +18,7 @@ from laneformer.quantized.rounding import Kind, Shared
 from train.rounding import check_groups
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
+Narrow = Literal["float32", "bfloat16"]
 FIRST = "pretrain"  # name of the first phase
 
 
@@ -289,7 +290,13 @@ class TrainConfig(PhaseConfig):
     loss_chunk: int = 4096
     """Tokens per device whose logits are in memory at once."""
     compute_dtype: ComputeDtype = "auto"
-    """Dtype of matrix products; auto: float32 on a CPU, else bfloat16. Master weights, streams and sums are float32."""
+    """Dtype of matrix products; auto: float32 on a CPU, else bfloat16. Master weights and sums are float32."""
+    exchange_dtype: Narrow = field(default="float32", metadata=LATER)
+    """Dtype in which devices send their sums over lanes, and the gradients of these; the streams add them in theirs."""
+    activation_dtype: Narrow = field(default="float32", metadata=LATER)
+    """Dtype of the results of attention's and MLPs' products, which the backward pass keeps."""
+    stream_dtype: Narrow = field(default="float32", metadata=LATER)
+    """Dtype of the residual streams; bfloat16 adds in it, and not over several devices of a CPU."""
     remat: Literal["none", "block", "dots"] = "none"
     """What the backward pass recomputes: nothing (none), whole modules (block), or all but matrix products (dots)."""
     run: Path | None = None
@@ -322,6 +329,11 @@ class TrainConfig(PhaseConfig):
             raise ConfigError(
                 f"distill.teacher with model.num_experts = {self.model.num_experts} is not supported: distillation does"
                 " not balance experts; leave one of them out"
+            )
+        if self.model.num_experts is not None and self.activation_dtype != "float32":
+            raise ConfigError(
+                f"activation_dtype = {self.activation_dtype} with model.num_experts = {self.model.num_experts} is not"
+                " supported: results of experts are float32; leave activation_dtype out"
             )
         if FIRST in self.then:
             raise ConfigError(f"then.{FIRST} has the name of the first phase; choose another name")

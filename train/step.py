@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from laneformer.config import ExpertsOptions
+from laneformer.layout import Schedule
 from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
@@ -23,6 +24,8 @@ from train.optimizer import learning_rate, make_optimizer
 from train.rounding import held
 
 Batch = dict[str, jax.Array]
+START_EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible"
+PARALLEL = "xla_gpu_experimental_parallel_collective_overlap_limit"
 DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # of a batch: train/data/batches.py
 
 
@@ -32,8 +35,20 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
     return Precision(
         compute="float32"
         if config.compute_dtype == "auto" and on_cpu
-        else config.compute_dtype.replace("auto", "bfloat16")
+        else config.compute_dtype.replace("auto", "bfloat16"),
+        stream=config.stream_dtype,
+        activation=config.activation_dtype,
+        exchange=config.exchange_dtype,
     )
+
+
+def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int]:
+    """Options of XLA for the step: on GPUs every sum over lanes starts as soon as its operand exists, and all that the
+    schedule has under way may be, beside as many exchanges of the data axis. By default XLA has one at a time, and
+    starts it about one product before it is needed. Where none is delayed the default is better.
+    """
+    delayed = schedule.in_flight > 1 and mesh.shape[LANE] > 1 and mesh.devices.flat[0].platform == "gpu"
+    return {START_EARLY: True, PARALLEL: 2 * (schedule.in_flight + 1)} if delayed else {}
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +83,7 @@ class Trainer:
             donate_argnums=0,
             in_shardings=(self.state_shardings, rows, self.asked_sharding),
             out_shardings=(self.state_shardings, everywhere),
+            compiler_options=compiler_options(phase.model.schedule, mesh) or None,
         )
         self.evaluate = jax.jit(
             lambda params, batch: self._sums(params, batch)[1], in_shardings=(params, rows), out_shardings=everywhere

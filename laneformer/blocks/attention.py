@@ -28,7 +28,9 @@ class Attention(Block):
         """q, k, v or the gate g: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, norm (Qwen3, OLMo-2) where
         the options have them.
         """
-        y = checkpoint_name(self.precision.einsum("lbsd,lod->lbso", h_lbsd, getattr(self, f"w{name}")[...]), "product")
+        weight = getattr(self, f"w{name}")[...]
+        y = checkpoint_name(self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight), "product")
+        y = self.precision.widened(y)
         if self.options.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
         heads = (*y.shape[:-1], -1, self.options.head_dim)
@@ -61,7 +63,7 @@ class Attention(Block):
             a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start, sinks=sinks)
         if self.options.attention_gate:
             a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
-        o_lbsd = self.precision.einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
+        o_lbsd = self.precision.block_einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
         return o_lbsd + self.wo_bias[...][:, None, None, :] if self.options.out_bias else o_lbsd, kept
 
     @staticmethod

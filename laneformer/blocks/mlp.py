@@ -31,16 +31,19 @@ class Mlp(Block):
         self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
-        return self.precision.einsum("lbsf,ldf->lbsd", self.hidden(h_lbsd), self.w2[...])
+        return self.precision.block_einsum("lbsf,ldf->lbsd", self.hidden(h_lbsd), self.w2[...])
 
     def hidden(self, h_lbsd: jax.Array) -> jax.Array:
         """What w2 multiplies, [l, b, s, f]."""
-        first = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w1[...]), "product")
+
+        def product(w) -> jax.Array:
+            kept = checkpoint_name(self.precision.block_einsum("lbsd,lfd->lbsf", h_lbsd, w[...]), "product")
+            return self.precision.widened(kept)
+
         activate = FUNCTIONS[self.options.activation]
         if not self.options.gated:
-            return activate(first)
-        up = checkpoint_name(self.precision.einsum("lbsd,lfd->lbsf", h_lbsd, self.w3[...]), "product")
-        return activate(first) * up
+            return activate(product(self.w1))
+        return activate(product(self.w1)) * product(self.w3)
 
     @staticmethod
     def table(options: MlpOptions, path: str) -> dict[str, Weight]:

@@ -87,6 +87,24 @@ def test_unsent_modules(layout, unsent):
     assert list(schedule(layout, 3).unsent) == unsent
 
 
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ("none", 0),
+        ("tp", 1),
+        ("parallel", 1),
+        ("ladder", 2),
+        ("kraken", 1),
+        ("dtp(1)", 2),
+        ("dtp(4)", 5),
+        ("dtp(2.5)", 3),
+    ],
+)
+def test_sums_in_flight(layout, count):
+    """A sum is under way from its module to its landing, both included: of six layers, delay k has k + 1 at a time."""
+    assert schedule(layout, 6).in_flight == count
+
+
 def test_waiting_is_exposed_where_a_landing_follows_its_module_at_once():
     assert len(schedule("tp", 3).exposed) == 6
     assert len(schedule("parallel", 3).exposed) == 3

@@ -3,12 +3,15 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import laneformer.model
 from laneformer import make_mesh
 from laneformer.model import Laneformer
+from laneformer.precision import Precision
 from tests.support import tiny
 
 IDS = tiny.token_ids(40, (4, 12))
@@ -50,6 +53,44 @@ def test_the_loss_of_every_head_is_that_of_its_logits(head):
         total, parts = loss_of(model, IDS, TARGETS, WEIGHTS, z_loss=0.01, chunk=chunk)
         np.testing.assert_allclose([total, parts["nll"], parts["lse_squared"]], expected, rtol=1e-5)
         assert float(parts["weight"]) == pytest.approx(float(WEIGHTS.sum()), rel=1e-6)
+
+
+def test_a_narrow_exchange_rounds_what_devices_send():
+    """Forward and backward: every device's share is rounded to bfloat16, the shares are added, and the sum is rounded.
+    Values are multiples of 1/8, so that sums in float32 are exact in any order.
+    """
+    values = tiny.values(num_hidden_layers=2)
+    mesh = make_mesh(4, lane=2)
+    wide = tiny.model_of(values, tiny.random_weights(values), mesh)
+    model = Laneformer(wide.config, wide.weights(), Precision(exchange="bfloat16"), mesh)
+    x, g = (np.random.default_rng(seed).integers(-4000, 4000, (4, 2, 3, 5)).astype(np.float32) / 8 for seed in (0, 1))
+
+    @jax.jit
+    def sent(x, g):
+        run = jax.shard_map(model._exchange, mesh=mesh, in_specs=P("lane"), out_specs=P("lane"), axis_names={"lane"})
+        total, pull = jax.vjp(run, x)
+        return total, *pull(g)
+
+    def rounded(x):
+        return x.astype(jnp.bfloat16).astype(np.float32)
+
+    total, pulled = sent(x, g[:2])
+    shares = x.reshape(2, 2, 2, 3, 5).sum(1)
+    np.testing.assert_array_equal(total, np.tile(rounded(rounded(shares).sum(0)), (2, 1, 1, 1)))
+    np.testing.assert_array_equal(pulled, np.tile(rounded(rounded(g[:2]).sum(0)), (4, 1, 1, 1)))
+    assert (np.asarray(total) != x.sum(0)).any()
+
+
+def test_narrow_activations_are_kept_in_bfloat16():
+    """The results of all products of the blocks, and no others, are rounded; the streams stay float32."""
+    values = tiny.values(num_hidden_layers=2)
+    wide = tiny.random_model(values)
+    model = Laneformer(wide.config, wide.weights(), Precision(activation="bfloat16"), None)
+    text = str(jax.make_jaxpr(model)(IDS))
+    assert text.count("reduce_precision") == 2 * (4 + 3), "q, k, v, o; gate, up, down"
+    logits = model(IDS)
+    assert logits.dtype == jnp.float32
+    assert 0 < tiny.difference(logits, wide(IDS)) < 0.2
 
 
 def test_attention_stays_within_a_document():

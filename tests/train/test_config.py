@@ -24,7 +24,7 @@ BAD = {  # by dataclass: option of `changed` -> values that raise an error which
         "keep_every": (-1,),
         "z_loss": (-0.5, INF),
         "seed": (-1, 2**32),
-        "compute_dtype": ("int8",),
+        **dict.fromkeys(("compute_dtype", "exchange_dtype", "activation_dtype", "stream_dtype"), ("int8",)),
     },
     "MeshConfig": {"mesh__data": (0, 16), "mesh__lane": (0,), "mesh__host_devices": (0,)},
     "DataConfig": {
@@ -147,6 +147,7 @@ def test_resumed_run_may_change_these_options(changes):
         ({"data__batch_size": 16}, "data.batch_size (was 8, now 16)"),
         ({"accumulate": 2}, "accumulate (was 1, now 2)"),
         ({"compute_dtype": "bfloat16"}, "compute_dtype (was 'auto', now 'bfloat16')"),
+        ({"exchange_dtype": "bfloat16"}, "exchange_dtype (was None, now 'bfloat16')"),
         ({"model__layout": "tp"}, "model.layout (was 'laneformer', now 'tp')"),
         ({"optimizer__beta1": 0.8}, "optimizer.beta1 (was 0.9, now 0.8)"),
     ],

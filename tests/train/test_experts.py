@@ -184,6 +184,7 @@ def test_a_run_reports_its_experts_and_resumes_bitwise(tmp_path, command, stop_a
             {"then": {"last": LaterPhase(steps=1, data=tiny().data, weights="int8")}},
             r"then\.last\.weights = int8 with model\.num_experts = 4",
         ),
+        ({"activation_dtype": "bfloat16"}, r"activation_dtype = bfloat16 with model\.num_experts = 4"),
         ({"load_balance_loss": -1.0}, "load_balance_loss"),
         ({"router_z_loss": math.nan}, "router_z_loss"),
     ],

@@ -287,6 +287,22 @@ def test_bfloat16_products_leave_float32_masters(reference):
     np.testing.assert_allclose(losses[:, 0], reference[0][:, 0], rtol=2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "dtypes"),
+    [
+        ((1, 8), {"exchange_dtype": "bfloat16"}),
+        ((1, 8), {"exchange_dtype": "bfloat16", "activation_dtype": "bfloat16"}),
+        ((1, 1), {"activation_dtype": "bfloat16", "stream_dtype": "bfloat16"}),
+    ],
+)
+def test_half_the_bytes_train_alike(reference, mesh, dtypes):
+    losses, state = run(trainer(*mesh, **dtypes))
+    assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"float32", "int32"}
+    assert not (losses == reference[0]).any()
+    np.testing.assert_allclose(losses[:, 0], reference[0][:, 0], rtol=2e-2)
+
+
 def test_state_is_sharded_as_in_the_weight_table():
     t = trainer(2, 4)
     state = t.init()

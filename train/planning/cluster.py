@@ -1,10 +1,14 @@
 """Accelerators with the figures of their data sheets, for MFU and for planning runs on hardware you do not have."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infer.roofline import devices
 from laneformer.errors import ConfigError
+from laneformer.mesh import DATA, LANE
+
+EFFICIENCY = 0.6  # share of the peak that matrix products are assumed to reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,52 @@ def find_device(name: str, count: int) -> Device:
     return DEVICES[name]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a device of a mesh is assumed to reach, for the times of its kernels and exchanges."""
+
+    products: float
+    """Matrix products, FLOP/s."""
+    memory: float
+    """Device memory, bytes/s."""
+    link: float
+    """To the other devices of the node, bytes/s in one direction."""
+    network: float
+    """To other nodes, likewise; 0 in a single node."""
+    inside: frozenset[str]
+    """Axes of the mesh whose exchanges stay within a node."""
+
+    def kernel_seconds(self, flops: float, count: float) -> float:
+        """Seconds of a kernel with that many FLOPs of products and `count` bytes of memory."""
+        return max(flops / self.products, count / self.memory)
+
+    def exchange_seconds(self, axis: str, sent: float) -> tuple[str, float]:
+        """The link that an exchange along a mesh axis takes, and its seconds there, for bytes that a device sends."""
+        return ("links", sent / self.link) if axis in self.inside else ("network", sent / self.network)
+
+
+def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFICIENCY) -> Speeds | None:
+    """Speeds on a mesh whose devices are ordered lane by lane; None if some are unknown."""
+    devices = mesh[DATA] * mesh[LANE]
+    if device.peak_flops is None or (device.network is None and devices > device.per_node):
+        return None
+    spread = {DATA: mesh[LANE] * (mesh[DATA] - 1), LANE: mesh[LANE] - 1}
+    both = {f"{DATA} x {LANE}", "none", "?"} if devices <= device.per_node else {"none"}
+    return Speeds(
+        products=device.peak_flops * efficiency,
+        memory=device.memory_bandwidth,
+        link=device.link,
+        network=device.network or 0.0,
+        inside=frozenset({axis for axis, distance in spread.items() if distance < device.per_node} | both),
+    )
+
+
+def find_kind(device_kind: str) -> Device | None:
+    """The device with that `device_kind` in JAX; None for an unknown kind such as a CPU."""
+    return next((device for device in DEVICES.values() if device.kind == device_kind), None)
+
+
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of a JAX device by its `device_kind`; None for an unknown kind such as a CPU."""
-    return next((device.peak_flops for device in DEVICES.values() if device.kind == device_kind), None)
+    device = find_kind(device_kind)
+    return None if device is None else device.peak_flops

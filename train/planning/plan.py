@@ -12,14 +12,14 @@ import tyro
 
 import laneformer as lf
 from laneformer.errors import ConfigError, writing
-from laneformer.mesh import DATA, LANE
 from laneformer.weights import attention_flops_per_token
 from train.config import Phase, TrainConfig
 from train.data.packing import row_keys
 from train.flops import train_flops_per_token
-from train.planning.cluster import Device, find_device
+from train.planning.cluster import EFFICIENCY, Device, find_device, speeds_of
 from train.planning.compile_only import OPTIONS, Compiler, compile_only_devices
-from train.program.program import Program, gigabytes, read_program
+from train.program.overlap import PURPOSES, Overlap, overlaps
+from train.program.program import UNSCHEDULED, Program, gigabytes, read_program
 from train.recipes import parse
 from train.step import Trainer
 
@@ -37,7 +37,7 @@ class ClusterConfig:
     """Nodes of 8 devices; sets mesh.data to fill them (default: as many as the recipe's mesh needs)."""
     network: float | None = None
     """Bandwidth to other nodes, Gb/s per device and direction (default: of the device's usual node)."""
-    efficiency: float = 0.6
+    efficiency: float = EFFICIENCY
     """Share of the peak that matrix products are assumed to reach."""
     compiler: Compiler = "auto"
     """cuda: XLA's compiler for NVIDIA GPUs, needs no GPU (pip install 'jax[cuda12]'); cpu: XLA:CPU, which overestimates
@@ -67,6 +67,13 @@ class Times:
     """Exchanges within nodes."""
     network: float
     """Exchanges between nodes."""
+    overlaps: tuple[Overlap, ...] | None
+    """Exchanges beside kernels in the order of the program; None if it starts none apart from its end (XLA:CPU)."""
+
+    @property
+    def scheduled(self) -> float | None:
+        """Seconds if kernels wait for exchanges where the program does."""
+        return None if self.overlaps is None else self.device + sum(o.exposed for o in self.overlaps)
 
     @property
     def overlapped(self) -> float:
@@ -127,7 +134,7 @@ class Plan:
         """All figures and those derived from them."""
         phases = []
         for phase in self.phases:
-            program = dataclasses.replace(phase.program, kernels=())
+            program = dataclasses.replace(phase.program, steps=())
             derived = {
                 "memory_total": phase.program.memory.total,
                 "matmul_flops": phase.program.matmul_flops,
@@ -227,26 +234,20 @@ def _phase(plan: Plan, config: TrainConfig, phase: Phase, trainer: Trainer, prog
 
 
 def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Times | None:
-    device = plan.device
-    if device.peak_flops is None:
+    speeds = speeds_of(plan.device, plan.mesh, plan.cluster.efficiency)
+    if speeds is None:
         return None
-    speed = device.peak_flops * plan.cluster.efficiency
-    products = model_flops / plan.devices / speed
-    kernels = sum(k.times * max(k.flops / speed, k.bytes / device.memory_bandwidth) for k in program.kernels)
-    if program.unknown_loops or any("fmha" in name for name in program.libraries):
-        # The text of the program lacks attention's products.
+    products = model_flops / plan.devices / speeds.products
+    kernels = sum(k.times * speeds.kernel_seconds(k.flops, k.bytes) for k in program.kernels)
+    if program.unknown_loops:  # most of attention's tiles are not counted
         attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
-        kernels += attention / plan.devices / speed
-    spread = {
-        DATA: plan.mesh[LANE] * (plan.mesh[DATA] - 1),
-        LANE: plan.mesh[LANE] - 1,
-    }  # devices are ordered lane by lane
-    inside = [axis for axis in program.axes if spread.get(axis, plan.devices - 1) < device.per_node]
+        kernels += attention / plan.devices / speeds.products
+    exchanges = {"links": 0.0, "network": 0.0}
+    for axis in program.axes:
+        link, seconds = speeds.exchange_seconds(axis, program.sent(axis))
+        exchanges[link] += seconds
     return Times(
-        device=max(products, kernels),
-        products=products,
-        links=sum(program.sent(axis) for axis in inside) / device.link,
-        network=sum(program.sent(axis) / device.network for axis in program.axes if axis not in inside),
+        device=max(products, kernels), products=products, **exchanges, overlaps=overlaps(program.steps, speeds)
     )
 
 
@@ -271,10 +272,13 @@ def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program
 
 
 def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
-    """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap]; empty without speeds."""
+    """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap] and, for a program that is
+    scheduled, as it is; empty without speeds.
+    """
     if phase.times is None:
         return {}
     steps = [phase.times.in_turn, phase.times.overlapped]
+    steps += [] if phase.times.scheduled is None else [phase.times.scheduled]
     return {
         "step_seconds": steps,
         "tokens_per_second": [phase.tokens_per_step / s for s in steps],
@@ -304,6 +308,9 @@ def describe(plan: Plan) -> str:
     ]
     if timed:
         names += ["seconds: device", "  model's products alone", "seconds: links", "seconds: network", "bound by"]
+        present = {overlap.purpose for phase in plan.phases for overlap in phase.times.overlaps or ()}
+        purposes = [purpose for purpose in PURPOSES if purpose in present]
+        names += [*(f"exchanges: {purpose}" for purpose in purposes), "seconds: kernels wait"]
         names += ["seconds per step", "tokens/s", "MFU", "days"]
     rows = [[name] for name in names]
     for phase in plan.phases:
@@ -326,6 +333,9 @@ def describe(plan: Plan) -> str:
         if timed:
             t, s = phase.times, speeds(plan, phase)
             column += [f"{t.device:.3g}", f"{t.products:.3g}", f"{t.links:.3g}", f"{t.network:.3g}", t.bound]
+            found = {o.purpose: _overlap(o) for o in t.overlaps or ()}
+            column += [found.get(purpose, "") for purpose in purposes]
+            column += ["unknown" if t.scheduled is None else f"{t.scheduled - t.device:.3g}"]
             column += [_range(s["step_seconds"], ".3g"), _range(s["tokens_per_second"], ",.0f")]
             column += [_range(s["mfu"], ".1%"), _range(s["days"], ",.3g")]
         for row, cell in zip(rows, column, strict=True):
@@ -368,11 +378,14 @@ def _notes(plan: Plan) -> list[str]:
             "loops of unknown length (attention's tiles) count once in the program's figures; times use a"
             " formula for attention"
         )
+    if plan.phases[0].times and any(phase.times.scheduled is None for phase in plan.phases):
+        lines.append(UNSCHEDULED)
     if plan.phases[0].times:
-        days = [sum(speeds(plan, phase)["days"][n] for phase in plan.phases) for n in (0, 1)]
-        lines.append(f"the whole run: {_range(days, ',.3g')} days")
+        days = [sum(column) for column in zip(*(speeds(plan, phase)["days"] for phase in plan.phases), strict=False)]
+        lines.append(f"days of the whole run: {_range(days, ',.3g')}")
         lines.append(
-            f"ranges: computing and exchanges overlap completely, or never; products at"
+            "ranges: computing and exchanges overlap completely, or never; as scheduled: in the order of the compiled"
+            " program, the exchanges on a link one after another; products at"
             f" {plan.cluster.efficiency:.0%} of the peak; memory ({plan.device.memory_bandwidth / 1e12:.3g} TB/s), "
             f"links ({plan.device.link / 1e9:,.0f} GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at"
             " full speed; without saving and validating"
@@ -381,8 +394,15 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    low, high = (format(value, form) for value in sorted(values))
-    return low if low == high else f"{low} to {high}"
+    """Text of [no overlap, full overlap] and, where known, as scheduled."""
+    low, high = (format(value, form) for value in sorted(values[:2]))
+    text = low if low == high else f"{low} to {high}"
+    return text if len(values) < 3 else f"{text}, {format(values[2], form)} as scheduled"
+
+
+def _overlap(overlap: Overlap) -> str:
+    counts = f"{overlap.count}: {overlap.hidden} hidden, {overlap.partly} in part, {overlap.alone} not"
+    return f"{counts}; wait {overlap.exposed:.2g} of {overlap.seconds:.2g}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,15 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
+
+from laneformer.blocks.attention import keys_seen
 
 COLLECTIVES = (
     "all-gather",
@@ -91,6 +95,54 @@ class Collective:
     """Bytes that the device sends, and receives, in a ring: (g - 1)/g of `bytes`, twice that for an all-reduce."""
 
 
+class Exchange(NamedTuple):
+    """One exchange of one device."""
+
+    kind: str
+    axis: str
+    """As in Collective."""
+    group: int
+    bytes: float
+    sent: float
+    """As in Collective, of this exchange alone."""
+    scope: str
+    """Place in the model that asks for it (`op_name` in the text); empty where the compiler merged several."""
+
+
+class Start(NamedTuple):
+    """Begin of an exchange, which kernels do not wait for."""
+
+    name: str
+    exchange: Exchange
+    apart: bool
+    """Whether the wait for it is another instruction, as in XLA:GPU's programs and not in XLA:CPU's."""
+
+
+class Done(NamedTuple):
+    """Kernels after this wait for the exchange that `name` started."""
+
+    name: str
+
+
+class Loop(NamedTuple):
+    """Steps that run `times` times."""
+
+    times: int
+    steps: "tuple[Step, ...]"
+
+
+Step = Kernel | Start | Done | Loop
+
+
+def kernels_of(steps: Iterable[Step], times: int = 1) -> Iterator[Kernel]:
+    """The kernels of the steps, with their launches in all loops."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from kernels_of(step.steps, times * step.times)
+        elif isinstance(step, Kernel):
+            yield replace(step, times=times * step.times)
+
+
 @dataclass(frozen=True)
 class Module:
     """The text of a compiled program. Loops with a trip count unknown to XLA count once, and are in `unknown_loops`."""
@@ -115,15 +167,49 @@ class Module:
 
         def visit(computation: str, count: int) -> None:
             for instruction in self.computations[computation].values():
-                trips = _TRIPS.search(instruction.attributes) if instruction.op == "while" else None
                 if instruction.op not in _ENTERED:
                     found.append((computation, instruction, count))
                 else:
                     for inner in instruction.called:
-                        visit(inner, count * (int(trips[1]) if trips else 1))
+                        visit(inner, count * _trips(instruction))
 
-        visit(re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1], 1)
+        visit(self.entry, 1)
         return found
+
+    @cached_property
+    def entry(self) -> str:
+        """Name of the computation that a call runs."""
+        return re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1]
+
+    def steps(self, mesh: Mesh) -> tuple[Step, ...]:
+        """What a call runs, in the order of the text, which is the order of launches in a scheduled program. An
+        exchange without a separate end is awaited where it starts.
+        """
+
+        def visit(computation: str) -> Iterator[Step]:
+            for i in self.computations[computation].values():
+                exchanged = self._exchanged(i)
+                if exchanged is not None:
+                    apart = i.op.endswith("-start")
+                    yield Start(i.name, exchange_of(exchanged, mesh), apart)
+                    if not apart:
+                        yield Done(i.name)
+                elif i.op.endswith("-done"):
+                    yield Done(i.operands[0])
+                elif i.op in _ENTERED:
+                    inner = tuple(step for name in i.called for step in visit(name))
+                    yield Loop(_trips(i), inner)
+                elif i.op not in _NO_WORK:
+                    yield self._kernel(computation, i, 1)
+
+        return tuple(visit(self.entry))
+
+    def _exchanged(self, i: Instruction) -> Instruction | None:
+        """The exchange that an instruction is or starts."""
+        if i.op == "async-start":
+            inner = [x for name in i.called for x in self.computations[name].values() if x.op in COLLECTIVES]
+            return inner[0] if inner else None
+        return i if i.op.removesuffix("-start") in COLLECTIVES else None
 
     @cached_property
     def unknown_loops(self) -> tuple[str, ...]:
@@ -142,25 +228,25 @@ class Module:
 
     @cached_property
     def kernels(self) -> list[Kernel]:
-        """All kernels but exchanges. The text lacks products inside libraries other than cuBLAS, as in attention."""
+        """All kernels but exchanges. The text lacks products inside libraries other than cuBLAS and cuDNN."""
         return [
-            Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
+            self._kernel(computation, i, times)
             for computation, i, times in self.launched
             if i.op not in _NO_WORK and not i.op.endswith("-done") and i.op.removesuffix("-start") not in COLLECTIVES
         ]
+
+    def _kernel(self, computation: str, i: Instruction, times: int) -> Kernel:
+        return Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
 
     def collectives(self, mesh: Mesh) -> list[Collective]:
         """One row per kind, axis and size of group, the largest first."""
         rows: dict[tuple, list[float]] = {}
         for _, i, times in self.launched:
-            kind = i.op.removesuffix("-start")
-            if kind not in COLLECTIVES:
+            if i.op.removesuffix("-start") not in COLLECTIVES:
                 continue
-            axis, size = _axis(i.attributes, mesh)
-            full = _full_bytes(i, kind, size)
-            sent = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size) * full
-            row = rows.setdefault((kind, axis, size), [0, 0, 0])
-            for n, value in enumerate((times, full * times, sent * times)):
+            found = exchange_of(i, mesh)
+            row = rows.setdefault((found.kind, found.axis, found.group), [0, 0, 0])
+            for n, value in enumerate((times, found.bytes * times, found.sent * times)):
                 row[n] += value
         return sorted(
             (Collective(*key, int(n), int(full), int(sent)) for key, (n, full, sent) in rows.items()),
@@ -169,6 +255,8 @@ class Module:
 
     def _flops(self, computation: str, i: Instruction) -> int:
         """FLOPs of a product or of those in a fusion: 2 x elements of the result x contracted elements."""
+        if i.op == "custom-call" and _CUDNN in i.attributes:
+            return _flops_of_attention(i, self.computations[computation][i.operands[0]].arrays[0][1][-1])
         if i.op == "dot":
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
         elif i.op == "custom-call" and 'custom_call_target="__cublas' in i.attributes:
@@ -192,6 +280,21 @@ class Module:
             users = [user for user in fused.values() if parameter.name in user.operands]
             total += _read(parameter.name, parameter.bytes, users, fused)
         return total
+
+
+_CUDNN = 'custom_call_target="__cudnn$fmha'
+
+
+def _flops_of_attention(i: Instruction, head_dim: int) -> int:
+    """FLOPs of cuDNN's attention over the visible keys: two products forward, five backward, where the scores are
+    computed again.
+    """
+    config = i.attributes.replace(" ", "")
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\[([^\]]*)\]', config)
+    b, h, s, t = map(int, re.findall(r"\d+", scores[1]))
+    window = re.search(r'"sliding_window_length":"?([1-9]\d*)', config)
+    keys = keys_seen(s, int(window[1]) if window else None) if '"mask_type":"CAUSAL"' in config else t
+    return round((10 if "Backward" in i.attributes else 4) * b * h * s * keys * head_dim)
 
 
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -237,6 +340,22 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return start + match.start()
     raise ValueError(f"no closing parenthesis: {text[:200]}")
+
+
+def _trips(i: Instruction) -> int:
+    """Iterations of a loop whose length XLA knows; 1 of other instructions."""
+    trips = _TRIPS.search(i.attributes) if i.op == "while" else None
+    return int(trips[1]) if trips else 1
+
+
+def exchange_of(i: Instruction, mesh: Mesh) -> Exchange:
+    """The exchange of a collective instruction, started or not."""
+    kind = i.op.removesuffix("-start")
+    axis, size = _axis(i.attributes, mesh)
+    full = _full_bytes(i, kind, size)
+    sent = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size) * full
+    scope = re.search(r'op_name="([^"]*)"', i.attributes)
+    return Exchange(kind, axis, size, full, sent, scope[1] if scope else "")
 
 
 def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:

@@ -8,12 +8,19 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from train.program.hlo import Collective, Kernel, Module
+from train.planning.cluster import Speeds, find_kind, speeds_of
+from train.program.hlo import Collective, Kernel, Module, Step, kernels_of
+from train.program.overlap import Overlap, is_scheduled, overlaps
+
+UNSCHEDULED = (
+    "this program starts no exchange apart from the wait for it (XLA:CPU), so what its schedule hides is unknown"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,8 @@ class Program:
 
     mesh: dict[str, int]
     memory: Memory
-    kernels: tuple[Kernel, ...]
+    steps: tuple[Step, ...]
+    """Kernels and exchanges in the order of their launches."""
     collectives: tuple[Collective, ...]
     """Exchanges after compilation. XLA merges small ones, and delayed ones of the lane axis, into fewer larger ones."""
     issued: dict[str, int]
@@ -50,9 +58,14 @@ class Program:
     unknown_loops: tuple[str, ...]
     """Loops with a trip count unknown to XLA; their contents are counted once."""
 
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All kernels but exchanges."""
+        return tuple(kernels_of(self.steps))
+
     @property
     def matmul_flops(self) -> int:
-        """FLOPs of the matrix products in the compiled text, which lacks those inside a library's attention."""
+        """FLOPs of the matrix products in the compiled text, those of cuDNN's attention included."""
         return sum(kernel.flops * kernel.times for kernel in self.kernels)
 
     @property
@@ -86,7 +99,7 @@ def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mes
             aliased=memory.alias_size_in_bytes,
             temporary=memory.temp_size_in_bytes,
         ),
-        kernels=tuple(module.kernels),
+        steps=module.steps(mesh),
         collectives=tuple(module.collectives(mesh)),
         issued=dict(issued),
         libraries=module.libraries,
@@ -101,20 +114,25 @@ def save_program(
     returns the summary.
     """
     program = read_program(lowered, compiled, mesh)
+    device = find_kind(mesh.devices.flat[0].device_kind)
+    speeds = None if device is None else speeds_of(device, program.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(compiled.as_text().encode(), mtime=0))
-    summary = dataclasses.asdict(dataclasses.replace(program, kernels=()))
+    summary = dataclasses.asdict(dataclasses.replace(program, steps=()))
     summary |= {"kernels": sum(kernel.times for kernel in program.kernels), "matmul_flops": program.matmul_flops}
     summary |= {"memory_traffic": program.memory_traffic, "memory_total": program.memory.total}
+    summary |= {"overlaps": None}
+    if speeds is not None and (found := overlaps(program.steps, speeds)) is not None:
+        summary["overlaps"] = [dataclasses.asdict(overlap) for overlap in found]
     (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(
-        f"# {name}: the compiled step, per device\n\n{describe(program)}\n", encoding="utf-8"
+        f"# {name}: the compiled step, per device\n\n{describe(program, speeds)}\n", encoding="utf-8"
     )
     return program
 
 
-def describe(program: Program) -> str:
-    """The summary as Markdown."""
+def describe(program: Program, speeds: Speeds | None = None) -> str:
+    """The summary as Markdown. speeds: of the device, for how far exchanges run beside kernels."""
     m = program.memory
     lines = [
         (
@@ -140,11 +158,28 @@ def describe(program: Program) -> str:
             f" {', '.join(f'{n} {kind}' for kind, n in program.issued.items()) or 'nothing'}."
         ),
     ]
+    if not is_scheduled(program.steps):
+        lines += ["", f"{UNSCHEDULED[0].upper()}{UNSCHEDULED[1:]}."]
+    elif speeds is not None:
+        lines += ["", *_describe_overlaps(overlaps(program.steps, speeds))]
     if program.libraries:
         lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]
     if program.unknown_loops:
         lines += ["", f"Loops of unknown length, whose contents are counted once: {', '.join(program.unknown_loops)}."]
     return "\n".join(lines)
+
+
+def _describe_overlaps(found: tuple[Overlap, ...]) -> list[str]:
+    return [
+        "Exchanges beside kernels in the order of the program; projected times, of full links.",
+        "",
+        "| exchanges | count | hidden | in part | not | seconds | kernels wait |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {o.purpose} | {o.count} | {o.hidden} | {o.partly} | {o.alone} | {o.seconds:.3g} | {o.exposed:.3g} |"
+            for o in found
+        ),
+    ]
 
 
 def gigabytes(count: float) -> str:

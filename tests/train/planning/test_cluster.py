@@ -3,7 +3,7 @@
 import pytest
 
 from laneformer.errors import ConfigError
-from train.planning.cluster import DEVICES, find_device, peak_flops
+from train.planning.cluster import DEVICES, find_device, find_kind, peak_flops, speeds_of
 
 
 def test_peak_is_found_by_device_kind():
@@ -27,3 +27,18 @@ def test_an_unknown_device_is_an_error_and_the_cpu_is_shared():
     with pytest.raises(ConfigError, match="h100, h200"):
         find_device("abacus", 1)
     assert find_device("cpu", 4).memory == pytest.approx(find_device("cpu", 1).memory / 4, rel=1e-6)
+
+
+def test_speeds_follow_the_mesh():
+    """Lanes of a node use its links and the data axis of 32 nodes the network; on one node nothing uses the network."""
+    h200 = find_kind("NVIDIA H200")
+    assert h200 == DEVICES["h200"] and find_kind("cpu") is None
+    many, one = (speeds_of(h200, {"data": data, "lane": 8}, 0.5) for data in (32, 1))
+    assert many.products == h200.peak_flops / 2
+    assert many.kernel_seconds(0, 4.8e12) == pytest.approx(1.0) and many.kernel_seconds(many.products, 1) == 1.0
+    assert many.exchange_seconds("lane", 450e9) == ("links", pytest.approx(1.0))
+    assert many.exchange_seconds("data", h200.network) == ("network", pytest.approx(1.0))
+    assert many.exchange_seconds("data x lane", h200.network)[0] == "network"
+    assert one.exchange_seconds("data x lane", 450e9)[0] == one.exchange_seconds("?", 450e9)[0] == "links"
+    assert speeds_of(find_device("cpu", 8), {"data": 1, "lane": 8}) is None
+    assert speeds_of(DEVICES["mi300x"], {"data": 2, "lane": 8}) is None, "its network is unknown"

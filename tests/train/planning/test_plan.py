@@ -17,6 +17,8 @@ from train.config import LaterPhase
 from train.flops import train_flops_per_token
 from train.planning import plan as planning
 from train.planning.plan import ClusterConfig, describe, dry_run, plan, speeds
+from train.program.overlap import FORWARD, HEAD, Overlap
+from train.program.program import UNSCHEDULED
 
 ONE_NODE = ClusterConfig(device="h200", nodes=1, compiler="cpu")
 
@@ -56,6 +58,24 @@ def test_times_follow_from_the_cluster(planned):
     assert s["step_seconds"] == [times.device + times.links, max(times.device, times.links)]
     assert s["days"][0] == pytest.approx(60 * s["step_seconds"][0] / 86_400)
     assert s["mfu"][0] == pytest.approx(flops * s["tokens_per_second"][0] / (8 * 16) / (8 * device.peak_flops))
+
+
+def test_figures_as_scheduled(planned):
+    """XLA:CPU's programs have none, and say so; with exchanges beside kernels the step takes the device's time and the
+    waits.
+    """
+    assert planned.phases[0].times.scheduled is None and len(speeds(planned, planned.phases[0])["mfu"]) == 2
+    assert UNSCHEDULED in describe(planned) and "% as scheduled" not in describe(planned)
+    first = planned.phases[0]
+    waiting = (Overlap(FORWARD, 5, 3, 1, 0.4, 0.25), Overlap(HEAD, 1, 0, 0, 0.01, 0.01))
+    first = dataclasses.replace(first, times=dataclasses.replace(first.times, overlaps=waiting))
+    found = dataclasses.replace(planned, phases=(first,))
+    assert speeds(found, first)["step_seconds"][2] == pytest.approx(first.times.device + 0.26)
+    text = describe(found)
+    assert "5: 3 hidden, 1 in part, 1 not; wait 0.25 of 0.4" in text and UNSCHEDULED not in text
+    for row in ("seconds per step", "tokens/s", "MFU", "days", "days of the whole run:"):
+        assert any(line.startswith(row) and line.endswith(" as scheduled") for line in text.splitlines()), row
+    assert found.as_json()["phases"][0]["times"]["overlaps"][0]["exposed"] == 0.25
 
 
 def test_exchanges_across_nodes_use_the_network(monkeypatch):
@@ -163,6 +183,7 @@ def test_the_cuda_compiler_needs_no_gpu():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_clean(), timeout=300
     ).stdout
     assert "mesh data 4 x lane 8" in text and "compiled with XLA:GPU" in text and "sent along lane" in text
+    assert "exchanges: lanes, forward" in text and "% as scheduled" in text
 
 
 @pytest.mark.exhaustive  # half a minute each, gigabytes

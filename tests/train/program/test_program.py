@@ -1,5 +1,6 @@
 """The summary of a compiled step, and its files."""
 
+import dataclasses
 import gzip
 import json
 from functools import cache
@@ -11,8 +12,10 @@ import pytest
 import laneformer as lf
 from laneformer.weights import matmul_parameters
 from tests.support.tiny_recipe import changed, tiny
+from tests.support.training.recorded_programs import read
+from train.planning.cluster import find_kind, speeds_of
 from train.program.hlo import Module
-from train.program.program import gigabytes, read_program, save_program
+from train.program.program import UNSCHEDULED, describe, gigabytes, read_program, save_program
 from train.step import Trainer
 
 
@@ -93,6 +96,16 @@ def test_saved_program_is_read_back(tmp_path):
     )
     text = (tmp_path / "program/tiny.md").read_text()
     assert "| all-reduce | lane | 4 |" in text and gigabytes(saved.memory.total) in text
+    assert summary["overlaps"] is None and UNSCHEDULED[1:] in text, "XLA:CPU"
+
+
+def test_overlaps_are_described():
+    """Of a program that XLA:GPU ordered, for the device that it is for."""
+    steps = Module(read("dtp(4)", "dots")).steps(lf.make_mesh(8, lane=8))
+    text = describe(
+        dataclasses.replace(program(2, 4), steps=steps), speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8})
+    )
+    assert "| lanes, forward | 4 | 4 | 0 | 0 | 0.00626 | 0 |" in text and UNSCHEDULED[1:] not in text
 
 
 @pytest.mark.parametrize(
