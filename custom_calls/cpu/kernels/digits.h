@@ -55,10 +55,10 @@ LF_INLINE vb load_once(const char* from) {
 template <Code code, int columns>
 constexpr bool kFits = kOffset<code> * (int64_t)columns * 0x7f7f80 < (int64_t)1 << 31;
 
-struct Head {                     // of a block, after its digits
-  int32_t low, high;              // -offset * sums of the digits: where the sums of unsigned weights begin
-  float unit, high_unit;          // s; 256 s
-  float low_digits, high_digits;  // sums of the digits
+struct __attribute__((may_alias)) Head {  // of a block, after its digits
+  int32_t low, high;                      // -offset * sums of the digits: where the sums of unsigned weights begin
+  float unit, high_unit;                  // s; 256 s
+  float low_digits, high_digits;          // sums of the digits
   float unused[2];
 };
 
@@ -237,17 +237,17 @@ LF_INLINE void quads_of(vb line, vb& first, vb& second) {  // of a line of 8 col
   }
 }
 
-// Calls f(quad, weights of four columns) for each quad of a block, vector v of the rows; `tiles` are in the stream.
-template <Code code, int columns, class F>
-LF_INLINE void each_quad(const char* codes, int tiles, int v, F f) {
+// Calls f(quad, weights of four columns) for each quad of a block; line(number): a vector of the line with that number.
+template <Code code, int columns, class Line, class F>
+LF_INLINE void each_quad(const Line& line, F f) {
   if constexpr (code == Code::int8) {
-    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(codes + q() * tiles * 64 + v * sizeof(vb))); });
+    each<columns / 4>([&](auto q) LF_INLINED { f(q, load<vb>(line(q()))); });
   } else {
-    each<columns / 8>([&](auto line) LF_INLINED {
+    each<columns / 8>([&](auto number) LF_INLINED {
       vb first, second;
-      quads_of<code>(load<vb>(codes + line() * tiles * 64 + v * sizeof(vb)), first, second);
-      f(Count<2 * line()>{}, first);
-      f(Count<2 * line() + 1>{}, second);
+      quads_of<code>(load<vb>(line(number())), first, second);
+      f(Count<2 * number()>{}, first);
+      f(Count<2 * number() + 1>{}, second);
     });
   }
 }

@@ -81,13 +81,13 @@ struct Eights {
 #endif
   }
 
-  template <int T, int v>
-  LF_INLINE void add(const char* codes, int tiles, const char* x, const float* scales, const float*, vf* y) {
+  template <int T, int v, class Block>
+  LF_INLINE void add(const Block& block, int t0, const char* x, float* y) {
     vf chains[T][4] = {};
     each<columns / 4>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         vf w[4];
-        columns_of(codes + (line() * tiles + t()) * 64, v, w);
+        columns_of(block.template line<v>(line(), t0 + t()), v, w);
         each<4>([&](auto c) LF_INLINED {
           chains[t()][c()] = fused(w[c()], splat(((const float*)x)[4 * line() + c()]), chains[t()][c()]);
         });
@@ -95,20 +95,21 @@ struct Eights {
     });
     each<T>([&](auto t) LF_INLINED {
       const vf total = (chains[t()][0] + chains[t()][1]) + (chains[t()][2] + chains[t()][3]);
-      y[t()] += total * loadf(scales + t() * kTile + v * kWidth);
+      float* const to = y + t() * kTile + v * kWidth;
+      storef(to, loadf(to) + total * block.scale(t0 + t(), v));
     });
   }
 
-  template <int v>
-  LF_INLINE void decode(const char* codes, int tiles, Weights& to) {
+  template <int v, class Block>
+  LF_INLINE void decode(const Block& block, int t, Weights& to) {
     each<columns / 4>([&](auto line) LF_INLINED {
       vf w[4];
-      columns_of(codes + line() * tiles * 64, v, w);
+      columns_of(block.template line<v>(line(), t), v, w);
       each<4>([&](auto c) LF_INLINED { to.of[4 * line() + c()] = w[c()]; });
     });
   }
   template <int T, class F>
-  LF_INLINE void times(const Weights (&weights)[T], const char* x, const float*, const F& f) {
+  LF_INLINE void times(const Weights (&weights)[T], const char* x, const vf (&)[T], const F& f) {
     static_assert(T == 1, "a block fills the registers");
     vf chains[4] = {};
     each<columns>([&](auto c) LF_INLINED {

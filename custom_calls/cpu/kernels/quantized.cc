@@ -20,12 +20,29 @@ constexpr int kTogether = 2;  // tiles of a pair that share the loads of digits
 constexpr int kTogether = 1;
 #endif
 
-// How many bytes ahead a stream is fetched. AMD's prefetchers lose it where lines that they would bring are asked for.
-LF_INLINE int64_t reading_ahead() {
+// How weights are read from memory: how many streams one position multiplies at a time, and how many bytes ahead they
+// are fetched to the second and to the first level of the cache. AMD's prefetchers follow one stream best, and lose it
+// where lines that they would bring are asked for.
+constexpr int kStreams = 4;
+struct Reading {
+  int streams;
+  int64_t far, near;
+};
+LF_INLINE Reading reading() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("amd")) return 0;
+  if (__builtin_cpu_is("amd")) return {1, 0, 0};
 #endif
-  return 2048;
+  return {kStreams, 4096, 1536};
+}
+
+// Where they are in the code: compilers would put all of a block together, which then wait for each other.
+LF_INLINE void fetch(const char* far, const char* near) {
+#if defined(__x86_64__)
+  __asm__ volatile("prefetcht1 %0\n\tprefetcht0 %1" : : "m"(*far), "m"(*near));
+#else
+  __builtin_prefetch(far, 0, 2);
+  __builtin_prefetch(near);
+#endif
 }
 
 // ------------------------------------------------------------------------------------------------------------ scales
@@ -53,67 +70,61 @@ LF_INLINE vf scale_vector(ScaleType type, const char* from, int v) {
   }
 }
 
-// One scale of a whole tile.
-LF_INLINE float shared_scale(ScaleType type, const char* from) {
+// Of one scale for the whole tile, or of any type.
+__attribute__((noinline)) vf any_scale(ScaleType type, bool shared, const char* from, int v) {
+  if (!shared) return scale_vector(type, from, v);
   alignas(64) char padded[64] = {};
   std::memcpy(padded, from, laneformer::bytes_of(type));
-  return scale_vector(type, padded, 0)[0];
+  return splat(scale_vector(type, padded, 0)[0]);
 }
 
-// Of a chunk's blocks, 16 values of each of T tiles.
-template <int T>
-struct Scales {
-  alignas(64) float of[kChunkColumns / 16][T][kTile];
-  float zeros[kChunkColumns / 32][T][kTile];  // less the offset of codes
-};
-
-// Where the scales or zero points of a tile's groups go: `repeat` rows for each, `step` floats apart.
-struct Rows {
-  int64_t groups;
-  int repeat, step;
-  float* to;
-};
-template <class F>
-LF_INLINE void each_group(const Rows& rows, const F& values) {
-  float* to = rows.to;
-  for (int64_t g = 0; g < rows.groups; g++) {
-    vf of[kVectors];
-    each<kVectors>([&](auto v) LF_INLINED { of[v()] = values(g, v()); });
-    for (int i = 0; i < rows.repeat; i++, to += rows.step)
-      each<kVectors>([&](auto v) LF_INLINED { storef(to + v() * kWidth, of[v()]); });
-  }
-}
-
-template <ScaleType type>
-LF_INLINE void widen_groups(const Rows& rows, const char* from, float factor) {
-  each_group(rows, [&](int64_t g, int v) LF_INLINED {
-    return scale_vector(type, from + g * kTile * laneformer::bytes_of(type), v) * splat(factor);
-  });
-}
-
-// The scales of a tile's chunk, times `factor`, and its zero points less the offset of codes.
-__attribute__((noinline)) void widen_scales(const Quantized& format, const char* from, const Rows& rows, float factor,
-                                            float* zeros) {
-  if (format.shared) {
-    each_group(rows, [&](int64_t g, int) LF_INLINED {
-      return splat(shared_scale(format.scale, from + g * laneformer::bytes_of(format.scale)) * factor);
-    });
-  } else {
-    switch (format.scale) {
-      case ScaleType::e8m0: widen_groups<ScaleType::e8m0>(rows, from, factor); break;
-      case ScaleType::e4m3: widen_groups<ScaleType::e4m3>(rows, from, factor); break;
-      case ScaleType::bf16: widen_groups<ScaleType::bf16>(rows, from, factor); break;
-      case ScaleType::f16: widen_groups<ScaleType::f16>(rows, from, factor); break;
-      default: widen_groups<ScaleType::f32>(rows, from, factor);
+// A function call only for what is rare; the portable code would be several times as long without it.
+template <Code code>
+LF_INLINE vf scale_of(ScaleType type, bool shared, const char* from, int v) {
+  if (code == Code::e4m3 && shared && type == ScaleType::f32) return splat(load<float>(from));
+  if (kWidth > 4 && !shared) {
+    if constexpr (code == Code::e2m1) {
+      if (type == ScaleType::e8m0) return scale_vector(ScaleType::e8m0, from, v);
+      if (type == ScaleType::e4m3) return scale_vector(ScaleType::e4m3, from, v);
+    } else {
+      if (type == ScaleType::bf16) return scale_vector(ScaleType::bf16, from, v);
+      if (type == ScaleType::f16) return scale_vector(ScaleType::f16, from, v);
+      if (type == ScaleType::f32) return scale_vector(ScaleType::f32, from, v);
     }
   }
-  if (!format.zeros) return;
-  from += rows.groups * kTile * laneformer::bytes_of(format.scale);
-  each_group({rows.groups, rows.repeat, rows.step, zeros}, [&](int64_t g, int v) LF_INLINED {
-    const vf wide = __builtin_convertvector((vi)widen_bytes(from + g * kTile + v * kWidth), vf);
-    return wide - splat((float)(format.code == Code::int4 ? kOffset<Code::int4> : kOffset<Code::int8>));
-  });
+  return any_scale(type, shared, from, v);
 }
+
+// Of one stream: a block of columns of some tiles, of `tiles` whose lines alternate.
+template <class Format, bool kFetch>
+struct Block {
+  const char* codes;
+  int tiles;
+  ScaleType type;
+  bool shared;
+  const char *scales, *zeros;  // as they are stored, `apart` bytes from tile to tile
+  int64_t apart;
+  int64_t far, near;  // what to fetch with a line of codes
+
+  // Tile t's line of codes with that number, of which vector v is wanted.
+  template <int v>
+  LF_INLINED const char* line(int number, int t) const {
+    const char* const at = codes + (number * tiles + t) * 64;
+    if (v == 0 && kFetch) fetch(at + far, at + near);
+    return at;
+  }
+  LF_INLINED vf scale(int t, int v) const {
+    const char* const from = scales + t * apart;
+    if (type == ScaleType::none) return splat(Format::factor);
+    const vf found = scale_of<Format::code>(type, shared, from, v);
+    return Format::factor == 1 ? found : found * splat(Format::factor);
+  }
+  // Less the offset of codes.
+  LF_INLINED vf zero(int t, int v) const {
+    const vf wide = __builtin_convertvector((vi)widen_bytes(zeros + t * apart + v * kWidth), vf);
+    return wide - splat((float)kOffset<Format::code>);
+  }
+};
 
 // ---------------------------------------------------------------------------------------------------------- products
 
@@ -135,7 +146,7 @@ struct Digits {
   LF_INLINE void prepare(const float* x, int64_t count, char* to) { prepare_block<code, P, columns>(x, count, to); }
 
   template <class SumsOf>
-  LF_INLINE vf total(const SumsOf& sums, const Head& head, [[maybe_unused]] const float* zero) {
+  LF_INLINE vf total(const SumsOf& sums, const Head& head, vf zero) {
     if constexpr (P == 3 && kFits<code, columns> && !zeros) {  // rounds as the sum of both does
       return __builtin_convertvector(sums.low() + (vi)((vu)sums.high() << 8), vf) * splat(head.unit);
     }
@@ -148,23 +159,22 @@ struct Digits {
   }
 
   // A sum less the zero points times the sum of the digits: exact, in float32 for int4, as integers for int8.
-  LF_INLINE vf without_zeros(vi sum, float digit_sum, [[maybe_unused]] const float* zero) {
+  LF_INLINE vf without_zeros(vi sum, float digit_sum, [[maybe_unused]] vf zero) {
     if constexpr (zeros && code == Code::int8)
-      sum -= __builtin_convertvector(loadf(zero), vi) * (vi)splat_u((uint32_t)(int32_t)digit_sum);
+      sum -= __builtin_convertvector(zero, vi) * (vi)splat_u((uint32_t)(int32_t)digit_sum);
     vf found = __builtin_convertvector(sum, vf);
-    if constexpr (zeros && code == Code::int4) found -= loadf(zero) * splat(digit_sum);
+    if constexpr (zeros && code == Code::int4) found -= zero * splat(digit_sum);
     return found;
   }
 
-  // One position, T of `tiles` in a stream: y[t] += their block times its scales.
-  template <int T, int v>
-  LF_INLINE void add(const char* codes, int tiles, const char* x, const float* scales, const float* zero, vf* y) {
-    Head head;
-    std::memcpy(&head, x + digits, sizeof head);
+  // One position, T tiles from number t0 on: their rows of y += their block times its scales.
+  template <int T, int v, class Block>
+  LF_INLINE void add(const Block& block, int t0, const char* x, float* y) {
+    const Head& head = *(const Head*)(x + digits);
     Sums<code, P, columns> sums[T];
     each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
     const auto line_of = [&](int number, int t)
-                             LF_INLINED { return load_once(codes + (number * tiles + t) * 64 + v * sizeof(vb)); };
+                             LF_INLINED { return load_once(block.template line<v>(number, t0 + t) + v * sizeof(vb)); };
     if constexpr (code == Code::int8) {
       each<columns / 4>([&](auto q) LF_INLINED {
         each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(line_of(q(), t()), x); });
@@ -178,149 +188,174 @@ struct Digits {
       });
     }
     each<T>([&](auto t) LF_INLINED {
-      constexpr int at = t() * kTile + v * kWidth;
-      y[t()] += total(sums[t()], head, zeros ? zero + at : nullptr) * loadf(scales + at);
+      float* const to = y + t() * kTile + v * kWidth;
+      const vf zero = zeros ? block.zero(t0 + t(), v) : vf{};
+      storef(to, loadf(to) + total(sums[t()], head, zero) * block.scale(t0 + t(), v));
     });
   }
 
-  template <int v>
-  LF_INLINE void decode(const char* codes, int tiles, Weights& to) {
-    each_quad<code, columns>(codes, tiles, v, [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
+  template <int v, class Block>
+  LF_INLINE void decode(const Block& block, int t, Weights& to) {
+    each_quad<code, columns>([&](int number) LF_INLINED { return block.template line<v>(number, t) + v * sizeof(vb); },
+                             [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
   }
   // f(t, sum of tile t's block), of T tiles.
   template <int T, class F>
-  LF_INLINE void times(const Weights (&weights)[T], const char* x, const float* zero, const F& f) {
-    Head head;
-    std::memcpy(&head, x + digits, sizeof head);
+  LF_INLINE void times(const Weights (&weights)[T], const char* x, const vf (&zero)[T], const F& f) {
+    const Head& head = *(const Head*)(x + digits);
     Sums<code, P, columns> sums[T];
     each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
     each<columns / 4>([&](auto q) LF_INLINED {
       each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(weights[t()].of[q()], x); });
     });
-    each<T>([&](auto t) LF_INLINED { f(t, total(sums[t()], head, zero + t() * kTile)); });
+    each<T>([&](auto t) LF_INLINED { f(t, total(sums[t()], head, zero[t()])); });
   }
 };
 
-// Calls f(codes, scales and zeros of a block's T tiles) for each block, where `stream` has `tiles` and those of T begin
-// with number `member`.
-template <class Format, int T, class F>
-LF_INLINE void each_block(const Quantized& format, const char* stream, int tiles, int member, int64_t columns,
-                          const F& f) {
-  constexpr int kBlock = Format::columns;
-  const int64_t ahead = reading_ahead();
-  Scales<T> scales;
-  if (!format.group)
-    for (auto& tile : scales.of[0])
-      for (float& one : tile) one = Format::factor;
-  const int step = format.group ? T * kTile : 0;
-  const char* at = stream + (format.rows ? tiles * 4 * kTile : 0);
+// `count` streams, `apart` bytes from one to the next, each of `tiles` tiles, of which some from number `member` on are
+// multiplied.
+struct Streams {
+  const char* first;
+  int64_t apart;
+  int count, tiles, member;
+};
+
+// Calls f(stream, block, x) for each block of columns and each stream, with the block's part of x, of which `step`
+// bytes are for one. Behind the last stream as many others are expected.
+template <class Format, int T, bool kFetch, class F>
+LF_INLINE void each_block(const Quantized& format, const Streams& streams, int64_t columns, const Reading& way,
+                          const char* x, int64_t step, const F& f) {
+  const int tiles = T == 2 ? 2 : streams.tiles, member = T == 2 ? 0 : streams.member;  // which the compiler knows
+  const auto fetch_line = [&](const char* from) LF_INLINED {
+    for (int s = 0; s < streams.count; s++) __builtin_prefetch(from + s * streams.apart, 0, 2);
+  };
+  const int row = (format.shared ? 1 : kTile) * laneformer::bytes_of(format.scale);  // bytes of a group's scales
+  const int repeat = format.group / Format::columns;
+  const int64_t skipped = (streams.count - 1) * streams.apart;
+  const char* at = streams.first + (format.rows ? tiles * 4 * kTile : 0);
+  const char *ahead = at + way.far, *last = streams.first + streams.apart;
   for (int64_t first = 0; first < columns; first += kChunkColumns) {
     const int64_t here = columns - first < kChunkColumns ? columns - first : kChunkColumns;
-    if (format.group) {
-      const int64_t bytes = laneformer::scale_bytes(format, here), groups = laneformer::groups_of(format, here);
-      for (int t = 0; t < T; t++)
-        widen_scales(format, at + (member + t) * bytes, {groups, format.group / kBlock, T * kTile, scales.of[0][t]},
-                     Format::factor, scales.zeros[0][t]);
-      for (int64_t b = groups * (format.group / kBlock); b < laneformer::padded_columns(here) / kBlock; b++)
-        std::memset(scales.of[b], 0, sizeof scales.of[b]);
-      at += tiles * bytes;
-    }
-    const char* const end = at + tiles * laneformer::code_bytes(format, here);
-    const float *scale = scales.of[0][0], *zero = scales.zeros[0][0];
-    for (; at < end; at += tiles * Format::bytes, scale += step, zero += T * kTile) {
-      if (ahead)
-        each<T * Format::bytes / 64>([&](auto line) LF_INLINED {
-          __builtin_prefetch(at + ahead + (line() / T * tiles + line() % T + member) * 64);
-        });
-      f(at + member * 64, scale, zero);
+    const int64_t bytes = laneformer::scale_bytes(format, here), groups = laneformer::groups_of(format, here);
+    const char *scales = at + member * bytes, *zeros = scales + groups * row;
+    if (!kFetch)  // in the order of memory
+      for (const char* line = scales; line < scales + T * bytes; line += 64) fetch_line(line);
+    at += tiles * bytes;
+    int64_t blocks = laneformer::padded_columns(here) / Format::columns;
+    const int64_t more = tiles * bytes / blocks;                             // of scales, per block
+    if (format.group && groups * repeat < blocks) blocks = groups * repeat;  // the padding has no scales
+    const char* const end = at + blocks * tiles * Format::bytes;
+    int64_t due = 0;
+    int left = repeat;
+    for (; at < end; at += tiles * Format::bytes, x += step) {
+      if (ahead >= last) ahead += skipped, last += skipped + streams.apart;
+      for (int s = 0; s < streams.count; s++) {
+        const int64_t offset = s * streams.apart;
+        f(s,
+          Block<Format, kFetch>{at + offset + member * 64, tiles, format.scale, format.shared, scales + offset,
+                                zeros + offset, bytes, ahead - at, way.near},
+          x);
+      }
+      ahead += tiles * Format::bytes;
+      if (kFetch)
+        for (due += more; due >= 64; due -= 64, ahead += 64) fetch_line(ahead);
+      if (--left == 0) left = repeat, scales += row, zeros += kTile;
     }
   }
 }
 
 // One position.
-template <class Format, int T>
-__attribute__((noinline)) void multiply_one(const Quantized& format, const char* stream, int tiles, int member,
-                                            const char* x, int64_t columns, float* y) {
-  if (T == 2) tiles = 2, member = 0;  // which the compiler knows
+template <class Format, int T, bool kFetch>
+__attribute__((noinline)) void multiply_one(const Quantized& format, const Streams& streams, const char* x,
+                                            int64_t columns, const Reading& way, float* y) {
   constexpr int kSide = T < Format::together ? T : Format::together;
-  vf sums[kVectors][T] = {};
-  each_block<Format, T>(format, stream, tiles, member, columns,
-                        [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
-                          each<T / kSide>([&](auto side) LF_INLINED {
-                            constexpr int t = side() * kSide;
-                            each<kVectors>([&](auto v) LF_INLINED {
-                              Format::template add<kSide, v()>(codes + t * 64, tiles, x, scale + t * kTile,
-                                                               zero + t * kTile, sums[v()] + t);
-                              // The next vector of rows loads the digits again.
-                              if (kVectors * T > kSide) __asm__("" : "+r"(x));
-                            });
-                          });
-                          x += Format::step;
-                        });
-  each<T>([&](auto t) LF_INLINED {
-    each<kVectors>([&](auto v) LF_INLINED {
-      vf total = sums[v()][t()];
-      if (format.rows) total *= load<vf>(stream + (member + t()) * 4 * kTile + v() * sizeof(vf));
-      storef(y + t() * kTile + v() * kWidth, total);
-    });
-  });
+  alignas(64) float sums[kStreams][T * kTile] = {};
+  each_block<Format, T, kFetch>(format, streams, columns, way, x, Format::step,
+                                [&](int s, const Block<Format, kFetch>& block, const char* digits) LF_INLINED {
+                                  each<T / kSide>([&](auto side) LF_INLINED {
+                                    each<kVectors>([&](auto v) LF_INLINED {
+                                      // Vectors of rows and streams load the digits, which the registers cannot keep.
+                                      __asm__("" : "+r"(digits));
+                                      constexpr int t = side() * kSide;
+                                      Format::template add<kSide, v()>(block, t, digits, sums[s] + t * kTile);
+                                    });
+                                  });
+                                });
+  for (int s = 0; s < streams.count; s++) {
+    const char* const factors = streams.first + s * streams.apart + streams.member * 4 * kTile;
+    for (int i = 0; i < T * kTile; i += kWidth) {
+      vf total = loadf(sums[s] + i);
+      if (format.rows) total *= load<vf>(factors + 4 * i);
+      storef(y + s * T * kTile + i, total);
+    }
+  }
 }
 
 // Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
 template <class Format, int T>
-__attribute__((noinline)) void multiply_several(const Quantized& format, const char* stream, int tiles, int member,
-                                                const char* x, int64_t columns, int positions, float* y, int64_t ldy) {
-  if (T == 2) tiles = 2, member = 0;
+__attribute__((noinline)) void multiply_several(const Quantized& format, const Streams& streams, const char* x,
+                                                int64_t columns, const Reading& way, int positions, float* y,
+                                                int64_t ldy) {
   constexpr int kSide = T < Format::together ? T : Format::together;
   for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, T * kTile * sizeof(float));
-  each_block<Format, T>(
-      format, stream, tiles, member, columns, [&](const char* codes, const float* scale, const float* zero) LF_INLINED {
-        each<T / kSide>([&](auto side) LF_INLINED {
-          each<kVectors>([&](auto v) LF_INLINED {
-            constexpr int begin = side() * kSide * kTile + v() * kWidth;
-            typename Format::Weights weights[kSide];
-            vf factors[kSide];
-            each<kSide>([&](auto t) LF_INLINED {
-              Format::template decode<v()>(codes + (side() * kSide + t()) * 64, tiles, weights[t()]);
-              factors[t()] = loadf(scale + begin + t() * kTile);
-            });
-            float* to = y + begin;
-            const char* from = x;
-            for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
-              Format::template times<kSide>(weights, from, zero + begin, [&](auto t, vf sum) LF_INLINED {
-                storef(to + t() * kTile, loadf(to + t() * kTile) + sum * factors[t()]);
-              });
-          });
-        });
-        x += positions * Format::step;
-      });
+  each_block<Format, T, true>(format, streams, columns, way, x, positions * Format::step,
+                              [&](int, const Block<Format, true>& block, const char* digits) LF_INLINED {
+                                each<T / kSide>([&](auto side) LF_INLINED {
+                                  each<kVectors>([&](auto v) LF_INLINED {
+                                    constexpr int t0 = side() * kSide;
+                                    typename Format::Weights weights[kSide];
+                                    vf factors[kSide], zeros[kSide] = {};
+                                    each<kSide>([&](auto t) LF_INLINED {
+                                      Format::template decode<v()>(block, t0 + t(), weights[t()]);
+                                      factors[t()] = block.scale(t0 + t(), v());
+                                      if constexpr (Format::zeros) zeros[t()] = block.zero(t0 + t(), v());
+                                    });
+                                    float* to = y + t0 * kTile + v() * kWidth;
+                                    const char* from = digits;
+                                    for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
+                                      Format::template times<kSide>(
+                                          weights, from, zeros, [&](auto t, vf sum) LF_INLINED {
+                                            storef(to + t() * kTile, loadf(to + t() * kTile) + sum * factors[t()]);
+                                          });
+                                  });
+                                });
+                              });
   if (format.rows)
     for (int p = 0; p < positions; p++)
       for (int i = 0; i < T * kTile; i += kWidth) {
         float* const to = y + p * ldy + i;
-        storef(to, loadf(to) * load<vf>(stream + (member * kTile + i) * 4));
+        storef(to, loadf(to) * load<vf>(streams.first + (streams.member * kTile + i) * 4));
       }
 }
 
 template <class Format>
 void product_of(const Quantized& format, const char* lane, int64_t all, int64_t first, int64_t count, const char* x,
                 int64_t columns, int positions, float* y, int64_t ldy) {
-  constexpr int kPair = laneformer::in_pairs(Format::code) && kWidth > 4 ? 2 : 1;  // SSE and NEON lack the registers
+  constexpr bool kPairs = laneformer::in_pairs(Format::code);
+  constexpr int kBoth = kPairs && kWidth > 4 ? 2 : 1;  // SSE and NEON lack the registers
   const int64_t bytes = laneformer::tile_bytes(format, columns), end = first + count;
+  const Reading way = reading();
   for (int64_t t = first; t < end;) {
-    const int member = laneformer::in_pairs(Format::code) ? t % 2 : 0;
-    const int tiles = laneformer::in_pairs(Format::code) && t - member + 1 < all ? 2 : 1;
-    const char* const stream = lane + (t - member) * bytes;
-    float* const to = y + (t - first) * kTile;
-    const bool both = kPair == 2 && member == 0 && tiles == 2 && t + 1 < end;
-    if (positions > 1) {
-      both ? multiply_several<Format, kPair>(format, stream, tiles, member, x, columns, positions, to, ldy)
-           : multiply_several<Format, 1>(format, stream, tiles, member, x, columns, positions, to, ldy);
-    } else {
-      both ? multiply_one<Format, kPair>(format, stream, tiles, member, x, columns, to)
-           : multiply_one<Format, 1>(format, stream, tiles, member, x, columns, to);
+    const int member = kPairs ? t % 2 : 0, tiles = kPairs && t - member + 1 < all ? 2 : 1;
+    const bool both = kBoth == 2 && member == 0 && tiles == 2 && t + 1 < end;
+    const int at_once = both ? 2 : 1;
+    Streams streams{lane + (t - member) * bytes, tiles * bytes, 1, tiles, member};
+    if (positions == 1 && at_once == tiles) {  // of whole streams several
+      const int64_t more = (end - t) / tiles;
+      streams.count = (int)(more < way.streams ? more : way.streams);
     }
-    t += both ? 2 : 1;
+    float* const to = y + (t - first) * kTile;
+    if (positions > 1) {
+      both ? multiply_several<Format, kBoth>(format, streams, x, columns, way, positions, to, ldy)
+           : multiply_several<Format, 1>(format, streams, x, columns, way, positions, to, ldy);
+    } else {
+      const auto with = [&](auto fetched) {
+        both ? multiply_one<Format, kBoth, fetched() != 0>(format, streams, x, columns, way, to)
+             : multiply_one<Format, 1, fetched() != 0>(format, streams, x, columns, way, to);
+      };
+      way.far ? with(Count<1>{}) : with(Count<0>{});
+    }
+    t += at_once * streams.count;
   }
 }
 

@@ -167,9 +167,9 @@ std::vector<const InstructionSet*> sets() {
   return found;
 }
 
-void products_of(const Quantized& format, int64_t columns, Values kind) {
+void products_of(const Quantized& format, int64_t columns, Values kind, int tiles = 3) {
   std::mt19937 random(columns + (int)kind);
-  constexpr int positions = 5, tiles = 3;
+  constexpr int positions = 5;
   const Matrix w(format, columns, tiles, kind, random);
   const std::vector<float> x = vectors(kind, columns, positions, random);
   const int64_t ldy = tiles * kTile + 5;
@@ -195,7 +195,7 @@ void products_of(const Quantized& format, int64_t columns, Values kind) {
       }
     for (const InstructionSet* set : sets())
       for (const int at_once : {1, 2, positions})
-        for (const int tiles_at_once : {1, tiles}) {
+        for (const int tiles_at_once : {1, 5, tiles}) {
           const std::vector<float> other =
               products(*set->quantized, w, activations, x, positions, at_once, tiles_at_once);
           CHECK(std::memcmp(other.data(), y.data(), y.size() * 4) == 0,
@@ -234,6 +234,7 @@ int main() {
     for (const Values kind : {Values::outliers, Values::zero_blocks, Values::tiny, Values::huge, Values::equal})
       products_of(format, 300, kind);
     products_of(format, 2880, Values::outliers);
+    products_of(format, 600, Values::normal, 11);  // streams side by side, a pair and a tile without a partner
     a_vector_that_is_not_finite_gives_nan(format);
   }
   return 0;
