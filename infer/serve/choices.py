@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -73,12 +74,11 @@ class Choice(Answer):
     def _usage(self) -> dict[str, Any]:
         own = [Answer._usage(other) for other in self._others]
         prompt, tokens = own[0]["prompt_tokens"], sum(each["completion_tokens"] for each in own)
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        if self._others[0]._cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self._others[0]._cached}
-        if thought := sum(other._reasoning for other in self._others):
-            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
-        return usage
+        usage = own[0] | {"completion_tokens": tokens, "total_tokens": prompt + tokens}
+        details: Counter[str] = Counter()
+        for each in own:
+            details.update(each.get("completion_tokens_details", {}))
+        return usage | ({"completion_tokens_details": dict(details)} if details else {})
 
     def _measured(self, end: End) -> dict[str, Any]:
         return {}

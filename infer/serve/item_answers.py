@@ -108,7 +108,7 @@ class ItemAnswer(Answer):
         yield self._item_event("done")
 
     def _ending(self, end: End) -> Iterator[bytes]:
-        self._cached = end.cached
+        self._end = end
         if end.tail or not (self._output or end.calls):
             yield from self._add_text(Part.CONTENT, end.tail, [])
         for call in end.calls:

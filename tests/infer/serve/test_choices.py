@@ -15,7 +15,7 @@ DRAW = {"temperature": 1.0, "max_tokens": 20, "logprobs": None}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     checkpoint = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
-    server = Server(checkpoint, "--backend", BACKEND, "--max-waiting", 1)
+    server = Server(checkpoint, "--backend", BACKEND, "--parallel", 1, "--max-waiting", 1)
     yield server.wait_until(200)
     server.kill()
 

@@ -166,7 +166,7 @@ def test_template_variables_are_read():
 def test_reasoning_is_a_variable_of_the_template(fields, values, ignored):
     call = read_call({**CHAT, **fields}, chat=True)
     assert call.template_values == values and call.warnings == tuple(f"{name} has no effect" for name in ignored)
-    assert call.without_effect([]) == [*values]
+    assert call.without_effect([], True) == [*values]
 
 
 # What clients send by default, beside tools (test_tools.py). Each is accepted; a warning names what has no effect.
