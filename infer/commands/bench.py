@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from custom_calls.trace import spans_needed, write_perfetto
 from infer.bench import record as bench_record
 from infer.bench import table as bench_table
 from infer.bench.latency import Case, Measured, Text, measure
+from infer.bench.mixed import SHORT, Load, report, table
 from infer.engine.engine import Engine
 from infer.engine.job import is_first_process, open_engine, show_log, take_devices
 from infer.engine.options import Integer, JobEngineOptions
@@ -47,6 +49,12 @@ class Options:
     """With --text: file with the prompt, instead of random ones."""
     tokenizer: File = None
     """With --text: tokenizer.json of a recipe's model."""
+    mixed: bool = False
+    """Report instead what several requests at once gain, how they and a long prompt disturb each other, what a first
+    token waits for, what prompt length costs, and peak against sustained speed.
+    """
+    parallel: Integer = None
+    """With --mixed: requests that may run together; by default as in `infer serve`."""
     output_tokens: Integer = None
     """Tokens to generate in each run; by default 2048, or what the model's context has room for."""
     runs: int = 10
@@ -76,6 +84,8 @@ def run(options: Options) -> int:
         return 0
     check(options)
     take_devices(options.engine)
+    if options.mixed:
+        return report_mixed(options)
     wanted = cases(options, model_config(options.engine.checkpoint, options.engine.lanes))
     engines = open_engines(options)
     records, measured = [], []
@@ -119,12 +129,38 @@ def check(options: Options) -> None:
     if threads is not None and options.compare and "cpu" not in names:
         raise ConfigError(f"--threads {threads} needs backend cpu: add it to --compare")
     check_text(options)
+    check_mixed(options)
     if options.trace and set(names) == {"xla"}:
         raise ConfigError("--trace needs a native backend: backend xla records no spans")
     if options.json and options.json.suffix != ".json":
         raise ConfigError(f"--json must end in .json, got {options.json}; the raw times are written beside it as .npz")
     for file in filter(None, (options.json, options.trace)):
         file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def report_mixed(options: Options) -> int:
+    """The report of infer/bench/mixed.py. Raises ConfigError for a context that is too short for it."""
+    usual = Load()
+    load = Load(options.output_tokens or usual.output_tokens, min(options.runs, usual.runs), options.sampling.seed)
+    engine = open_engine(options.engine, prefix_cache=0, speculation=0, parallel=options.parallel or 0)
+    least = SHORT + 4 * load.output_tokens
+    if engine.config.max_position_embeddings < least:
+        raise ConfigError(
+            f"--mixed with {load.output_tokens} output tokens needs a context of {least}, the model's is"
+            f" {engine.config.max_position_embeddings}: choose fewer --output-tokens"
+        )
+    rows = report(engine, load, print_progress)
+    conditions = {**engine.conditions, "runs": load.runs, "output_tokens": load.output_tokens}
+    conditions["random_weights"] = is_recipe(options.engine.checkpoint)
+    if is_first_process():
+        print(table(rows))
+        print("\nConditions: " + ", ".join(f"{name} {value}" for name, value in conditions.items()))
+        if options.json:
+            text = json.dumps(
+                {"conditions": conditions, "rows": [row._asdict() for row in rows]}, indent=2, default=str
+            )
+            options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 def check_text(options: Options) -> None:
@@ -135,6 +171,20 @@ def check_text(options: Options) -> None:
         raise ConfigError("--draft-max needs --text and --prompt-file: random prompts have nothing to copy")
     if options.text is not None and is_recipe(options.engine.checkpoint) != (options.tokenizer is not None):
         raise ConfigError("--text needs --tokenizer with a recipe, and the checkpoint's own with a checkpoint")
+
+
+def check_mixed(options: Options) -> None:
+    """Raises ConfigError for options that do not go with --mixed, or only with it."""
+    if options.parallel is not None and not options.mixed:
+        raise ConfigError(f"--parallel {options.parallel} needs --mixed: other runs are alone")
+    if options.parallel is not None and options.parallel < 1:
+        raise ConfigError(f"--parallel must be at least 1, got {options.parallel}")
+    several = {"--compare": options.compare, "--layouts": options.layouts, "--text": options.text}
+    for name, given in (several | {"--trace": options.trace}).items():
+        if options.mixed and given:
+            raise ConfigError(f"give either --mixed or {name}")
+    if options.mixed and "," in (options.engine.weights or ""):
+        raise ConfigError(f"--mixed measures one format of weights, got --weights {options.engine.weights}")
 
 
 def backends(options: Options) -> list[str]:
