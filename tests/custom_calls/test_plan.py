@@ -249,7 +249,8 @@ def test_the_library_refuses_damaged_words():
 
     def opened(words, floats):
         with pytest.raises(NativeError) as caught:
-            call("open", words.ctypes.data, len(words), floats.ctypes.data, len(floats), 1, 0, 0, 1000, 0, b"none")
+            encoded = words.ctypes.data, len(words), floats.ctypes.data, len(floats)
+            call("open", *encoded, 1, 0, 0, 1000, 0, 1, 1.5, b"none")
         return str(caught.value)
 
     assert opened(plan.words, plan.floats) == "this machine cannot run the instructions none"

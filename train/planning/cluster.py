@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from infer.roofline import devices
 from laneformer.errors import ConfigError
-from laneformer.mesh import DATA, LANE
 
 EFFICIENCY = 0.6  # share of the peak that matrix products are assumed to reach
 
@@ -83,6 +82,8 @@ class Speeds:
 
 def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFICIENCY) -> Speeds | None:
     """Speeds on a mesh whose devices are ordered lane by lane; None if some are unknown."""
+    from laneformer.mesh import DATA, LANE  # imports JAX, which the roofline does not need
+
     devices = mesh[DATA] * mesh[LANE]
     if device.peak_flops is None or (device.network is None and devices > device.per_node):
         return None

@@ -25,6 +25,7 @@ export function showConditions(model, recording) {
     `batch ${facts.batch_size ?? 1}`,
     recording?.final && promptInWords(recording.final.timings),
     recording?.final && draftsInWords(recording.final),
+    recording?.final?.metrics.shared_passes > 0 && "shared with other requests",
     recording && samplingInWords(recording.request.body, seed),
   ];
   put("conditions", words.filter(Boolean).join(" · "));

@@ -50,6 +50,7 @@ def test_tokens_from_the_cache_are_named(server, open_page):
     conditions = page.locator("#conditions").text_content()
     assert f"prompt {size} tokens, {size - 5} of them from the cache" in conditions
     assert "1.45 tokens per pass, 9 of 12 drafts right" in conditions
+    assert "shared with other requests" in conditions
 
 
 def test_figures_match_the_record(server, open_page):

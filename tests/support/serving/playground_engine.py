@@ -1,7 +1,8 @@
 """`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
 and needs no model.
 
-The prompt "crash" ends the engine process; of one that begins with "again" all but 5 tokens are cached. --checkpoint
+The prompt "crash" ends the engine process; of one that begins with "again" all but 5 tokens are cached, and other
+requests share its passes. --checkpoint
 no-chat has no chat template; a path is "loaded" once the file exists.
 """
 
@@ -46,6 +47,7 @@ class Echo(Iterator):
         self.began, self.tokens, self.texts, self.times, self.cancelled = time.perf_counter(), tokens, [], [], False
         self.pieces = pieces(prompt)
         self.cached = len(prompt.encode()) - 5 if prompt.startswith("again") else 0
+        self.shared = 3 if self.cached else 0
 
     def cancel(self):
         self.cancelled = True
@@ -69,7 +71,7 @@ class Echo(Iterator):
             text="".join(self.texts),
             tokens=self.texts,
             cached_tokens=self.cached,
-            shared_passes=0,
+            shared_passes=self.shared,
             time_to_first_token=first,
             prefill_time=PREFILL,
             time_per_token=(last - first) / (n - 1) if n > 1 else None,
