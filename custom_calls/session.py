@@ -1,6 +1,7 @@
 """What decode sessions on every platform share: a model in the native library, and its running call."""
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +69,12 @@ class Drafting(NamedTuple):
         return 1 + sum(self.accepted) / self.passes if self.passes else 1.0
 
 
-class CallStream:
+class CallStream(ABC):
     """The tokens of a call while it runs, or of the last one."""
 
+    @abstractmethod
     def _stream(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the library."""
-        raise NotImplementedError
 
     def begin(self) -> None:
         """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports."""

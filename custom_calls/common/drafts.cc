@@ -207,7 +207,7 @@ int Drafts::propose(int next, int most, int32_t* to, int beside) {
 }
 
 // How many drafts promise the most tokens per time; none if that is no gain. Now and then other ones than these, for a
-// trial: any where none are worth it, and more than these where passes of so many rows are not known.
+// trial: any where none are worth it, and more than these where passes of that many rows are not known.
 int Drafts::worth(int most, int beside) const {
   const auto price = [&](int drafts) { return prices_->of(beside + 1 + drafts) / prices_->of(beside + 1); };
   const float rate = rates_[class_], most_loss = credit_ + (rate < kTrusted ? 0 : kTrustedLoss);

@@ -37,7 +37,7 @@ class Prices {
   float of(int rows) const { return prices_[rows - 1]; }
   int most_rows() const { return most_rows_; }  // twice those that were measured: a wrong list is found out cheaply
   float took(int rows, double time);            // a pass; returns what it has cost
-  bool knows(int rows) const;                   // from passes of about so many
+  bool knows(int rows) const;                   // from passes of about that many
   // Whether to make a pass that seems to lose `cost`, to see what it takes: some of each pass's time is saved for that.
   bool try_for(float cost);
 

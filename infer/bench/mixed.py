@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @dataclass
 class _Client:
-    """A request that a thread of its own takes the tokens of; times on the clock of time.perf_counter."""
+    """A request whose tokens are taken on a separate thread; times on the clock of time.perf_counter."""
 
     generation: Generation
     began: float
