@@ -15,7 +15,7 @@ from pathlib import Path
 from custom_calls.build import HERE, BuildError, cache
 
 SOURCES = HERE / "gpu" / "kernel"
-SHARED = (HERE / "common" / "activation.h",)  # with the CPU kernel
+SHARED = (HERE / "common" / "activation.h", HERE / "gpu" / "bench" / "read.h")
 PERSISTENT, STEPS = "decode.cu", "steps.cu"
 KERNEL = "kernel.cu"  # either of them, for the compilers
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")

@@ -2,6 +2,7 @@
 // only through edges.h.
 #include "decoder.h"
 #include "peers.h"
+#include "read.h"
 
 namespace laneformer {
 namespace gpu {

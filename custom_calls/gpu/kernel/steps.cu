@@ -3,6 +3,7 @@
 // The weights' ring starts empty in every launch, and ends with it.
 #define LF_STEPS 1
 #include "decoder.h"
+#include "read.h"
 
 namespace laneformer {
 namespace gpu {
