@@ -91,12 +91,12 @@ def _start(engine: Engine, load: Load, number: int, prompt: int, output: int) ->
 
 
 def _together(engine: Engine, load: Load, count: int) -> list[float]:
-    """Tokens/s of each of `count` requests, while all of them decode."""
+    """Tokens/s of each of `count` requests, while all of them decode; none if at no time they do."""
     clients = [_start(engine, load, number, SHORT, load.output_tokens) for number in range(count)]
     for client in clients:
         client.end()
     first, last = max(client.times[0] for client in clients), min(client.times[-1] for client in clients)
-    return [client.rate(first, last) for client in clients]
+    return [client.rate(first, last) for client in clients] if first < last else []
 
 
 def _several(engine: Engine, load: Load) -> list[Row]:
@@ -110,12 +110,17 @@ def _several(engine: Engine, load: Load) -> list[Row]:
     alone = statistics.median(sum(each) for each in rates[1])
     rows = []
     for count in counts:
+        case = f"{count} at once, prompts of {SHORT}"
+        if not all(rates[count]):
+            apart = "some waited until others had ended: a pass of all would take too long (serve: --most-slowdown)"
+            rows.append(Row("several requests", case, apart))
+            continue
         total = statistics.median(sum(each) for each in rates[count])
         least = statistics.median(min(each) for each in rates[count])
         figures = f"{total:.1f} tokens/s"
         if count > 1:
             figures += f", {total / alone:.2f} times one; the slowest request {least / alone:.2f} of its speed alone"
-        rows.append(Row("several requests", f"{count} at once, prompts of {SHORT}", figures))
+        rows.append(Row("several requests", case, figures))
     return rows
 
 

@@ -62,6 +62,22 @@ def test_gain_is_that_of_the_sum(monkeypatch):
     ]
 
 
+def test_requests_that_wait_for_each_other_have_no_rate(monkeypatch):
+    times = {1: [[0.0, 1.0, 2.0]], 2: [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]}
+
+    def start(engine, load, number, *_):
+        client = mixed._Client(iter(()), 0.0)
+        client.end()
+        client.times = times[engine.parallel][number]
+        return client
+
+    monkeypatch.setattr(mixed, "_start", start)
+    assert mixed._together(types.SimpleNamespace(parallel=2), Load(), 1) == [1.0]
+    assert mixed._together(types.SimpleNamespace(parallel=2), Load(), 2) == []
+    [_, row] = mixed._several(types.SimpleNamespace(parallel=2), Load(runs=1))
+    assert "some waited" in row.figures and "tokens/s" not in row.figures
+
+
 @needs_library
 def test_command_prints_the_table_with_its_conditions(tmp_path, capsys):
     folder, file = save_checkpoint(tmp_path / "small"), tmp_path / "out" / "mixed.json"
