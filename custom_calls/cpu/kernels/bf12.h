@@ -8,41 +8,47 @@
 namespace LF_ISA {
 namespace {
 
-// sum += pairs of weights times the values of their two columns, as the bf16 lines add them.
-LF_INLINE void add_pairs(Bf16Line, vu pairs, const float* x, vf& sum) {
-  multiply_add<false>(sum, as_float(pairs << 16), splat(x[0]));
-  multiply_add<false>(sum, as_float(upper_half<false>(pairs)), splat(x[1]));
+// sums += pairs of weights times the values of their two columns, as the bf16 lines add them.
+template <int N>
+LF_INLINE void add_pairs(Bf16Line, vu pairs, const float* x, vf (&sums)[N]) {
+  const vf columns[2] = {as_float(pairs << 16), as_float(upper_half<false>(pairs))};
+  each<2>([&](auto c) LF_INLINED {
+    each<N>([&](auto p) LF_INLINED { multiply_add<false>(sums[p()], columns[c()], splat(x[c() * N + p()])); });
+  });
 }
-LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf& sum) {
-  uint32_t both;
-  std::memcpy(&both, x, 4);
-  sum = dot_bf16(sum, pairs, splat_u(both));
+template <int N>
+LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf (&sums)[N]) {
+  each<N>([&](auto p) LF_INLINED {
+    uint32_t both;
+    std::memcpy(&both, x + p(), 4);
+    sums[p()] = dot_bf16(sums[p()], pairs, splat_u(both));
+  });
 }
 
-// One position, T tiles side by side: multiply_one of the lines that the units hold.
-template <class Line, int T>
-__attribute__((noinline)) void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines,
-                                                 int64_t by, float* y) {
+// Few positions, T tiles side by side: multiply_few of the lines that the units hold.
+template <class Line, int N, int T, Reader reader>
+__attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines,
+                                                 int positions, float* y, int64_t ldy) {
+  constexpr int kStep = Line::step * N;
   const int64_t units = lines / kUnitLines, tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
   const vb table = table_of(weights);
   const char* w = weights.data + first * tile;
   const uint32_t* exceptions[T];
   each<T>([&](auto t) LF_INLINED { exceptions[t()] = weights.exceptions + weights.starts[first + t()]; });
-  vf sums[kChains * T][kVectors] = {};
+  vf sums[kChains][T][kVectors][N] = {};
   const char* const end = w + units * kUnitBytes;
-  int64_t ahead = by;
+  Fetching<T, reader> ahead(w, tile);
   uint32_t unit = 0;
-  for (; w < end; w += kUnitBytes, x += kUnitLines * Line::step, unit++) {
-    if (end - w <= by) ahead = by + (T - 1) * tile;  // behind the tiles the next T begin
+  for (; w < end; w += kUnitBytes, x += kUnitLines * kStep, unit++) {
+    ahead.template fetch<kUnitBytes>();
     each<T>([&](auto t) LF_INLINED {
       const char* from = w + t() * tile;
-      each<kUnitBytes / 64>([&](auto line) LF_INLINED { __builtin_prefetch(from + ahead + 64 * line()); });
       each<kVectors>([&](auto v) LF_INLINED {
         unit_lines(from, table, v(), exceptions[t()], unit, [&](auto line, vu pairs) LF_INLINED {
-          add_pairs(Line{}, pairs, x + line() * Line::step, sums[line() % kChains * T + t()][v()]);
+          add_pairs(Line{}, pairs, x + line() * kStep, sums[line() % kChains][t()][v()]);
         });
-        // The next vector loads the values again: there are no registers to keep eight of them in.
-        if (kVectors > 1 && kRegisters < 32) __asm__("" : "+r"(x));
+        // The next vector or tile loads the values again: there are no registers to keep all of them in.
+        if (N > 1 || (kVectors > 1 && kRegisters < 32)) __asm__("" : "+r"(x));
       });
       exceptions[t()] = after(exceptions[t()], unit);
     });
@@ -52,22 +58,24 @@ __attribute__((noinline)) void multiply_one_bf12(const Bf12& weights, int64_t fi
     each<kVectors>([&](auto v) LF_INLINED {
       if (rest)
         unit_lines(w + t() * tile, table, v(), exceptions[t()], unit, [&](auto line, vu pairs) LF_INLINED {
-          if (line() < rest) add_pairs(Line{}, pairs, x + line() * Line::step, sums[line() % kChains * T + t()][v()]);
+          if (line() < rest) add_pairs(Line{}, pairs, x + line() * kStep, sums[line() % kChains][t()][v()]);
         });
-      vf total = sums[t()][v()];
-      if constexpr (kChains > 1) total += sums[T + t()][v()];
-      storef(y + t() * kTile + v() * kWidth, total);
+      each<N>([&](auto p) LF_INLINED {
+        vf total = sums[0][t()][v()][p()];
+        if constexpr (kChains > 1) total += sums[kChains - 1][t()][v()][p()];
+        if (p() < positions) storef(y + p() * ldy + t() * kTile + v() * kWidth, total);
+      });
     });
   });
 }
 
-template <class Line, int T>
-void tiles_of_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, int64_t by,
-                       float* y) {
+template <class Line, int N, int T, Reader reader>
+void tiles_of_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, int positions,
+                       float* y, int64_t ldy) {
   for (; tiles >= T; tiles -= T, first += T, y += T * kTile)
-    multiply_one_bf12<Line, T>(weights, first, x, lines, by, y);
+    multiply_few_bf12<Line, N, T, reader>(weights, first, x, lines, positions, y, ldy);
   if constexpr (T > 1) {
-    if (tiles) tiles_of_one_bf12<Line, T / 2>(weights, first, x, lines, tiles, by, y);
+    if (tiles) tiles_of_few_bf12<Line, N, T / 2, reader>(weights, first, x, lines, tiles, positions, y, ldy);
   }
 }
 
@@ -78,7 +86,7 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
   constexpr int64_t kLines = kPiece / Line::bytes;
   alignas(64) char piece[kPiece];
   float odd[kChains > 1 ? laneformer::kMostPositions * kTile : 1];
-  const int64_t by = reading().ahead;
+  const bool fetches = reader() == Reader::follows_several;
   const vb table = table_of(weights);
   const int parts = (positions + N - 1) / N;
   const int64_t tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
@@ -88,12 +96,15 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
     for (int64_t first = 0; first < lines; first += kLines) {
       const int64_t count = lines - first < kLines ? lines - first : kLines;
       const int64_t unit = first / kUnitLines, units = (count + kUnitLines - 1) / kUnitLines;
-      exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, by, piece);
+      exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, near_of(reader()), piece);
+      // What the next piece is decoded from is fetched while this one is used.
+      const char* const ahead = fetches ? w + (unit + units) * kUnitBytes : piece;
+      const int64_t rest = fetches ? units * kUnitBytes : 0, step = fetches ? kUnitBytes / kUnitLines / parts : 0;
       for (int part = 0; part < parts; part++) {
         const int begin = part * N;
-        multiply_chains<Line, N>({piece, count * Line::bytes, x + (part * lines + first) * Line::step * N,
-                                  y + begin * ldy, ldy, odd + (kChains > 1 ? begin * kTile : 0), positions - begin,
-                                  first > 0, first + count == lines, piece, 0});
+        multiply_chains<Line, N, 1>({piece, count * Line::bytes, 0, x + (part * lines + first) * Line::step * N,
+                                     y + begin * ldy, ldy, odd + (kChains > 1 ? begin * kTile : 0), positions - begin,
+                                     first > 0, first + count == lines, ahead + part * rest / parts, step});
       }
     }
   }
@@ -104,9 +115,11 @@ void product_of_bf12(const Bf12& weights, const float* x, int64_t columns, int64
                      int64_t ldy) {
   const int64_t lines = (columns + Line::columns - 1) / Line::columns;
   with_part(positions, [&](auto n) {
-    if constexpr (n() == 1) {
-      with_reading<(kStreams + 1) / 2>(
-          [&](auto t, int64_t by) { tiles_of_one_bf12<Line, t()>(weights, 0, x, lines, tiles, by, y); });
+    constexpr int kSide = n() == 1 ? (kStreams + 1) / 2 : kStreams / n() > 1 ? kStreams / n() : 1;
+    if constexpr (kFew<n(), kSide>) {
+      with_reader<kSide>([&](auto t, auto by) {
+        tiles_of_few_bf12<Line, n(), t(), (Reader)by()>(weights, 0, x, lines, tiles, positions, y, ldy);
+      });
     } else {
       tiles_of_several_bf12<Line, n()>(weights, x, lines, tiles, positions, y, ldy);
     }

@@ -64,25 +64,31 @@ LF_INLINE void multiply_add(vf& sum, vf weights, vf x) {
   sum += weights * x;
 }
 
-// add(): one line, times its value of each position, to the sums. The values of all positions are beside each other:
-// x[column][position].
+// add(): one line of each of T tiles, which are `tile` bytes apart, times its value of each position, to the sums. The
+// values of all positions are beside each other: x[column][position].
 template <class Format>
 struct Line {
-  template <int N>
-  LF_INLINE void add(const char* w, const float* x, vf (&sums)[kVectors][N]) {
+  template <int T, int N>
+  LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {
     constexpr bool kTight = kVectors * N >= 8;
     each<Format::columns>([&](auto c) LF_INLINED {
       if constexpr (kWidth > 4 || kRegisters == 32) {
-        vf column[kVectors];
-        each<kVectors>([&](auto v) LF_INLINED { column[v()] = Format::template column<kTight>(w, v(), c()); });
+        vf column[T][kVectors];
+        each<T>([&](auto t) LF_INLINED {
+          each<kVectors>(
+              [&](auto v) LF_INLINED { column[t()][v()] = Format::template column<kTight>(w + t() * tile, v(), c()); });
+        });
         each<N>([&](auto p) LF_INLINED {
           const vf value = splat(x[c() * N + p()]);
-          each<kVectors>([&](auto v) LF_INLINED { multiply_add<kTight>(sums[v()][p()], column[v()], value); });
+          each<T>([&](auto t) LF_INLINED {
+            each<kVectors>([&](auto v)
+                               LF_INLINED { multiply_add<kTight>(sums[t()][v()][p()], column[t()][v()], value); });
+          });
         });
       } else {
         each<kVectors>([&](auto v) LF_INLINED {
           const vf column = Format::template column<kTight>(w, v(), c());
-          each<N>([&](auto p) LF_INLINED { multiply_add<kTight>(sums[v()][p()], column, splat(x[c() * N + p()])); });
+          each<N>([&](auto p) LF_INLINED { multiply_add<kTight>(sums[0][v()][p()], column, splat(x[c() * N + p()])); });
           __asm__ volatile(
               ""
               : "+r"(w), "+r"(x)::"memory");  // one after the other: columns loaded ahead would not fit the registers
@@ -121,14 +127,19 @@ struct F32Line : Line<F32Line> {
 
 struct Bf16DotLine {  // both columns at once
   static constexpr int columns = 2, bytes = 4 * kTile, step = 1;
-  template <int N>
-  LF_INLINE void add(const char* w, const float* x, vf (&sums)[kVectors][N]) {
-    each<kVectors>([&](auto v) LF_INLINED {
-      const vu pair = load<vu>(w + v() * sizeof(vu));
-      each<N>([&](auto p) LF_INLINED {
-        uint32_t both;
-        std::memcpy(&both, x + p(), 4);
-        sums[v()][p()] = dot_bf16(sums[v()][p()], pair, splat_u(both));
+  template <int T, int N>
+  LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {
+    vu pairs[T][kVectors];
+    each<T>([&](auto t) LF_INLINED {
+      each<kVectors>([&](auto v) LF_INLINED { pairs[t()][v()] = load<vu>(w + t() * tile + v() * sizeof(vu)); });
+    });
+    each<N>([&](auto p) LF_INLINED {
+      uint32_t both;
+      std::memcpy(&both, x + p(), 4);
+      each<T>([&](auto t) LF_INLINED {
+        each<kVectors>([&](auto v) LF_INLINED {
+          sums[t()][v()][p()] = dot_bf16(sums[t()][v()][p()], pairs[t()][v()], splat_u(both));
+        });
       });
     });
   }

@@ -22,22 +22,22 @@ constexpr int kPartPositions = kWidth == 16 ? 24 : kWidth == 8 ? 6 : kRegisters 
 constexpr int64_t kPartChunk = 8192, kChunk = kWidth == 16 ? 32768 : 16384;
 constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-add of one position wait for the last
 
-// How one position reads weights from memory: tiles at a time, which are as many streams, and how many bytes ahead they
-// are fetched. AMD's prefetchers follow one stream best, and lose it where lines that they would bring are asked for.
+// How few positions read weights from memory: tiles side by side, which are as many streams, and how many bytes ahead
+// they are fetched into the first level and into the second. AMD's prefetchers follow one stream best, and lose it
+// where lines that they would bring are asked for.
 #if defined(__clang__)
 constexpr int kStreams = kVectors == 1 ? 4 : 1;  // with eight it keeps sums in memory
 #else
 constexpr int kStreams = kVectors == 1 ? 8 : 1;
 #endif
-struct Reading {
-  int streams;
-  int64_t ahead;
-};
-LF_INLINE Reading reading() {
+enum class Reader { follows_one, follows_several };
+constexpr int64_t kFar = 4096;  // of a reader of several streams
+constexpr int64_t near_of(Reader reader) { return reader == Reader::follows_one ? 384 : 1024; }
+LF_INLINE Reader reader() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("amd")) return {1, 384};
+  if (__builtin_cpu_is("amd")) return Reader::follows_one;
 #endif
-  return {kStreams, 1024};
+  return Reader::follows_several;
 }
 
 bool uses_dot(Dtype dtype, Activations activations) {
@@ -51,51 +51,85 @@ int part_of(int positions) {
   return kPartPositions < 8 || size < 3 ? size : (size + 3) / 4 * 4;
 }
 
-// One position: T tiles side by side.
-template <class Line, int T>
-__attribute__((noinline)) void multiply_one(const char* w, const float* x, int64_t lines, int64_t by, float* y) {
-  vf sums[kChains * T][kVectors][1] = {};
-  const int64_t tile = lines * Line::bytes;
-  const char* const end = w + tile;
-  int64_t ahead = by;
-  for (; end - w >= kChains * Line::bytes; w += kChains * Line::bytes, x += kChains * Line::step) {
-    if (end - w <= by) ahead = by + (T - 1) * tile;  // behind the tiles the next T begin
-    each<kChains>([&](auto c) LF_INLINED {
+// Tiles that N positions read side by side where the prefetchers follow several streams.
+constexpr int side_of(int n) {
+  if (kStreams / n > 1) return kStreams / n;
+  return kVectors == 1 && n <= 12 ? 2 : 1;  // each value of a vector is then loaded once for both
+}
+
+// Whether the sums of both chains fit the registers at once, and N positions are never one part of several.
+template <int N, int T>
+constexpr bool kFew = N < kPartPositions && kChains * T * kVectors * N <= kRegisters / 2;
+
+// What is fetched ahead of T tiles side by side, behind whose end the next T tiles begin.
+template <int T, Reader reader>
+struct Fetching {
+  const char *near, *far, *end;
+  int64_t tile;
+  Fetching(const char* w, int64_t bytes) : near(w + near_of(reader)), far(w + kFar), end(w + bytes), tile(bytes) {}
+
+  // The next `bytes` of all tiles.
+  template <int bytes>
+  LF_INLINED void fetch() {
+    skip<bytes>(near);
+    if constexpr (reader == Reader::follows_several) skip<bytes>(far);
+    each<bytes / 64>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
-        const char* line = w + t() * tile + c() * Line::bytes;
-        __builtin_prefetch(line + ahead);
-        Line::add(line, x + c() * Line::step, sums[c() * T + t()]);
+        __builtin_prefetch(near + 64 * line() + t() * tile);
+        if constexpr (reader == Reader::follows_several) __builtin_prefetch(far + 64 * line() + t() * tile, 0, 2);
       });
     });
+    near += bytes, far += bytes;
   }
-  if (w < end) each<T>([&](auto t) LF_INLINED { Line::add(w + t() * tile, x, sums[t()]); });
+  template <int bytes>
+  LF_INLINED void skip(const char*& at) const {
+    if (T > 1 && (uint64_t)(at - end) < bytes) at += (T - 1) * tile;  // once
+  }
+};
+
+// Few positions: T whole tiles side by side, both chains at once.
+template <class Line, int N, int T, Reader reader>
+__attribute__((noinline)) void multiply_few(const char* w, const float* x, int64_t lines, int positions, float* y,
+                                            int64_t ldy) {
+  vf sums[kChains][T][kVectors][N] = {};
+  const int64_t tile = lines * Line::bytes;
+  const char* const end = w + tile;
+  Fetching<T, reader> ahead(w, tile);
+  for (; end - w >= kChains * Line::bytes; w += kChains * Line::bytes, x += kChains * Line::step * N) {
+    ahead.template fetch<kChains * Line::bytes>();
+    each<kChains>([&](auto c)
+                      LF_INLINED { Line::add(w + c() * Line::bytes, tile, x + c() * Line::step * N, sums[c()]); });
+  }
+  if (w < end) Line::add(w, tile, x, sums[0]);
   each<T>([&](auto t) LF_INLINED {
     each<kVectors>([&](auto v) LF_INLINED {
-      vf total = sums[t()][v()][0];
-      if constexpr (kChains > 1) total += sums[T + t()][v()][0];
-      storef(y + t() * kTile + v() * kWidth, total);
+      each<N>([&](auto p) LF_INLINED {
+        vf total = sums[0][t()][v()][p()];
+        if constexpr (kChains > 1) total += sums[kChains - 1][t()][v()][p()];
+        if (p() < positions) storef(y + p() * ldy + t() * kTile + v() * kWidth, total);
+      });
     });
   });
 }
 
 // As many tiles as fit, T at a time; then half as many at a time.
-template <class Line, int T>
-void tiles_of_one(const char* w, const float* x, int64_t lines, int64_t tiles, int64_t by, float* y) {
+template <class Line, int N, int T, Reader reader>
+void tiles_of_few(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y, int64_t ldy) {
   for (; tiles >= T; tiles -= T, w += T * lines * Line::bytes, y += T * kTile)
-    multiply_one<Line, T>(w, x, lines, by, y);
+    multiply_few<Line, N, T, reader>(w, x, lines, positions, y, ldy);
   if constexpr (T > 1) {
-    if (tiles) tiles_of_one<Line, T / 2>(w, x, lines, tiles, by, y);
+    if (tiles) tiles_of_few<Line, N, T / 2, reader>(w, x, lines, tiles, positions, y, ldy);
   }
 }
 
-// Some lines of a tile and the vectors of N positions, of which the first `positions` count.
+// Some lines of T tiles and the vectors of N positions, of which the first `positions` count.
 struct Block {
   const char* w;
-  int64_t bytes;
+  int64_t bytes, tile;  // of the lines, and from tile to tile
   const float* x;
   float* y;
   int64_t ldy;
-  float* odd;  // [N][kTile]: the second chain, while there are lines left
+  float* odd;  // [T][N][kTile]: the second chain, while there are lines left
   int positions;
   bool earlier, ended;  // whether y and `odd` have the sums of earlier lines, and whether these are the last
   const char* ahead;    // what to fetch while line 0 is used
@@ -104,84 +138,68 @@ struct Block {
 
 // The lines of one chain. A function by itself: inlined, it would share the registers with its callers' loops.
 // The loops over sums are written out: Clang keeps sums in memory that a function object refers to.
-template <class Line, int N, int kChain>
+template <class Line, int N, int T, int kChain>
 __attribute__((noinline)) void multiply(const Block& block) {
-  vf sums[kVectors][N] = {};
+  vf sums[T][kVectors][N] = {};
   float* const carried = kChain ? block.odd : block.y;
-  const int64_t ld = kChain ? kTile : block.ldy, ahead_step = block.ahead_step;
+  const int64_t ld = kChain ? kTile : block.ldy, ahead_step = block.ahead_step, tile = block.tile;
+  const int64_t of_tile = kChain ? N * kTile : kTile;
   const int positions = block.positions;
   if (block.earlier)
-    each<kVectors>([&](auto v) LF_INLINED {
-      each<N>([&](auto p) LF_INLINED {
-        if (p() < positions) sums[v()][p()] = loadf(carried + p() * ld + v() * kWidth);
+    each<T>([&](auto t) LF_INLINED {
+      each<kVectors>([&](auto v) LF_INLINED {
+        each<N>([&](auto p) LF_INLINED {
+          if (p() < positions) sums[t()][v()][p()] = loadf(carried + t() * of_tile + p() * ld + v() * kWidth);
+        });
       });
     });
   const char *w = block.w + kChain * Line::bytes, *const end = block.w + block.bytes, *ahead = block.ahead;
   if (kChain) ahead += (block.bytes / Line::bytes + 1) / 2 * ahead_step;  // behind what the other chain fetched
   const float* x = block.x + kChain * Line::step * N;
   for (; w < end; w += kChains * Line::bytes, x += kChains * Line::step * N, ahead += ahead_step) {
-    __builtin_prefetch(ahead);
-    Line::add(w, x, sums);
+    each<T>([&](auto t) LF_INLINED { __builtin_prefetch(ahead + t() * tile); });
+    Line::add(w, tile, x, sums);
   }
   const bool added = kChain && block.ended;
   float* const to = added ? block.y : carried;
-  const int64_t ldt = added ? block.ldy : ld;
-  each<kVectors>([&](auto v) LF_INLINED {
-    each<N>([&](auto p) LF_INLINED {
-      float* const at = to + p() * ldt + v() * kWidth;
-      if (p() < positions) storef(at, added ? loadf(at) + sums[v()][p()] : sums[v()][p()]);
+  const int64_t ldt = added ? block.ldy : ld, to_tile = added ? kTile : of_tile;
+  each<T>([&](auto t) LF_INLINED {
+    each<kVectors>([&](auto v) LF_INLINED {
+      each<N>([&](auto p) LF_INLINED {
+        float* const at = to + t() * to_tile + p() * ldt + v() * kWidth;
+        if (p() < positions) storef(at, added ? loadf(at) + sums[t()][v()][p()] : sums[t()][v()][p()]);
+      });
     });
   });
 }
 
-template <class Line, int N>
+template <class Line, int N, int T>
 LF_INLINE void multiply_chains(const Block& block) {  // one after the other
-  each<kChains>([&](auto chain) LF_INLINED { multiply<Line, N, chain()>(block); });
+  each<kChains>([&](auto chain) LF_INLINED { multiply<Line, N, T, chain()>(block); });
 }
 
-// A whole tile, both chains at once: for few positions.
-template <class Line, int N>
-__attribute__((noinline)) void multiply_few(const char* w, const float* x, int64_t lines, int64_t by, int positions,
-                                            float* y, int64_t ldy) {
-  vf sums[kChains][kVectors][N] = {};
-  const char* const end = w + lines * Line::bytes;
-  for (; end - w >= kChains * Line::bytes; w += kChains * Line::bytes, x += kChains * Line::step * N)
-    each<kChains>([&](auto c) LF_INLINED {
-      __builtin_prefetch(w + c() * Line::bytes + by);
-      Line::add(w + c() * Line::bytes, x + c() * Line::step * N, sums[c()]);
-    });
-  if (w < end) Line::add(w, x, sums[0]);
-  each<kVectors>([&](auto v) LF_INLINED {
-    each<N>([&](auto p) LF_INLINED {
-      vf total = sums[0][v()][p()];
-      if constexpr (kChains > 1) total += sums[kChains - 1][v()][p()];
-      if (p() < positions) storef(y + p() * ldy + v() * kWidth, total);
-    });
-  });
-}
-
-// All parts of the positions use a chunk of a tile before the next chunk, which is fetched meanwhile.
-template <class Line, int N>
+// T tiles at a time; all parts of the positions use a chunk of them before the next chunk, which is fetched meanwhile.
+template <class Line, int N, int T>
 void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y,
                       int64_t ldy) {
-  if constexpr (kChains > 1 && kChains * kVectors * N <= kRegisters / 2) {  // never several parts
-    for (; tiles > 0; tiles--, y += kTile, w += lines * Line::bytes)
-      multiply_few<Line, N>(w, x, lines, reading().ahead, positions, y, ldy);
-  } else {
-    float odd[kChains > 1 ? laneformer::kMostPositions * kTile : 1];
-    const int parts = (positions + N - 1) / N;
-    const int64_t most = (parts == 1 ? kPartChunk : kChunk) / Line::bytes;
-    for (; tiles > 0; tiles--, y += kTile)
-      for (int64_t first = 0; first < lines; first += most) {
-        const int64_t chunk = lines - first < most ? lines - first : most, size = chunk * Line::bytes;
-        for (int part = 0; part < parts; part++) {
-          const int begin = part * N;
-          multiply_chains<Line, N>({w, size, x + (part * lines + first) * Line::step * N, y + begin * ldy, ldy,
-                                    odd + (kChains > 1 ? begin * kTile : 0), positions - begin, first > 0,
-                                    first + chunk == lines, w + size + part * size / parts, Line::bytes / parts});
-        }
-        w += size;
+  float odd[kChains > 1 ? T * laneformer::kMostPositions * kTile : 1];
+  const int parts = (positions + N - 1) / N;
+  const int64_t most = (parts == 1 ? kPartChunk : kChunk) / Line::bytes / T, tile = lines * Line::bytes;
+  for (; tiles >= T; tiles -= T, y += T * kTile, w += (T - 1) * tile)
+    for (int64_t first = 0; first < lines; first += most) {
+      const int64_t chunk = lines - first < most ? lines - first : most, size = chunk * Line::bytes;
+      const bool last = first + chunk == lines;
+      for (int part = 0; part < parts; part++) {
+        const int begin = part * N;
+        multiply_chains<Line, N, T>({w, size, tile, x + (part * lines + first) * Line::step * N, y + begin * ldy, ldy,
+                                     odd + (kChains > 1 ? T * begin * kTile : 0), positions - begin, first > 0, last,
+                                     w + size + part * size / parts + (last ? (T - 1) * tile : 0),
+                                     Line::bytes / parts});
       }
+      w += size;
+    }
+  if constexpr (T > 1) {
+    if (tiles) tiles_of_several<Line, N, 1>(w, x, lines, tiles, positions, y, ldy);
   }
 }
 
@@ -194,22 +212,24 @@ void with_part(int positions, F f) {
   }
 }
 
-// f(Count<T>{}, bytes ahead): how one position reads here, T being 1 or `streams`.
-template <int streams, class F>
-void with_reading(F f) {
-  const Reading way = reading();
-  way.streams > 1 ? f(Count<streams>{}, way.ahead) : f(Count<1>{}, way.ahead);
+// f(Count<T>{}, Count<reader>{}): the tiles that are read side by side here, `side` or 1.
+template <int side, class F>
+void with_reader(F f) {
+  reader() == Reader::follows_one ? f(Count<1>{}, Count<(int)Reader::follows_one>{})
+                                  : f(Count<side>{}, Count<(int)Reader::follows_several>{});
 }
 
 template <class Line>
 void product_of(const char* w, const float* x, int64_t columns, int64_t tiles, int positions, float* y, int64_t ldy) {
   const int64_t lines = (columns + Line::columns - 1) / Line::columns;
   with_part(positions, [&](auto n) {
-    if constexpr (n() == 1) {
-      with_reading<kStreams>([&](auto t, int64_t by) { tiles_of_one<Line, t()>(w, x, lines, tiles, by, y); });
-    } else {
-      tiles_of_several<Line, n()>(w, x, lines, tiles, positions, y, ldy);
-    }
+    with_reader<side_of(n())>([&](auto t, auto by) {
+      if constexpr (kFew<n(), t()>) {
+        tiles_of_few<Line, n(), t(), (Reader)by()>(w, x, lines, tiles, positions, y, ldy);
+      } else {
+        tiles_of_several<Line, n(), t()>(w, x, lines, tiles, positions, y, ldy);
+      }
+    });
   });
 }
 

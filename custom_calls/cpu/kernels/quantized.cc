@@ -20,10 +20,10 @@ constexpr int kTogether = 2;  // tiles of a pair that share the loads of digits
 constexpr int kTogether = 1;
 #endif
 
-// How weights are read from memory: how many streams one position multiplies at a time, and how many bytes ahead they
+// How weights are read from memory: how many streams few positions multiply at a time, and how many bytes ahead they
 // are fetched to the second and to the first level of the cache. AMD's prefetchers follow one stream best, and lose it
 // where lines that they would bring are asked for.
-constexpr int kStreams = 4;
+constexpr int kStreams = 4, kFewPositions = 16;  // of which the streams' sums stay in the first-level cache
 struct Reading {
   int streams;
   int64_t far, near;
@@ -292,14 +292,15 @@ __attribute__((noinline)) void multiply_one(const Quantized& format, const Strea
 }
 
 // Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
+// Sums are in y.
 template <class Format, int T>
 __attribute__((noinline)) void multiply_several(const Quantized& format, const Streams& streams, const char* x,
                                                 int64_t columns, const Reading& way, int positions, float* y,
                                                 int64_t ldy) {
   constexpr int kSide = T < Format::together ? T : Format::together;
-  for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, T * kTile * sizeof(float));
+  for (int p = 0; p < positions; p++) std::memset(y + p * ldy, 0, streams.count * T * kTile * sizeof(float));
   each_block<Format, T, true>(format, streams, columns, way, x, positions * Format::step,
-                              [&](int, const Block<Format, true>& block, const char* digits) LF_INLINED {
+                              [&](int s, const Block<Format, true>& block, const char* digits) LF_INLINED {
                                 each<T / kSide>([&](auto side) LF_INLINED {
                                   each<kVectors>([&](auto v) LF_INLINED {
                                     constexpr int t0 = side() * kSide;
@@ -310,7 +311,7 @@ __attribute__((noinline)) void multiply_several(const Quantized& format, const S
                                       factors[t()] = block.scale(t0 + t(), v());
                                       if constexpr (Format::zeros) zeros[t()] = block.zero(t0 + t(), v());
                                     });
-                                    float* to = y + t0 * kTile + v() * kWidth;
+                                    float* to = y + (s * T + t0) * kTile + v() * kWidth;
                                     const char* from = digits;
                                     for (int p = 0; p < positions; p++, to += ldy, from += Format::step)
                                       Format::template times<kSide>(
@@ -320,12 +321,14 @@ __attribute__((noinline)) void multiply_several(const Quantized& format, const S
                                   });
                                 });
                               });
-  if (format.rows)
+  for (int s = 0; format.rows && s < streams.count; s++) {
+    const char* const factors = streams.first + s * streams.apart + streams.member * 4 * kTile;
     for (int p = 0; p < positions; p++)
       for (int i = 0; i < T * kTile; i += kWidth) {
-        float* const to = y + p * ldy + i;
-        storef(to, loadf(to) * load<vf>(streams.first + (streams.member * kTile + i) * 4));
+        float* const to = y + p * ldy + s * T * kTile + i;
+        storef(to, loadf(to) * load<vf>(factors + 4 * i));
       }
+  }
 }
 
 template <class Format>
@@ -340,7 +343,7 @@ void product_of(const Quantized& format, const char* lane, int64_t all, int64_t 
     const bool both = kBoth == 2 && member == 0 && tiles == 2 && t + 1 < end;
     const int at_once = both ? 2 : 1;
     Streams streams{lane + (t - member) * bytes, tiles * bytes, 1, tiles, member};
-    if (positions == 1 && at_once == tiles) {  // of whole streams several
+    if (positions <= kFewPositions && at_once == tiles) {  // of whole streams several
       const int64_t more = (end - t) / tiles;
       streams.count = (int)(more < way.streams ? more : way.streams);
     }

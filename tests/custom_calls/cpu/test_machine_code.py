@@ -51,7 +51,7 @@ def weight_loops(path: Path, objdump: str = "objdump") -> Iterator[tuple[str, li
     """The loops over weights in an object file or library, each with the name of its function."""
     done = subprocess.run([objdump, "-d", "--no-show-raw-insn", "-C", path], capture_output=True, text=True, check=True)
     for name, lines in functions(done.stdout):
-        if re.search(r"::multiply(_one|_few|_one_bf12|_lines|_tiles)?<", name):
+        if re.search(r"::multiply(_one|_few|_few_bf12|_lines|_tiles)?<", name):
             for loop in loops(lines):
                 yield name, loop
 
