@@ -8,6 +8,8 @@ RECIPES = {
     "laneformer_120m": "configs.small:laneformer_120m",
     "laneformer_350m": "configs.small:laneformer_350m",
     "laneformer_2b": "configs.laneformer_2b:laneformer_2b",
+    "laneformer_8b": "configs.large:laneformer_8b",
+    "laneformer_70b": "configs.large:laneformer_70b",
     "moe_tiny": "configs.moe:moe_tiny",
     "moe_1b_a200m": "configs.moe:moe_1b_a200m",
 }

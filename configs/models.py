@@ -78,6 +78,24 @@ LANEFORMER_2B = ModelConfig(
     sliding_window=512,  # ours: 512 or 2,048 fit what is published; the smaller reads fewer keys per token
 )
 
+# The sizes of Llama 3 (arXiv 2407.21783) in 8 lanes.
+LANEFORMER_8B = ModelConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+    rope_theta=500_000.0,
+    num_lanes=8,
+    layout="laneformer",
+    broadcast_delay=2,
+)
+LANEFORMER_70B = LANEFORMER_8B.replace(
+    hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
+)
+
 # The model of `make run` with 8 experts of half the columns in each layer, of which a token uses two: as many weights
 # per token.
 MOE_TINY = STDLIB.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
@@ -178,6 +196,8 @@ MODELS: dict[str, ModelConfig] = {
     "laneformer_120m": LANEFORMER_120M,
     "laneformer_350m": LANEFORMER_350M_LONG,
     "laneformer_2b": LANEFORMER_2B,
+    "laneformer_8b": LANEFORMER_8B,
+    "laneformer_70b": LANEFORMER_70B,
     "moe_tiny": MOE_TINY,
     "moe_1b_a200m": MOE_1B_A200M,
     **{name: model.config for name, model in PACKED.items()},

@@ -1,6 +1,7 @@
 """`python -m train RECIPE [--section.option value ...]`: starts or resumes the run that the recipe describes.
 
-With --dry-run it reports what the run would need on a described cluster, and trains nothing.
+With --dry-run it reports what the run would need on a described cluster, or with --sweep mesh on many, and trains
+nothing.
 """
 
 import shlex
@@ -23,11 +24,12 @@ def _run(arguments: Sequence[str], interrupted: str) -> int:
     with importing(interrupted):  # for seconds
         from train.loop import Interrupted, train
         from train.planning.plan import dry_run
+        from train.planning.sweep import mesh_sweep
         from train.recipes import parse
 
     try:
         if "--dry-run" in arguments:
-            print(dry_run(arguments))
+            print(mesh_sweep(arguments) if "--sweep" in arguments else dry_run(arguments))
         else:
             train(parse(arguments))
     except Interrupted as stopped:

@@ -38,7 +38,7 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
     decays = {path: weight.group != "vector" for path, weight in table.items()}
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":
-        labels = {path: "muon" if _per_lane(weight) else "adam" for path, weight in table.items()}
+        labels = {path: "muon" if per_lane(weight) else "adam" for path, weight in table.items()}
         rule = optax.partition({"muon": _muon(config), "adam": rule}, labels)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -48,7 +48,7 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
     )
 
 
-def _per_lane(weight: Weight) -> bool:
+def per_lane(weight: Weight) -> bool:
     """Whether it is a matrix in each lane; a router, which all lanes share, is none."""
     return weight.group == "matrix" and weight.spec[0] == LANE
 

@@ -54,8 +54,9 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             f"usage: {program} RECIPE [--section.option value ...]\n       {program} RECIPE --help\n       {program}"
-            " RECIPE --dry-run [--cluster.device h200 --cluster.nodes 32 ...] [--json"
-            f" FILE]\n\nrecipes:\n{list_recipes()}"
+            " RECIPE --dry-run [--cluster.device h200 --cluster.nodes 32 ...] [--json FILE]\n"
+            f"       {program} RECIPE --dry-run --sweep mesh [--gpus 8 64 ...] [--price PER_GPU_HOUR] [--best]\n\n"
+            f"recipes:\n{list_recipes()}"
         )
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):

@@ -26,6 +26,7 @@ from train.rounding import held
 Batch = dict[str, jax.Array]
 START_EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible"
 PARALLEL = "xla_gpu_experimental_parallel_collective_overlap_limit"
+LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # of a batch: train/data/batches.py
 
 
@@ -42,13 +43,26 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
     )
 
 
-def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int]:
+def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int | str]:
     """Options of XLA for the step: on GPUs every sum over lanes starts as soon as its operand exists, and all that the
     schedule has under way may be, beside as many exchanges of the data axis. By default XLA has one at a time, and
-    starts it about one product before it is needed. Where none is delayed the default is better.
+    starts it about one product before it is needed. Where none is delayed the default is better. On CPUs the library
+    YNNPACK, which sums over a leading axis slowly, gets products alone.
     """
-    delayed = schedule.in_flight > 1 and mesh.shape[LANE] > 1 and mesh.devices.flat[0].platform == "gpu"
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        return known_options({LIBRARY: "LIBRARY_FUSION_TYPE_DOT"})
+    delayed = schedule.in_flight > 1 and mesh.shape[LANE] > 1 and platform == "gpu"
     return {START_EARLY: True, PARALLEL: 2 * (schedule.in_flight + 1)} if delayed else {}
+
+
+def known_options(options: dict[str, bool | str]) -> dict[str, bool | str]:
+    """The options if this jaxlib knows them: experimental ones come and go."""
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
 
 
 @jax.tree_util.register_dataclass

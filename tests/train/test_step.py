@@ -13,7 +13,7 @@ from laneformer.weights import initial_weights, parameter_table
 from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig
 from train.program.program import read_program
-from train.step import Trainer
+from train.step import LIBRARY, Trainer, known_options
 
 
 @cache
@@ -373,3 +373,9 @@ def test_fsdp_gathers_weights_and_not_activations():
 
     tokens_more, width = (64 - 8) * 16, 32
     assert 0 < sent(64) - sent(8) < 3 * tokens_more * width * 4
+
+
+def test_options_that_this_jaxlib_lacks_are_left_out():
+    assert known_options({"xla_cpu_no_such_option": "x"}) == known_options({LIBRARY: "no such value"}) == {}
+    options = {"xla_cpu_enable_fast_math": False}
+    assert known_options(options) == options

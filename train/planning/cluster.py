@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from infer.roofline import devices
 from laneformer.errors import ConfigError
 
+RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 EFFICIENCY = 0.6  # share of the peak that matrix products are assumed to reach
 
 
@@ -70,14 +71,23 @@ class Speeds:
     """To other nodes, likewise; 0 in a single node."""
     inside: frozenset[str]
     """Axes of the mesh whose exchanges stay within a node."""
+    members: Mapping[str, int]
+    """Devices of one node in a group of an axis, where they are more than one."""
 
     def kernel_seconds(self, flops: float, count: float) -> float:
         """Seconds of a kernel with that many FLOPs of products and `count` bytes of memory."""
         return max(flops / self.products, count / self.memory)
 
-    def exchange_seconds(self, axis: str, sent: float) -> tuple[str, float]:
-        """The link that an exchange along a mesh axis takes, and its seconds there, for bytes that a device sends."""
-        return ("links", sent / self.link) if axis in self.inside else ("network", sent / self.network)
+    def exchange_seconds(self, kind: str, axis: str, sent: float) -> tuple[str, float]:
+        """The link that an exchange along a mesh axis takes, and its seconds there, for bytes that a device sends.
+
+        kind: as XLA names it. Rings of an all-gather, reduce-scatter or all-reduce leave a node once for each of its
+        members, over the network of each; what an all-to-all sends leaves it over the sender's alone.
+        """
+        if axis in self.inside:
+            return "links", sent / self.link
+        rings = self.members.get(axis, 1) if kind in RINGS else 1
+        return "network", sent / min(rings * self.network, max(self.link, self.network))
 
 
 def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFICIENCY) -> Speeds | None:
@@ -94,6 +104,7 @@ def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFIC
         memory=device.memory_bandwidth,
         link=device.link,
         network=device.network or 0.0,
+        members={DATA: max(1, device.per_node // mesh[LANE]), f"{DATA} x {LANE}": min(devices, device.per_node)},
         inside=frozenset({axis for axis, distance in spread.items() if distance < device.per_node} | both),
     )
 

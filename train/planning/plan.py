@@ -153,11 +153,7 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     """
     config, nodes = _fill(config, cluster)
     count = config.mesh.data * config.mesh.lane
-    device = find_device(cluster.device, count)
-    if cluster.network is not None:
-        device = dataclasses.replace(device, network=cluster.network * 1e9 / 8)
-    if device.network is None and nodes > 1:
-        raise ConfigError(f"no known network for {cluster.device}; give --cluster.network, in Gb/s per device")
+    device = device_of(cluster, count, nodes)
     if config.compute_dtype == "auto" and cluster.device != "cpu":
         config = dataclasses.replace(config, compute_dtype="bfloat16")
     devices, compiler = compile_only_devices(cluster.device, device, nodes, cluster.compiler)
@@ -189,6 +185,16 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
             compiled[what] = trainer, read_program(lowered, lowered.compile(OPTIONS[compiler]), mesh)
         result = dataclasses.replace(result, phases=(*result.phases, _phase(result, config, phase, *compiled[what])))
     return result
+
+
+def device_of(cluster: ClusterConfig, count: int, nodes: int) -> Device:
+    """The cluster's device, of which it has `count` in so many nodes. Raises ConfigError if its network is unknown."""
+    device = find_device(cluster.device, count)
+    if cluster.network is not None:
+        device = dataclasses.replace(device, network=cluster.network * 1e9 / 8)
+    if device.network is None and nodes > 1:
+        raise ConfigError(f"no known network for {cluster.device}; give --cluster.network, in Gb/s per device")
+    return device
 
 
 def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int]:
@@ -243,8 +249,8 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
         attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
         kernels += attention / plan.devices / speeds.products
     exchanges = {"links": 0.0, "network": 0.0}
-    for axis in program.axes:
-        link, seconds = speeds.exchange_seconds(axis, program.sent(axis))
+    for c in program.collectives:
+        link, seconds = speeds.exchange_seconds(c.kind, c.axis, c.sent)
         exchanges[link] += seconds
     return Times(
         device=max(products, kernels), products=products, **exchanges, overlaps=overlaps(program.steps, speeds)

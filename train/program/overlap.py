@@ -122,7 +122,7 @@ class _Clock:
         return self.speeds.kernel_seconds(kernel.flops, kernel.bytes)
 
     def _start(self, name: str, exchange: Exchange) -> None:
-        link, seconds = self.speeds.exchange_seconds(exchange.axis, exchange.sent)
+        link, seconds = self.speeds.exchange_seconds(exchange.kind, exchange.axis, exchange.sent)
         begin = max(self.now, self.free[link])
         self.free[link] = begin + seconds
         self.pending[name] = _Transfer(exchange, link, begin, begin + seconds)

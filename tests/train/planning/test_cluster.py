@@ -1,5 +1,7 @@
 """The table of devices."""
 
+import dataclasses
+
 import pytest
 
 from laneformer.errors import ConfigError
@@ -36,9 +38,19 @@ def test_speeds_follow_the_mesh():
     many, one = (speeds_of(h200, {"data": data, "lane": 8}, 0.5) for data in (32, 1))
     assert many.products == h200.peak_flops / 2
     assert many.kernel_seconds(0, 4.8e12) == pytest.approx(1.0) and many.kernel_seconds(many.products, 1) == 1.0
-    assert many.exchange_seconds("lane", 450e9) == ("links", pytest.approx(1.0))
-    assert many.exchange_seconds("data", h200.network) == ("network", pytest.approx(1.0))
-    assert many.exchange_seconds("data x lane", h200.network)[0] == "network"
-    assert one.exchange_seconds("data x lane", 450e9)[0] == one.exchange_seconds("?", 450e9)[0] == "links"
+    assert many.exchange_seconds("all-reduce", "lane", 450e9) == ("links", pytest.approx(1.0))
+    assert many.exchange_seconds("all-gather", "data", h200.network) == ("network", pytest.approx(1.0))
+    assert many.exchange_seconds("all-reduce", "data x lane", h200.network)[0] == "network"
+    assert {one.exchange_seconds("all-reduce", axis, 450e9)[0] for axis in ("data x lane", "?")} == {"links"}
     assert speeds_of(find_device("cpu", 8), {"data": 1, "lane": 8}) is None
     assert speeds_of(DEVICES["mi300x"], {"data": 2, "lane": 8}) is None, "its network is unknown"
+
+
+@pytest.mark.parametrize(("lane", "members"), [(8, 1), (4, 2), (1, 8)])
+def test_rings_leave_a_node_over_the_network_of_all_their_members(lane, members):
+    speeds = speeds_of(DEVICES["h200"], {"data": 64 // lane, "lane": lane})
+    for kind, rings in (("all-gather", members), ("all-reduce", members), ("all-to-all", 1)):
+        link, seconds = speeds.exchange_seconds(kind, "data", 100e9)
+        assert link == "network" and seconds == pytest.approx(2.0 / rings), kind
+    crowded = speeds_of(dataclasses.replace(DEVICES["h200"], network=400e9), {"data": 64, "lane": 1})
+    assert crowded.exchange_seconds("all-gather", "data", 450e9)[1] == pytest.approx(1.0), "links of the node"
