@@ -60,6 +60,8 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   call.logits = first.logits;
   const int32_t number = first.control[4];
   call.speculation = decoder.schedule().take_speculation(number);
+  Adjustment adjustment = decoder.schedule().take_adjustment(number);
+  if (!adjustment.bias.empty()) call.adjustment = &adjustment;
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
@@ -348,6 +350,15 @@ int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, i
   return guarded(error, size, [&] {
     sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
                                   {given, given + num_given}, most, slot);
+    return (int64_t)0;
+  });
+}
+
+// Of the next call of a slot: penalties, and biases of some tokens.
+int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, float frequency, const int32_t* tokens,
+                                   const float* biases, int64_t count, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->give_adjustment(presence, frequency, {tokens, tokens + count}, {biases, biases + count}, slot);
     return (int64_t)0;
   });
 }

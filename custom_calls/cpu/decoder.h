@@ -39,6 +39,10 @@ class Decoder {
   void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
                   int slot = 0);
 
+  // How the next call of a slot adjusts its logits; throws std::runtime_error for tokens outside the vocabulary.
+  void give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
+                       const std::vector<float>& biases, int slot);
+
   // Streaming: what the running call of a slot has drawn so far. Returns the tokens drawn, early when there are more
   // than `have` or the call has ended.
   int32_t wait(int32_t have, int timeout_ms, int slot = 0);
@@ -59,6 +63,7 @@ class Decoder {
   const std::vector<Span>& spans(int worker) const;
 
  private:
+  void check_tokens(const std::vector<int32_t>& tokens, int32_t least) const;
   void find_places();
   void lead(const Slot& slot);
   void on_all(const std::function<void(int)>&);

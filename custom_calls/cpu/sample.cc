@@ -106,8 +106,8 @@ void Worker::sample() {
   mark(kSample, m_.num_layers(), began);
 }
 
-// The logits with penalty and temperature. In a row a draft before it has been seen: each worker marks those of its
-// part, and takes the marks away again.
+// The logits with penalties, biases and temperature. In a row a draft before it has been seen and drawn: each worker
+// counts those of its part, and takes that back again.
 void Worker::temper() {
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
   for (int r = 0; r < pass_->runs; r++) {
@@ -118,17 +118,35 @@ void Worker::temper() {
     int marks = 0;
     for (int i = 0; i < run.rows; i++) {
       const int32_t draft = pass_->tokens[run.place_of(i)];
-      if (i > 0 && draft >= first && draft < vocab_last_ && !call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
+      if (i > 0 && draft >= first && draft < vocab_last_) {
+        if (!call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
+        if (call.adjustment) call.adjustment->drawn[draft]++;
+      }
       const float* logits = d_.logits.floats() + (run.row + i) * vocab + first;
       float* z = d_.z.floats() + (run.row + i) * vocab + first;
-      k_.temper(logits, call.seen + first, s.repetition_penalty, s.temperature, count, z);
+      k_.temper(logits, call.seen + first, s.repetition_penalty, call.adjustment ? 0 : s.temperature, count, z);
+      if (call.adjustment) adjust(*call.adjustment, s.temperature, z);
       DecodeState::Drawn& own = d_.packets[index_].rows[run.row + i];
       own.largest = k_.largest(logits, count);
       own.largest_z = k_.largest(z, count);
       if (call.logits) std::memcpy(call.logits + (run.slot->drawn + i) * vocab + first, logits, count * sizeof(float));
     }
     while (marks > 0) call.seen[marked[--marks]] = 0;
+    for (int i = 1; i < run.rows && call.adjustment; i++) {
+      const int32_t draft = pass_->tokens[run.place_of(i)];
+      if (draft >= first && draft < vocab_last_) call.adjustment->drawn[draft]--;
+    }
   }
+}
+
+// Presence and frequency penalty, biases and temperature on this worker's part of a row.
+void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
+  const int64_t count = vocab_last_ - vocab_first_;
+  const float* const bias = by.bias.data() + vocab_first_;
+  const int32_t* const drawn = by.drawn.data() + vocab_first_;
+  const float presence = by.presence, frequency = by.frequency;
+  for (int64_t i = 0; i < count; i++) z[i] += bias[i] - (drawn[i] > 0 ? (float)drawn[i] * frequency + presence : 0.0f);
+  for (int64_t i = 0; i < count && temperature > 0; i++) z[i] /= temperature;
 }
 
 // Worker 0: the tokens that the rows of a run have drawn. A draft is right if it is what the row before it has drawn;
@@ -183,6 +201,7 @@ void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
   const float lse = std::isnan(largest) ? largest : (float)((double)largest + std::log((double)sum * 0x1p-40));
   const float* logits = d_.logits.floats() + (int64_t)row * m_.vocab_size;
   slot.call->seen[token] = 1;
+  if (slot.call->adjustment) slot.call->adjustment->drawn[token]++;
   slot.answer.logprobs[slot.drawn] = logits[token] - lse;
   if (slot.call->top) best_tokens(slot, logits, lse);
   slot.answer.times_ns[slot.drawn] = now_ns();

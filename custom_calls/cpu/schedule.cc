@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace laneformer {
 
@@ -72,6 +73,18 @@ Speculation Schedule::take_speculation(int number) {
   taken.prices = usual_.prices;
   taken.corrected = usual_.corrected;
   return taken;
+}
+
+void Schedule::give_adjustment(int number, Adjustment adjustment) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.adjustment = std::move(adjustment);
+}
+
+Adjustment Schedule::take_adjustment(int number) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  return std::exchange(of.adjustment, {});
 }
 
 // ------------------------------------------------------------------------------------------------------------ leading

@@ -22,15 +22,22 @@ struct Sampling {
   uint32_t key[2];
 };
 
+struct Adjustment {            // of a call's logits: the second step of infer/sampling.py
+  std::vector<float> bias;     // [vocab]; empty: no adjustment
+  std::vector<int32_t> drawn;  // [vocab]: how often the answer has each token so far
+  float presence = 0, frequency = 0;
+};
+
 struct Call {
   std::vector<int32_t> prompt;
   int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
   int32_t limit = 0, top = 0;
   Sampling sampling{};
   std::vector<int32_t> stops;
-  std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
-  uint8_t* seen = nullptr;          // [vocab], updated
-  float* logits = nullptr;          // [limit][vocab] or null: for tests
+  std::vector<void*> keys, values;   // [layers][lanes] -> [t][kv_heads][head_dim]
+  uint8_t* seen = nullptr;           // [vocab], updated
+  float* logits = nullptr;           // [limit][vocab] or null: for tests
+  Adjustment* adjustment = nullptr;  // updated; null: none
   Speculation speculation;
 
   bool filtered() const {
@@ -58,9 +65,10 @@ struct Answer {  // a place for each token of a call
 struct Slot {
   // Of the host.
   std::atomic<int> cancel{0}, done{1};
-  Counter count;       // tokens drawn
-  bool armed = false;  // for a call that is announced
-  Speculation texts;   // of the next call, and the most drafts of its passes
+  Counter count;          // tokens drawn
+  bool armed = false;     // for a call that is announced
+  Speculation texts;      // of the next call, and the most drafts of its passes
+  Adjustment adjustment;  // of the next call
   // Of the running call, written by worker 0 alone. The schedule's lock guards `ended` and `running`.
   bool running = false, ended = false;
   const Call* call = nullptr;
@@ -115,6 +123,8 @@ class Schedule {
   void speculate(int most, const float* prices, bool corrected);
   void give_texts(int slot, Speculation texts);
   Speculation take_speculation(int slot);
+  void give_adjustment(int slot, Adjustment adjustment);
+  Adjustment take_adjustment(int slot);
 
   // Runs a call to its end. lead: runs passes until the slot that it is given has stopped, or throws.
   template <class Lead>

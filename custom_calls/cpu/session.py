@@ -59,6 +59,16 @@ class Slot(CallStream):
         arrays = (word for text in texts for word in (text.ctypes.data, text.size))
         call("give_texts", self._session.id, self.number, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
 
+    def give_adjustment(
+        self, presence: float = 0.0, frequency: float = 0.0, biases: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """Penalties of the next call, and token ids with what is added to their logits (infer/sampling.py). Raises
+        NativeError for tokens outside the vocabulary.
+        """
+        tokens, values = np.array([t for t, _ in biases], np.int32), np.array([b for _, b in biases], np.float32)
+        arrays = tokens.ctypes.data, values.ctypes.data, len(tokens)
+        call("give_adjustment", self._session.id, self.number, presence, frequency, *arrays)
+
     @property
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call, once it has ended."""

@@ -188,6 +188,8 @@ class Backend(Protocol):
     """Draws tokens for one request at a time, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
+    adjusts: ClassVar[bool]
+    """Whether it has presence and frequency penalties and logit biases."""
     source: Source
     conditions: dict[str, Any]
     """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache (sequences that

@@ -196,6 +196,15 @@ class Engine:
             check_ids(self.config, ids[None])
         return ids.astype(np.int32)
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ConfigError for settings that the model's vocabulary or the backend does not have."""
+        sampling.check(self.config.vocab_size)
+        if sampling.adjusts and not self._backend.adjusts:
+            raise ConfigError(
+                f"backend {self.backend} has no presence_penalty, frequency_penalty and logit_bias: leave them out, or"
+                " use backend cpu or xla"
+            )
+
     def generate(
         self,
         prompt: str | Sequence[int] | np.ndarray,
@@ -241,6 +250,7 @@ class Engine:
         top_logprobs = min(self.config.vocab_size, _whole("top_logprobs", top_logprobs, 0, MOST_TOP_LOGPROBS))
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
+        self.check_sampling(sampling)
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(string, str) and string for string in strings):
             raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")

@@ -44,6 +44,7 @@ class NativeBackend:
     source: Source
     conditions: dict[str, Any]
     session: DecodeSession
+    adjusts = False
     patience: ClassVar[float] = 0.002
     """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 

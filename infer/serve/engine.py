@@ -5,6 +5,7 @@ crash.
 import asyncio
 import logging
 import multiprocessing
+import re
 import select
 import signal
 import time
@@ -189,7 +190,7 @@ class EngineProcess:
         except ApiError as error:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
-                name = str(error).split(" = ")[0]
+                name = re.split(r" = | has |\[", str(error))[0]
                 error.body["error"]["param"] = (
                     name if name in (*call.sampling, "stop", "stop_token_ids", "tool_choice") else call.prompt_param
                 )

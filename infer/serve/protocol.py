@@ -24,16 +24,17 @@ SAMPLING = {
     "min_p": float,
     "repetition_penalty": float,
     "seed": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
 }
+BIAS = "logit_bias"  # a field of infer.Sampling too
+MOST_BIASES = 1024
 # Parameters that would change the answer and are not supported, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -162,7 +163,7 @@ class Call:
     """Number of answers."""
     model: str | None
     max_tokens: int | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     """Fields of infer.Sampling; by default the temperature is 1 and the seed random, as OpenAI's."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -220,6 +221,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     stream = _take(left, "stream", bool, False)
     usage, continuous = _stream_options(left, stream, ignored)
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
+    given |= _logit_bias(left)
     if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
         given["top_k"] = 0
     template_values = _template_values(left, ignored)
@@ -406,6 +408,21 @@ def _stop(left: dict[str, Any]) -> tuple[str, ...]:
     ):
         raise wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
+
+
+def _logit_bias(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """OpenAI's object, whose names are token ids, as pairs; empty without it."""
+    given = _take(left, BIAS, dict, {})
+    if len(given) > MOST_BIASES:
+        raise ApiError(400, f"{BIAS} has {len(given)} entries: give at most {MOST_BIASES}", param=BIAS)
+    pairs = []
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise ApiError(400, f"{BIAS} = {shown(name)}: give token ids as names", param=BIAS)
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ApiError(400, f"{BIAS}[{name}] = {shown(bias)}: give a number from -100 to 100", param=BIAS)
+        pairs.append((int(name), bias))
+    return {BIAS: pairs} if pairs else {}
 
 
 def _stop_token_ids(left: dict[str, Any]) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class Question(NamedTuple):
     prompt: str | list[int] | list[dict]
     chat: bool
     tools: ToolRequest | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
     """Whether the request has stop strings."""
@@ -75,7 +75,7 @@ class Order(NamedTuple):
 
     ids: list[int]
     max_new_tokens: int | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     """Stop tokens besides the model's."""
     ignore_eos: bool
@@ -329,7 +329,7 @@ class _Worker:
         from infer.text.conversation import encode
 
         engine, prompt = self._engine, question.prompt
-        Sampling(**question.sampling)
+        engine.check_sampling(Sampling(**question.sampling))
         if question.stop_strings and engine.tokenizer is None:
             raise InputError("stop = a text: it needs a tokenizer, which the model does not have; give stop_token_ids")
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
