@@ -5,7 +5,8 @@ For raw logits z [v] in float32, with every step in float32:
 1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token of the prompt or of the answer so far,
    z = z / r where z > 0, otherwise z * r.
 2. Presence penalty a, frequency penalty f and logit bias b (OpenAI's API): z = z + (b - (c * f + a)) for a token that
-   was drawn c > 0 times in the answer so far, z = z + b for others. Tokens of the prompt do not count.
+   was drawn c > 0 times in the answer so far, z = z + b for others. Tokens of the prompt do not count. Then a mask, if
+   the answer follows a grammar: z = -inf for tokens that it leaves out, at least one of which stays.
 3. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals; steps 4 and 5 do not apply.
    Otherwise z = z / T.
 4. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
@@ -175,19 +176,26 @@ def _biases(given) -> tuple[tuple[int, float], ...]:
 
 
 def sample(
-    logits_v: jax.Array, seen_v: jax.Array, position: jax.Array, params: Parameters, added_v: jax.Array | None = None
+    logits_v: jax.Array,
+    seen_v: jax.Array,
+    position: jax.Array,
+    params: Parameters,
+    added_v: jax.Array | None = None,
+    allowed_v: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The chosen token, int32, and its log-probability, float32.
 
     logits_v: raw logits [v]. seen_v: tokens of the prompt and the answer so far, bool [v]. position: index in the
-    sequence of the token to draw. added_v: `Adjustments.of` the tokens drawn so far, float32 [v], if there are any. All
-    arguments may be traced.
+    sequence of the token to draw. added_v: `Adjustments.of` the tokens drawn so far, float32 [v], if there are any.
+    allowed_v: the mask, bool [v], if there is one. All arguments may be traced.
     """
     raw = logits_v.astype(jnp.float32)
     penalty = params.repetition_penalty
     z = jnp.where(seen_v, jnp.where(raw > 0, raw / penalty, raw * penalty), raw)
     if added_v is not None:
         z = z + added_v
+    if allowed_v is not None:
+        z = jnp.where(allowed_v, z, -jnp.inf)
     token = jax.lax.cond(
         params.temperature > 0, _draw, lambda z, position, params: jnp.argmax(z), z, position, params
     ).astype(jnp.int32)

@@ -41,7 +41,11 @@ class Decoder {
 
   // How the next call of a slot adjusts its logits; throws std::runtime_error for tokens outside the vocabulary.
   void give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
-                       const std::vector<float>& biases, int slot);
+                       const std::vector<float>& biases, bool masked, int slot);
+
+  // What a masked call's token of that number may be, a bit for each token of the vocabulary; at least one must be set.
+  // Throws std::runtime_error unless it is the next token and has no mask yet.
+  void give_mask(int32_t number, const uint32_t* words, int64_t count, int slot);
 
   // Streaming: what the running call of a slot has drawn so far. Returns the tokens drawn, early when there are more
   // than `have` or the call has ended.

@@ -126,6 +126,8 @@ class Worker {
 
   // The next tokens from the logits of the pass's rows.
   void sample();
+  void await_masks();
+  void apply_mask(const std::vector<uint32_t>& mask, float* z) const;
   void temper();
   void adjust(const Adjustment& by, float temperature, float* z) const;
   float threshold(const Sampling& s, int row, float best);

@@ -128,7 +128,8 @@ class CpuBackend(NativeBackend):
             before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
         to, sampling = self.session.slots[slot], request.sampling
         to.give_texts(before=before, forced=request.forced, most=request.draft_max)
-        to.give_adjustment(sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
+        penalties, masked = (sampling.presence_penalty, sampling.frequency_penalty), request.constraint is not None
+        to.give_adjustment(*penalties, sampling.logit_bias, masked)
 
     @property
     def conditions(self) -> dict:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.serve.body import ApiError, printable, shown, wrong
+from infer.serve.grammars import read_grammar
 from infer.serve.tools import read_calls, read_tools
+from infer.text.grammar import Grammar
 from infer.text.tool_calls import ToolRequest
 
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
@@ -40,7 +42,6 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -62,11 +63,6 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
@@ -75,21 +71,17 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "parse_tool_calls": (True,),
     "prompt_logprobs": (),
-    "regex": (),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
     "structural_tag": (),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     # llama.cpp
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
-    "json_schema": (),
     "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
@@ -187,6 +179,8 @@ class Call:
     """A text to draft from; "" for none."""
     draft_max: int | None
     """Most drafts of a pass, if they are to be fewer than the engine's."""
+    grammar: Grammar | None
+    """What the answer's content must be."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
@@ -247,8 +241,12 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         cache_salt=_take(left, "cache_salt", str, ""),
         prediction=_prediction(left),
         draft_max=_count(left, DRAFT_MAX, None, 0),
+        grammar=read_grammar(left),
         warnings=(),
     )
+    if call.grammar is not None and call.tools is not None:
+        message = f"{call.grammar.name} with tools is not supported: leave one of them out"
+        raise ApiError(400, message, param=call.grammar.name, code="unsupported_parameter")
     for name in LABELS:
         _take(left, name, str)
     for name, value in left.items():

@@ -128,6 +128,18 @@ def test_draws_follow_the_filtered_distribution(s):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)  # mean + 5 standard deviations; the seeds are fixed
 
 
+@pytest.mark.parametrize(
+    "s", [Sampling(), Sampling(temperature=1.0, top_k=4, top_p=0.9, seed=3), Sampling(1.0, min_p=0.2)]
+)
+def test_a_mask_draws_as_if_the_other_tokens_had_no_probability(s):
+    logits, mask = np.random.default_rng(2).normal(size=V).astype(np.float32), np.arange(V) % 3 == 1
+    masked = jax.jit(jax.vmap(lambda z, n: sample(z, np.zeros(V, bool), n, s.parameters(), None, mask), (None, 0)))
+    without = np.where(mask, logits, -1e30).astype(np.float32)
+    tokens, logprobs = masked(logits, np.arange(300))
+    assert np.array_equal(tokens, many(without, np.zeros(V, bool), np.arange(300), s.parameters())[0])
+    np.testing.assert_allclose(logprobs, np.log(softmax(logits))[np.asarray(tokens)], atol=1e-5)
+
+
 def test_greedy_takes_the_lowest_of_equals():
     logits = np.zeros(V)
     logits[[7, 3, 20]] = 1

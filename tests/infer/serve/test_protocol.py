@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from infer.serve.body import ApiError
+from infer.serve.grammars import FIELDS
 from infer.serve.guard import host_name
 from infer.serve.protocol import (
     ABSENT,
@@ -197,7 +198,7 @@ def test_fields_of_clients_are_accepted(client):
 
 def test_no_value_of_a_parameter_is_an_error_of_the_server():
     """Every parameter with values of every type: taken, or refused by its name."""
-    known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS)}
+    known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *FIELDS)}
     asked = {
         *Call.__dataclass_fields__,
         *VARIABLES,
@@ -221,7 +222,7 @@ def test_no_value_of_a_parameter_is_an_error_of_the_server():
 def test_documentation_names_every_parameter():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     documented = (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *VARIABLES, *MESSAGE_LABELS, *REASONING_LABELS)
-    documented += (*TOOL_LABELS, *CALL_LABELS, REASONING)
+    documented += (*TOOL_LABELS, *CALL_LABELS, REASONING, *FIELDS)
     assert [name for name in documented if f"`{name}`" not in page] == []
 
 
