@@ -7,6 +7,7 @@ of the grammar ends the answer: with a stop token where the text may also go on,
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,8 +168,35 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        ids = self._tokenizer.encode(text.decode(errors="replace"))
-        return ids[self._tokenizer.bos_token_id is not None :]
+        """Tokens of exactly these bytes, which a grammar forces: as the tokenizer cuts them inside a text, if it can."""
+        for before in ("", "\n"):  # some tokenizers put a space before a text
+            ids, size = self._tokenizer.encode(before + text.decode(errors="replace")), 0
+            for count, token in enumerate(reversed(ids), 1):
+                size += len(self.tokens[token])
+                if size >= len(text):
+                    if b"".join(self.tokens[each] for each in ids[-count:]) == text:
+                        return ids[-count:]
+                    break
+        return self._longest(text)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token that fits, again and again; without the rest where none does."""
+        ids: list[int] = []
+        while text:
+            size = next((n for n in range(min(len(text), self._most), 0, -1) if text[:n] in self._ids), 0)
+            if size == 0:
+                break
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.tokens) if text}
+
+    @cached_property
+    def _most(self) -> int:
+        return max(map(len, self.tokens))
 
 
 def next_tokens(matcher: "LLMatcher", vocab_size: int) -> np.ndarray:

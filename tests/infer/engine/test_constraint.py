@@ -6,8 +6,10 @@ import threading
 import time
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 import custom_calls
 from infer import Engine, Grammar, Sampling
@@ -271,3 +273,31 @@ def test_what_cannot_have_a_grammar_says_so(engine, reference, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'laneformer\[grammar\]'"):
         Grammars(reference.tokenizer, 10)
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """A tokenizer that puts a space before a text."""
+    pieces = [("<unk>", 0.0), *((piece, -2.0) for piece in ["▁", "▁na", "na", *'nam"e:{'])]
+    made = tokenizers.Tokenizer(models.Unigram(pieces, 0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return made
+
+
+@pytest.mark.parametrize(("made", "forced"), [
+    (byte_tokenizer(words=["name"]), ["name", '"']), (metaspace(), ["na", "m", "e", '"'])], ids=["bytes", "metaspace"],
+)  # fmt: skip
+def test_forced_texts_are_cut_as_inside_a_text(made, forced, tmp_path):
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    vocabulary = constraint._Vocabulary(tokenizer, made.get_vocab_size())
+    assert [vocabulary.tokens[token].decode() for token in vocabulary(b'name"')] == forced
+    for text in (b"na me", b"n\xc3", b" name", b"{:"):
+        cut = [vocabulary.tokens[token] for token in vocabulary(text)]
+        assert text.startswith(b"".join(cut)) and all(cut)
+    place = Grammars(tokenizer, made.get_vocab_size()).constraint(Grammar.regex('name"?'))
+    text = ""
+    while (words := place.mask()) is not None:
+        token = int(as_flags(words, made.get_vocab_size()).nonzero()[0][0])
+        place.accept(token)
+        text += vocabulary.tokens[token].decode()
+    assert text in ("name", 'name"')
