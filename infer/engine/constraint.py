@@ -168,7 +168,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of exactly these bytes, which a grammar forces: as the tokenizer cuts them inside a text, if it can."""
+        """Tokens of exactly these bytes, which a grammar forces: cut as inside a text, if the tokenizer can."""
         for before in ("", "\n"):  # some tokenizers put a space before a text
             ids, size = self._tokenizer.encode(before + text.decode(errors="replace")), 0
             for count, token in enumerate(reversed(ids), 1):
