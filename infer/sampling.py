@@ -28,7 +28,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from infer.noise import gumbel
 from laneformer.errors import ConfigError
 
 SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
+LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that older records do not have
 LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024  # of presence, frequency and logit_bias
 
 
@@ -119,6 +120,11 @@ class Sampling:
             if not -LARGEST_PENALTY <= getattr(self, name) <= LARGEST_PENALTY:
                 raise ConfigError(f"{name} = {getattr(self, name)}: give a number from -2 to 2, 0 for none")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def record(self) -> dict[str, Any]:
+        """The settings for records, without those of LATER that change nothing: older records stay comparable."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in LATER or value}
 
     @property
     def adjusts(self) -> bool:

@@ -202,10 +202,6 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
         "tokens_per_pass": result.tokens_per_pass,
         "bytes_per_token": num_bytes,
         "share_of_read_speed": share,
-        "conditions": {
-            **engine.conditions,
-            "sampling": dataclasses.asdict(options.sampling),
-            "ignore_eos": options.ignore_eos,
-        },
+        "conditions": {**engine.conditions, "sampling": options.sampling.record(), "ignore_eos": options.ignore_eos},
         "warmup_seconds": compiled,
     }

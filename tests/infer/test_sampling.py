@@ -261,6 +261,12 @@ def test_numpy_scalars_are_accepted():
     assert [type(value) for value in dataclasses.astuple(found)] == kinds
 
 
+def test_records_have_later_settings_only_where_they_change_something():
+    assert [*Sampling().record()] == ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"]
+    made = Sampling(seed=3, logit_bias={3: 1}, presence_penalty=1)
+    assert made.record()["logit_bias"] == ((3, 1.0),) and Sampling(**made.record()) == made
+
+
 def test_biases_are_pairs_or_a_mapping():
     pairs = Sampling(logit_bias={3: 1, np.int64(5): -100}).logit_bias
     assert pairs == ((3, 1.0), (5, -100.0)) == Sampling(logit_bias=[[3, 1], [5, -100]]).logit_bias
