@@ -47,6 +47,8 @@ _FUNCTIONS = {
     "speculate": (_ID, _ID, _INT, _POINTER, _INT, *_ERROR),
     "prices": (None, _ID, _POINTER),
     "give_texts": (_ID, _ID, _INT, *[_POINTER, _LONG] * 3, _INT, *_ERROR),
+    "give_adjustment": (_ID, _ID, _INT, *[ctypes.c_float] * 2, _POINTER, _POINTER, _LONG, _INT, *_ERROR),
+    "give_mask": (_ID, _ID, _INT, _INT, _POINTER, _LONG, *_ERROR),
     "drafting": (None, _ID, _INT, _POINTER),
     "time_passes": (_ID, _ID, _POINTER, _LONG, _INT, _POINTER, *_ERROR),
     "packed_bytes": (_LONG, _ID),

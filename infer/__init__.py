@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infer.engine.generation import Result as Result
     from infer.engine.generation import Token as Token
     from infer.sampling import Sampling as Sampling
+    from infer.text.grammar import Grammar as Grammar
     from infer.text.tokenizer import Tokenizer as Tokenizer
 
 # Name -> module, imported when the name is first used: the server's web process and many commands need no JAX.
@@ -23,6 +24,7 @@ _HOMES = {
     "BACKENDS": "engine.engine",
     "Engine": "engine.engine",
     "Generation": "engine.generation",
+    "Grammar": "text.grammar",
     "Result": "engine.generation",
     "Sampling": "sampling",
     "Token": "engine.generation",

@@ -4,15 +4,18 @@ For raw logits z [v] in float32, with every step in float32:
 
 1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token of the prompt or of the answer so far,
    z = z / r where z > 0, otherwise z * r.
-2. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals; steps 3 and 4 do not apply.
+2. Presence penalty a, frequency penalty f and logit bias b (OpenAI's API): z = z + (b - (c * f + a)) for a token that
+   was drawn c > 0 times in the answer so far, z = z + b for others. Tokens of the prompt do not count. Then a mask, if
+   the answer follows a grammar: z = -inf for tokens that it leaves out, at least one of which stays.
+3. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals; steps 4 and 5 do not apply.
    Otherwise z = z / T.
-3. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
+4. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
    - top-k, if k > 0: the k-th largest z (every token if k >= v);
    - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k
      keeps, the largest t for which the tokens with z >= t have probability >= p together;
    - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m).
    Tokens with z >= the largest of these thresholds are kept; the best token always is.
-4. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of
+5. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of
    infer/noise.py for the seed, the position and the token's id. (The Gumbel-max trick: this draws from softmax(z) over
    the kept tokens.)
 
@@ -23,8 +26,9 @@ fall on either side.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +38,8 @@ from infer.noise import gumbel
 from laneformer.errors import ConfigError
 
 SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
+LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that older records do not have
+LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024  # of presence, frequency and logit_bias
 
 
 class Parameters(NamedTuple):
@@ -46,6 +52,20 @@ class Parameters(NamedTuple):
     repetition_penalty: np.float32
     key: np.ndarray
     """Low and high word of the seed, uint32 [2]."""
+
+
+class Adjustments(NamedTuple):
+    """Step 2 of the definition as arrays."""
+
+    bias: np.ndarray
+    """Of each token, float32 [v]."""
+    presence_penalty: np.float32
+    frequency_penalty: np.float32
+
+    def of(self, drawn_v: jax.Array) -> jax.Array:
+        """What is added to each logit, float32 [v]. drawn_v: how often the answer has each token so far, int32 [v]."""
+        penalty = drawn_v.astype(jnp.float32) * self.frequency_penalty + self.presence_penalty
+        return self.bias - jnp.where(drawn_v > 0, penalty, 0.0)
 
 
 @dataclass(frozen=True)
@@ -64,9 +84,17 @@ class Sampling:
     """Make tokens of the prompt and of the answer so far less likely, if above 1; 1 for no change."""
     seed: int = 0
     """Seed of the noise, 0 to 2^64 - 1; the same seed gives the same tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer has it, -2 to 2."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits, -100 to 100; given as pairs or as a mapping."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
+            if field.name == "logit_bias":
+                continue
             value, whole = getattr(self, field.name), field.type is int
             kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
             if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
@@ -88,6 +116,38 @@ class Sampling:
             )
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed = {self.seed}: give a whole number from 0 to 2^64 - 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -LARGEST_PENALTY <= getattr(self, name) <= LARGEST_PENALTY:
+                raise ConfigError(f"{name} = {getattr(self, name)}: give a number from -2 to 2, 0 for none")
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def record(self) -> dict[str, Any]:
+        """The settings for records, without those of LATER that change nothing: older records stay comparable."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in LATER or value}
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether step 2 of the definition changes anything."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    def adjustments(self, vocab_size: int) -> Adjustments | None:
+        """Step 2 as arrays, for `sample`; None if it changes nothing. Raises ConfigError for a biased token outside the
+        vocabulary.
+        """
+        self.check(vocab_size)
+        if not self.adjusts:
+            return None
+        bias = np.zeros(vocab_size, np.float32)
+        for token, value in self.logit_bias:
+            bias[token] = value
+        return Adjustments(bias, np.float32(self.presence_penalty), np.float32(self.frequency_penalty))
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ConfigError for a biased token outside the vocabulary."""
+        for token, _ in self.logit_bias:
+            if token >= vocab_size:
+                raise ConfigError(f"logit_bias = {token}: give token ids from 0 to {vocab_size - 1}")
 
     def parameters(self) -> Parameters:
         """The settings as arrays, for `sample`."""
@@ -101,17 +161,47 @@ class Sampling:
         )
 
 
+def _biases(given) -> tuple[tuple[int, float], ...]:
+    """The pairs of a logit_bias, each token once."""
+    try:
+        pairs = [(token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias = {given!r}: give token ids and their biases") from None
+    if len(pairs) > MOST_BIASES:
+        raise ConfigError(f"logit_bias has {len(pairs)} entries: give at most {MOST_BIASES}")
+    for token, bias in pairs:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
+            raise ConfigError(f"logit_bias = {token!r}: give token ids, whole numbers of at least 0")
+        number = isinstance(bias, int | float | np.integer | np.floating) and not isinstance(bias, bool)
+        if not number or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            raise ConfigError(f"logit_bias[{token}] = {bias!r}: give a number from -100 to 100")
+    made = {int(token): float(bias) for token, bias in pairs}
+    if len(made) < len(pairs):
+        raise ConfigError("logit_bias has a token id twice: give each once")
+    return tuple(made.items())
+
+
 def sample(
-    logits_v: jax.Array, seen_v: jax.Array, position: jax.Array, params: Parameters
+    logits_v: jax.Array,
+    seen_v: jax.Array,
+    position: jax.Array,
+    params: Parameters,
+    added_v: jax.Array | None = None,
+    allowed_v: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The chosen token, int32, and its log-probability, float32.
 
     logits_v: raw logits [v]. seen_v: tokens of the prompt and the answer so far, bool [v]. position: index in the
-    sequence of the token to draw. All arguments may be traced.
+    sequence of the token to draw. added_v: `Adjustments.of` the tokens drawn so far, float32 [v], if there are any.
+    allowed_v: the mask, bool [v], if there is one. All arguments may be traced.
     """
     raw = logits_v.astype(jnp.float32)
     penalty = params.repetition_penalty
     z = jnp.where(seen_v, jnp.where(raw > 0, raw / penalty, raw * penalty), raw)
+    if added_v is not None:
+        z = z + added_v
+    if allowed_v is not None:
+        z = jnp.where(allowed_v, z, -jnp.inf)
     token = jax.lax.cond(
         params.temperature > 0, _draw, lambda z, position, params: jnp.argmax(z), z, position, params
     ).astype(jnp.int32)

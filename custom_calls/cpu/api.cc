@@ -60,6 +60,10 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   call.logits = first.logits;
   const int32_t number = first.control[4];
   call.speculation = decoder.schedule().take_speculation(number);
+  Adjustment adjustment = decoder.schedule().take_adjustment(number);
+  if (!adjustment.bias.empty()) call.adjustment = &adjustment;
+  call.masked = adjustment.masked;
+  if (call.masked) call.speculation.most = 0;  // a mask is that of one row
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
@@ -307,7 +311,10 @@ int32_t laneformer_wait(int64_t id, int32_t slot, int32_t have, int32_t timeout_
 }
 int32_t laneformer_finished(int64_t id, int32_t slot) { return sessions.find(id)->slot(slot).finished(); }
 void laneformer_cancel(int64_t id, int32_t slot) {
-  sessions.find(id)->slot(slot).cancel.store(1, std::memory_order_relaxed);
+  const auto decoder = sessions.find(id);
+  Slot& of = decoder->slot(slot);
+  of.cancel.store(1);
+  wake_all(of.masks.value);
 }
 
 // Copies tokens first .. first + count - 1 of a slot's running or last call, which must be drawn; null pointers are
@@ -348,6 +355,25 @@ int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, i
   return guarded(error, size, [&] {
     sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
                                   {given, given + num_given}, most, slot);
+    return (int64_t)0;
+  });
+}
+
+// Of the next call of a slot: penalties, biases of some tokens, and whether its draws wait for masks.
+int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, float frequency, const int32_t* tokens,
+                                   const float* biases, int64_t count, int32_t masked, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->give_adjustment(presence, frequency, {tokens, tokens + count}, {biases, biases + count},
+                                       masked != 0, slot);
+    return (int64_t)0;
+  });
+}
+
+// Of a slot's running call: which tokens its next one may be, a bit for each.
+int64_t laneformer_give_mask(int64_t id, int32_t slot, int32_t number, const uint32_t* words, int64_t count,
+                             char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->give_mask(number, words, count, slot);
     return (int64_t)0;
   });
 }

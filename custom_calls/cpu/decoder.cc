@@ -112,21 +112,49 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   return fastest;
 }
 
+void Decoder::check_tokens(const std::vector<int32_t>& tokens, int32_t least) const {
+  for (const int32_t token : tokens)
+    if (token < least || token >= state_.plan.vocab_size)
+      throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
+                               std::to_string(state_.plan.vocab_size));
+}
+
 void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
                          int slot) {
-  const auto check = [&](const std::vector<int32_t>& tokens, int32_t least) {
-    for (const int32_t token : tokens)
-      if (token < least || token >= state_.plan.vocab_size)
-        throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
-                                 std::to_string(state_.plan.vocab_size));
-  };
-  check(before, kEndOfText), check(forced, 0), check(given, -1);
+  check_tokens(before, kEndOfText), check_tokens(forced, 0), check_tokens(given, -1);
   Speculation texts;
   texts.most = most;
   texts.before = std::move(before);
   texts.forced = std::move(forced);
   texts.given = std::move(given);
   state_.schedule.give_texts(slot, std::move(texts));
+}
+
+void Decoder::give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
+                              const std::vector<float>& biases, bool masked, int slot) {
+  Adjustment adjustment;
+  adjustment.masked = masked;
+  if (presence != 0 || frequency != 0 || !tokens.empty()) {
+    adjustment.presence = presence, adjustment.frequency = frequency;
+    adjustment.bias.resize(state_.plan.vocab_size);
+    adjustment.drawn.resize(state_.plan.vocab_size);
+  }
+  check_tokens(tokens, 0);
+  for (size_t i = 0; i < tokens.size(); i++) adjustment.bias[tokens[i]] = biases[i];
+  state_.schedule.give_adjustment(slot, std::move(adjustment));
+}
+
+void Decoder::give_mask(int32_t number, const uint32_t* words, int64_t count, int slot) {
+  Slot& of = this->slot(slot);
+  if (count != (state_.plan.vocab_size + 31) / 32)
+    throw std::runtime_error("a mask of " + std::to_string(count) + " words is not one of " +
+                             std::to_string(state_.plan.vocab_size) + " tokens");
+  if (number != of.drawn_tokens() || (uint32_t)number != of.masks.value.load())
+    throw std::runtime_error("a mask of token " + std::to_string(number) + " after " +
+                             std::to_string(of.drawn_tokens()) + " tokens and " +
+                             std::to_string(of.masks.value.load()) + " masks");
+  of.mask.assign(words, words + count);
+  of.masks.raise((uint32_t)number + 1);
 }
 
 double Decoder::read_pass() {

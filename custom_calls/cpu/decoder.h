@@ -39,6 +39,14 @@ class Decoder {
   void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
                   int slot = 0);
 
+  // How the next call of a slot adjusts its logits; throws std::runtime_error for tokens outside the vocabulary.
+  void give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
+                       const std::vector<float>& biases, bool masked, int slot);
+
+  // What a masked call's token of that number may be, a bit for each token of the vocabulary; at least one must be set.
+  // Throws std::runtime_error unless it is the next token and has no mask yet.
+  void give_mask(int32_t number, const uint32_t* words, int64_t count, int slot);
+
   // Streaming: what the running call of a slot has drawn so far. Returns the tokens drawn, early when there are more
   // than `have` or the call has ended.
   int32_t wait(int32_t have, int timeout_ms, int slot = 0);
@@ -59,6 +67,7 @@ class Decoder {
   const std::vector<Span>& spans(int worker) const;
 
  private:
+  void check_tokens(const std::vector<int32_t>& tokens, int32_t least) const;
   void find_places();
   void lead(const Slot& slot);
   void on_all(const std::function<void(int)>&);

@@ -10,6 +10,9 @@ namespace laneformer {
 
 namespace {
 
+// How long a pass is held up for a mask: with rows of other calls, and with none.
+constexpr int64_t kBesideNs = 1'000'000, kAloneNs = 5'000'000'000;
+
 // Maps a float to a uint32 of the same order.
 uint32_t order_of(float z) {
   uint32_t bits;
@@ -62,7 +65,12 @@ void Worker::sample() {
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
   const int rows = pass_->rows;
   DecodeState::Packet& own = d_.packets[index_];
-  bool any_filtered = false;
+  bool any_filtered = false, any_masked = false;
+  for (int r = 0; r < pass_->runs; r++) any_masked |= pass_->run[r].rows > 0 && pass_->run[r].slot->call->masked;
+  if (any_masked) {
+    if (index_ == 0) await_masks();
+    meet();  // the others know which rows are masked
+  }
   for (int r = 0; r < pass_->runs; r++) {
     Slot& slot = *pass_->run[r].slot;
     if (index_ == 0) slot.cancelled = slot.cancel.load(std::memory_order_relaxed);
@@ -106,8 +114,41 @@ void Worker::sample() {
   mark(kSample, m_.num_layers(), began);
 }
 
-// The logits with penalty and temperature. In a row a draft before it has been seen: each worker marks those of its
-// part, and takes the marks away again.
+// Worker 0: waits for the masks of the pass's rows. A call whose mask does not come in time draws nothing in this pass,
+// and has no rows until its mask is there: computing a position again costs less than holding up the others.
+void Worker::await_masks() {
+  const bool alone = pass_->runs == 1;
+  const int64_t until = now_ns() + (alone ? std::min<int64_t>(kAloneNs, d_.options.timeout_ms * 250'000LL) : kBesideNs);
+  for (int r = 0; r < pass_->runs; r++) {
+    Slot& slot = *pass_->run[r].slot;
+    if (pass_->run[r].rows == 0 || !slot.call->masked) continue;
+    const uint32_t target = (uint32_t)slot.drawn + 1;
+    const auto given = [&] {
+      const int64_t left = until - now_ns();
+      return slot.masks.wait(target, slot.cancel, std::clamp<int64_t>(left, 0, kBesideNs), 0);  // the host needs a core
+    };
+    do slot.deferred = !given();
+    while (slot.deferred && alone && !slot.cancel.load() && !d_.schedule.waits() && now_ns() < until);
+  }
+}
+
+// -inf for the tokens of this worker's part that a mask leaves out.
+void Worker::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
+  for (int64_t token = vocab_first_; token < vocab_last_;) {
+    const uint32_t word = mask[token / 32];
+    const int64_t end = std::min(vocab_last_, (token / 32 + 1) * 32);
+    if (word == 0) {
+      std::fill(z + token - vocab_first_, z + end - vocab_first_, -INFINITY);
+    } else if (word != ~0u) {
+      for (int64_t t = token; t < end; t++)
+        if (!(word >> (t % 32) & 1)) z[t - vocab_first_] = -INFINITY;
+    }
+    token = end;
+  }
+}
+
+// The logits with penalties, biases, temperature and mask. In a row a draft before it has been seen and drawn: each
+// worker counts those of its part, and takes that back again.
 void Worker::temper() {
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
   for (int r = 0; r < pass_->runs; r++) {
@@ -118,17 +159,36 @@ void Worker::temper() {
     int marks = 0;
     for (int i = 0; i < run.rows; i++) {
       const int32_t draft = pass_->tokens[run.place_of(i)];
-      if (i > 0 && draft >= first && draft < vocab_last_ && !call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
+      if (i > 0 && draft >= first && draft < vocab_last_) {
+        if (!call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
+        if (call.adjustment) call.adjustment->drawn[draft]++;
+      }
       const float* logits = d_.logits.floats() + (run.row + i) * vocab + first;
       float* z = d_.z.floats() + (run.row + i) * vocab + first;
-      k_.temper(logits, call.seen + first, s.repetition_penalty, s.temperature, count, z);
+      k_.temper(logits, call.seen + first, s.repetition_penalty, call.adjustment ? 0 : s.temperature, count, z);
+      if (call.adjustment) adjust(*call.adjustment, s.temperature, z);
+      if (call.masked && !run.slot->deferred) apply_mask(run.slot->mask, z);
       DecodeState::Drawn& own = d_.packets[index_].rows[run.row + i];
       own.largest = k_.largest(logits, count);
       own.largest_z = k_.largest(z, count);
       if (call.logits) std::memcpy(call.logits + (run.slot->drawn + i) * vocab + first, logits, count * sizeof(float));
     }
     while (marks > 0) call.seen[marked[--marks]] = 0;
+    for (int i = 1; i < run.rows && call.adjustment; i++) {
+      const int32_t draft = pass_->tokens[run.place_of(i)];
+      if (draft >= first && draft < vocab_last_) call.adjustment->drawn[draft]--;
+    }
   }
+}
+
+// Presence and frequency penalty, biases and temperature on this worker's part of a row.
+void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
+  const int64_t count = vocab_last_ - vocab_first_;
+  const float* const bias = by.bias.data() + vocab_first_;
+  const int32_t* const drawn = by.drawn.data() + vocab_first_;
+  const float presence = by.presence, frequency = by.frequency;
+  for (int64_t i = 0; i < count; i++) z[i] += bias[i] - (drawn[i] > 0 ? (float)drawn[i] * frequency + presence : 0.0f);
+  for (int64_t i = 0; i < count && temperature > 0; i++) z[i] /= temperature;
 }
 
 // Worker 0: the tokens that the rows of a run have drawn. A draft is right if it is what the row before it has drawn;
@@ -141,6 +201,7 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
     slot.stopped = true, slot.end = End::cancelled;
     return;
   }
+  if (slot.deferred) return;
   const int32_t before = slot.drawn;
   bool stop = false;
   for (int i = 0; i < run.rows; i++) {
@@ -183,6 +244,7 @@ void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
   const float lse = std::isnan(largest) ? largest : (float)((double)largest + std::log((double)sum * 0x1p-40));
   const float* logits = d_.logits.floats() + (int64_t)row * m_.vocab_size;
   slot.call->seen[token] = 1;
+  if (slot.call->adjustment) slot.call->adjustment->drawn[token]++;
   slot.answer.logprobs[slot.drawn] = logits[token] - lse;
   if (slot.call->top) best_tokens(slot, logits, lse);
   slot.answer.times_ns[slot.drawn] = now_ns();

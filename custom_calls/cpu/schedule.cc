@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace laneformer {
+
+constexpr int64_t kIdleNs = 2'000'000;  // between two looks for calls and masks while no call can go on
 
 void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing) {
   run[runs++] = {&slot, positions, count, start, rows, drawing};
@@ -34,6 +37,7 @@ void Schedule::begin(int number) {
   of.armed = true;
   of.cancel.store(0);
   of.count.raise(0);
+  of.masks.raise(0);
   of.done.store(0);
 }
 
@@ -74,6 +78,18 @@ Speculation Schedule::take_speculation(int number) {
   return taken;
 }
 
+void Schedule::give_adjustment(int number, Adjustment adjustment) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.adjustment = std::move(adjustment);
+}
+
+Adjustment Schedule::take_adjustment(int number) {
+  Slot& of = slot(number);
+  const std::lock_guard<std::mutex> lock(lock_);
+  return std::exchange(of.adjustment, {});
+}
+
 // ------------------------------------------------------------------------------------------------------------ leading
 
 Slot& Schedule::enter(int number, const Call& call) {
@@ -94,7 +110,7 @@ Slot& Schedule::enter(int number, const Call& call) {
   of.shared = 0;
   of.drawn = 0;
   of.absorbed = 0;
-  of.stopped = of.ended = false;
+  of.stopped = of.ended = of.deferred = false;
   of.end = End::length;
   const std::lock_guard<std::mutex> lock(lock_);
   of.armed = false;
@@ -163,10 +179,10 @@ double Schedule::price(int rows) const {
 float Schedule::cost_of(const Pass& pass) {
   const int64_t before = ended_ns_;
   ended_ns_ = now_ns();
-  bool given = false;  // drafts that no price has chosen: the times say nothing of usual ones
+  bool given = false;  // drafts that no price has chosen, or masks to wait for: the times say nothing of usual passes
   for (int i = 0; i < pass.runs; i++) {
     if (pass.run[i].slot->drawn == 0) return 1;  // a prompt
-    given |= !pass.run[i].slot->call->speculation.given.empty();
+    given |= !pass.run[i].slot->call->speculation.given.empty() || pass.run[i].slot->call->masked;
   }
   return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, (double)(ended_ns_ - before))) /
          prices_.of(pass.runs);
@@ -200,17 +216,21 @@ int Schedule::prompt_rows(int beside) const {
   return most;
 }
 
-// Rows in order of right: the next token of each call, then positions of the prompt that came first, then drafts.
+// Calls whose masks are missing have no rows. Rows in order of right: the next token of each call, then positions of
+// the prompt that came first, then drafts.
 void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   for (int i = 0; i < last.runs; i++) {
     Slot& slot = *last.run[i].slot;
     const int64_t filled = last.run[i].start + last.run[i].count - slot.call->start;
     slot.absorbed = std::min(filled, (int64_t)slot.call->prompt.size());
     slot.shared += last.runs > 1;
+    if (slot.deferred && slot.drawn == 0) slot.absorbed--;  // its last position goes through the model again
   }
-  for (Slot* slot : running_)
-    if (slot->drawn == 0 && !slot->stopped && slot->cancel.load(std::memory_order_relaxed))
+  for (Slot* slot : running_) {
+    if ((slot->drawn == 0 || slot->deferred) && !slot->stopped && slot->cancel.load(std::memory_order_relaxed))
       slot->stopped = true, slot->end = End::cancelled;
+    slot->deferred = slot->deferred && !slot->mask_given();
+  }
   const auto first = std::stable_partition(running_.begin(), running_.end(), [](Slot* slot) { return !slot->stopped; });
   stopped_.insert(stopped_.end(), first, running_.end());
   running_.erase(first, running_.end());
@@ -219,13 +239,19 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   next.runs = next.positions = next.rows = 0;
   next.over = leader.stopped;
   if (next.over) return;
-  const bool prompts = std::any_of(running_.begin(), running_.end(), [](Slot* slot) { return !slot->draws(); });
+  if (std::all_of(running_.begin(), running_.end(), [](Slot* slot) { return slot->deferred; })) {
+    Slot& slot = *running_.front();
+    slot.masks.wait((uint32_t)slot.drawn + 1, slot.cancel, kIdleNs, 0);
+    return;  // an empty pass
+  }
+  const bool prompts =
+      std::any_of(running_.begin(), running_.end(), [](Slot* slot) { return !slot->deferred && !slot->draws(); });
   const int together = (int)running_.size();
   int drawing = 0, rows = 0;  // calls that draw, and their rows
-  for (Slot* slot : running_) drawing += slot->draws();
+  for (Slot* slot : running_) drawing += !slot->deferred && slot->draws();
   rows = drawing;
   for (Slot* slot : running_) {
-    if (!slot->draws()) continue;
+    if (slot->deferred || !slot->draws()) continue;
     const Call& call = *slot->call;
     int32_t tokens[kMostRows] = {slot->answer.tokens[slot->drawn - 1]};
     int drafts = 0;
@@ -238,7 +264,7 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     next.add(*slot, tokens, 1 + drafts, call.start + (int64_t)call.prompt.size() + slot->drawn - 1, 1 + drafts);
   }
   for (Slot* slot : running_) {
-    if (slot->draws()) continue;
+    if (slot->deferred || slot->draws()) continue;
     const Call& call = *slot->call;
     const int64_t rest = (int64_t)call.prompt.size() - slot->absorbed;
     const int count = (int)std::min<int64_t>(rest, drawing ? prompt_rows(drawing) : kBlock - next.positions);

@@ -22,15 +22,24 @@ struct Sampling {
   uint32_t key[2];
 };
 
+struct Adjustment {            // of a call's logits: the second step of infer/sampling.py
+  std::vector<float> bias;     // [vocab]; empty: no adjustment
+  std::vector<int32_t> drawn;  // [vocab]: how often the answer has each token so far
+  float presence = 0, frequency = 0;
+  bool masked = false;  // whether the host names the tokens that each draw may choose
+};
+
 struct Call {
   std::vector<int32_t> prompt;
   int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
   int32_t limit = 0, top = 0;
   Sampling sampling{};
   std::vector<int32_t> stops;
-  std::vector<void*> keys, values;  // [layers][lanes] -> [t][kv_heads][head_dim]
-  uint8_t* seen = nullptr;          // [vocab], updated
-  float* logits = nullptr;          // [limit][vocab] or null: for tests
+  std::vector<void*> keys, values;   // [layers][lanes] -> [t][kv_heads][head_dim]
+  uint8_t* seen = nullptr;           // [vocab], updated
+  float* logits = nullptr;           // [limit][vocab] or null: for tests
+  Adjustment* adjustment = nullptr;  // updated; null: none
+  bool masked = false;               // it draws a token once the host has given its mask
   Speculation speculation;
 
   bool filtered() const {
@@ -58,9 +67,12 @@ struct Answer {  // a place for each token of a call
 struct Slot {
   // Of the host.
   std::atomic<int> cancel{0}, done{1};
-  Counter count;       // tokens drawn
-  bool armed = false;  // for a call that is announced
-  Speculation texts;   // of the next call, and the most drafts of its passes
+  Counter count;               // tokens drawn
+  Counter masks;               // masks given: the last one is of the token to draw
+  std::vector<uint32_t> mask;  // a bit for each token of the vocabulary; written while no draw reads it
+  bool armed = false;          // for a call that is announced
+  Speculation texts;           // of the next call, and the most drafts of its passes
+  Adjustment adjustment;       // of the next call
   // Of the running call, written by worker 0 alone. The schedule's lock guards `ended` and `running`.
   bool running = false, ended = false;
   const Call* call = nullptr;
@@ -71,12 +83,14 @@ struct Slot {
   int32_t drawn = 0;
   int64_t absorbed = 0;    // tokens of the prompt that are in the cache
   bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
+  bool deferred = false;   // it has drawn nothing in its last pass, as the mask was missing
   bool stopped = false;    // its last token is drawn; `end` says why
   End end = End::length;
   std::string reason;  // of End::failed
 
   bool finished() const { return done.load(std::memory_order_acquire); }
   int32_t drawn_tokens() const { return (int32_t)count.value.load(std::memory_order_acquire); }
+  bool mask_given() const { return masks.reached((uint32_t)drawn + 1); }
   bool draws() const { return absorbed == (int64_t)call->prompt.size(); }
 };
 
@@ -115,6 +129,8 @@ class Schedule {
   void speculate(int most, const float* prices, bool corrected);
   void give_texts(int slot, Speculation texts);
   Speculation take_speculation(int slot);
+  void give_adjustment(int slot, Adjustment adjustment);
+  Adjustment take_adjustment(int slot);
 
   // Runs a call to its end. lead: runs passes until the slot that it is given has stopped, or throws.
   template <class Lead>
@@ -141,7 +157,8 @@ class Schedule {
 
   // Of the leader, between two passes.
   void plan(const Slot& leader, const Pass& last, Pass& next);
-  void publish();                   // calls that have stopped, when no worker uses them any longer
+  void publish();  // calls that have stopped, when no worker uses them any longer
+  bool waits() const { return arrived_.load(std::memory_order_relaxed) > 0; }  // whether a call has not been let in
   float cost_of(const Pass& pass);  // that has ended now, of each of its calls, in passes without drafts
   const Prices& prices() const { return prices_; }  // as the last call left them
 

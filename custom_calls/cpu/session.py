@@ -59,6 +59,29 @@ class Slot(CallStream):
         arrays = (word for text in texts for word in (text.ctypes.data, text.size))
         call("give_texts", self._session.id, self.number, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
 
+    def give_adjustment(
+        self,
+        presence: float = 0.0,
+        frequency: float = 0.0,
+        biases: Sequence[tuple[int, float]] = (),
+        masked: bool = False,
+    ) -> None:
+        """Penalties of the next call, and token ids with what is added to their logits (infer/sampling.py).
+        masked: each draw waits for `give_mask`, and the call makes no drafts. Raises NativeError for tokens outside
+        the vocabulary.
+        """
+        tokens, values = np.array([t for t, _ in biases], np.int32), np.array([b for _, b in biases], np.float32)
+        arrays = tokens.ctypes.data, values.ctypes.data, len(tokens)
+        call("give_adjustment", self._session.id, self.number, presence, frequency, *arrays, masked)
+
+    def give_mask(self, number: int, words: np.ndarray) -> None:
+        """What the answer's token of that number may be: a bit for each token of the vocabulary, the lowest first,
+        uint32 [ceil(vocab / 32)], with at least one set. Raises NativeError unless that is the next token, without a
+        mask yet.
+        """
+        words = np.ascontiguousarray(words, np.uint32)
+        call("give_mask", self._session.id, self.number, number, words.ctypes.data, len(words))
+
     @property
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call, once it has ended."""

@@ -171,7 +171,7 @@ void Worker::generate() {
   try {
     for (int turn = 0; !d_.passes[turn].over; turn ^= 1) {
       pass_ = &d_.passes[turn];
-      step();
+      if (pass_->positions) step();
       if (pass_->rows) sample();
       if (index_ == 0) d_.schedule.plan(*d_.leader, *pass_, d_.passes[turn ^ 1]);
       meet();

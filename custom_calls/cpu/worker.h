@@ -126,7 +126,10 @@ class Worker {
 
   // The next tokens from the logits of the pass's rows.
   void sample();
+  void await_masks();
+  void apply_mask(const std::vector<uint32_t>& mask, float* z) const;
   void temper();
+  void adjust(const Adjustment& by, float temperature, float* z) const;
   float threshold(const Sampling& s, int row, float best);
   void accept(const Run& run, const float* largest, float cost);
   static void count(Slot& slot, int rows, int drawn);

@@ -96,7 +96,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
         "context_mean": latency.mean_context(case),
         "sliding_window": config.sliding_window if any(config.layer_windows) else None,
         "prompts": case.prompts,
-        "sampling": asdict(case.sampling),
+        "sampling": case.sampling.record(),
         "ignore_eos": True,
         "parallelism": {
             "kind": config.layout,

@@ -20,6 +20,7 @@ from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
 from laneformer.weights import kv_bytes_per_token
 
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings that greedy decoding does not read
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -139,9 +140,7 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
     threads = f", {c['threads']} thread{'s' * (c['threads'] > 1)} ({c['instructions']})" if "threads" in c else ""
     s = options.sampling
     changed = [f.name for f in dataclasses.fields(s) if getattr(s, f.name) != f.default]
-    chosen = ", ".join(
-        f"{name} {getattr(s, name)}" for name in changed if s.temperature or name == "repetition_penalty"
-    )
+    chosen = ", ".join(f"{name} {getattr(s, name)}" for name in changed if s.temperature or name not in DRAWN)
     sampling = chosen if s.temperature else " with ".join(["greedy", *([chosen] if chosen else [])])
     return (
         f"{len(result.tokens)} tokens ({ended}), {speed}{_reading(engine, result)}, {first} | {c['model']}:"
@@ -203,10 +202,6 @@ def report(engine: Engine, options: Options, result: Result, compiled: float) ->
         "tokens_per_pass": result.tokens_per_pass,
         "bytes_per_token": num_bytes,
         "share_of_read_speed": share,
-        "conditions": {
-            **engine.conditions,
-            "sampling": dataclasses.asdict(options.sampling),
-            "ignore_eos": options.ignore_eos,
-        },
+        "conditions": {**engine.conditions, "sampling": options.sampling.record(), "ignore_eos": options.ignore_eos},
         "warmup_seconds": compiled,
     }

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from infer.engine.constraint import Constraint
 from infer.sampling import Sampling
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
@@ -166,6 +167,8 @@ class Request:
     """Most drafts of a pass, if they are to be fewer than the backend's."""
     forced: tuple[int, ...] = ()
     """First tokens of the answer, whatever is drawn: for measurements, on backend cpu."""
+    constraint: Constraint | None = None
+    """What the answer's text must be, where the backend adjusts."""
     cancelled: Cancellation = field(default_factory=Cancellation)
     """A backend whose calls last longer than a dispatch must poll this, or register a function with it."""
 
@@ -188,6 +191,8 @@ class Backend(Protocol):
     """Draws tokens for one request at a time, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
+    adjusts: ClassVar[bool]
+    """Whether it has presence and frequency penalties, logit biases and masks."""
     source: Source
     conditions: dict[str, Any]
     """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache (sequences that

@@ -37,6 +37,7 @@ class CpuBackend(NativeBackend):
     """Worker threads, each with its weights packed in the order in which it reads them."""
 
     name = "cpu"
+    adjusts = True
     patience = 0.05  # the host looks on a core that computes, and finds its own code pushed out of the caches
 
     @classmethod
@@ -125,7 +126,10 @@ class CpuBackend(NativeBackend):
         if self.speculation:
             other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
             before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
-        self.session.slots[slot].give_texts(before=before, forced=request.forced, most=request.draft_max)
+        to, sampling = self.session.slots[slot], request.sampling
+        to.give_texts(before=before, forced=request.forced, most=request.draft_max)
+        penalties, masked = (sampling.presence_penalty, sampling.frequency_penalty), request.constraint is not None
+        to.give_adjustment(*penalties, sampling.logit_bias, masked)
 
     @property
     def conditions(self) -> dict:

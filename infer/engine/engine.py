@@ -14,6 +14,7 @@ import numpy as np
 
 from custom_calls import DecodeSession
 from infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
+from infer.engine.constraint import Grammars
 from infer.engine.cpu import CpuBackend
 from infer.engine.following import Leader, follow
 from infer.engine.generation import Generation
@@ -21,6 +22,7 @@ from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, 
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
 from infer.text.channels import Channels
+from infer.text.grammar import Grammar
 from infer.text.tokenizer import Tokenizer
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
@@ -86,6 +88,8 @@ class Engine:
         self._running: list[weakref.ref[Generation]] = []
         self._starting = threading.Lock()
         self._leader: Leader | None = None
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
 
     @classmethod
     def load(
@@ -196,6 +200,34 @@ class Engine:
             check_ids(self.config, ids[None])
         return ids.astype(np.int32)
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ConfigError for settings that the model's vocabulary or the backend does not have."""
+        sampling.check(self.config.vocab_size)
+        if sampling.adjusts and not self._backend.adjusts:
+            raise ConfigError(
+                f"backend {self.backend} has no presence_penalty, frequency_penalty and logit_bias: leave them out, or"
+                " use backend cpu or xla"
+            )
+
+    def check_constraint(self, constraint: Grammar) -> None:
+        """Compiles a grammar, which then starts at once. Raises InputError for one that cannot be used."""
+        self._grammars_for(constraint).compile(constraint)
+
+    def _grammars_for(self, constraint: Grammar) -> Grammars:
+        if not isinstance(constraint, Grammar):
+            raise InputError(f"constraint = {constraint!r}: give infer.Grammar.json_schema(...), ...")
+        if not self._backend.adjusts:
+            raise InputError(f"{constraint.name} cannot be used on backend {self.backend}: use backend cpu or xla")
+        if self.tokenizer is None:
+            raise InputError(f"{constraint.name} cannot be used: the model has no tokenizer")
+        mesh = self._backend.source.mesh
+        if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
+            raise InputError(f"{constraint.name} cannot be used in a job of several processes: run one process")
+        with self._making_grammars:  # reads the whole vocabulary once
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
+        return self._grammars
+
     def generate(
         self,
         prompt: str | Sequence[int] | np.ndarray,
@@ -213,6 +245,7 @@ class Engine:
         prediction: str | Sequence[int] = (),
         draft_max: int | None = None,
         forced: Sequence[int] = (),
+        constraint: Grammar | None = None,
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
@@ -229,6 +262,8 @@ class Engine:
         prediction: a text or token ids that the answer may repeat, to draft from beside the prompt, where the engine
         drafts; the answer is the same. draft_max: most drafts of a pass, 0 for none, if they are to be fewer than the
         engine's. forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
+        constraint: what the answer's text must be (needs a tokenizer); with channels its content. The answer then ends
+        with its grammar, if no stop string or limit ends it before, and makes no drafts.
 
         Raises InputError for a prompt or a limit that the engine refuses, and while as many generations run as can.
         """
@@ -241,6 +276,7 @@ class Engine:
         top_logprobs = min(self.config.vocab_size, _whole("top_logprobs", top_logprobs, 0, MOST_TOP_LOGPROBS))
         if not isinstance(sampling, Sampling):
             raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
+        self.check_sampling(sampling)
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(string, str) and string for string in strings):
             raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")
@@ -252,11 +288,13 @@ class Engine:
             if not isinstance(self._backend, CpuBackend):
                 raise InputError(f"backend {self.backend} cannot force an answer: use backend cpu")
             check_ids(self.config, np.asarray(forced)[None])
+        stops = self._stop_tokens(stop_tokens)
+        made = None if constraint is None else self._grammars_for(constraint).constraint(constraint, stops, channels)
         request = Request(
             prompt_n,
             limit,
             sampling,
-            self._stop_tokens(stop_tokens),
+            stops,
             tokens_per_dispatch,
             top_logprobs,
             cache_prompt=cache_prompt,
@@ -264,6 +302,7 @@ class Engine:
             prediction=self.encode_prediction(prediction),
             draft_max=draft_max,
             forced=tuple(map(int, forced)),
+            constraint=made,
         )
         with self._starting:
             self._require_free()

@@ -177,8 +177,13 @@ class Generation(Iterator[Token]):
                 try:
                     while not self._ready and self._end is None and not self.cancelled:
                         chunk = next(self._chunks, None)
-                        if chunk is None:  # cancelled meanwhile
-                            break
+                        if chunk is None:
+                            constraint = self._request.constraint
+                            if constraint is None or not constraint.complete:  # cancelled meanwhile
+                                break
+                            self._end = ("stop", None)
+                            self._flush()
+                            continue
                         self._take(chunk)
                     if self._ready and not self.cancelled:
                         self._given.append(self._ready.popleft())

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ import custom_calls
 from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
 from custom_calls.session import Bf12Weights, CallStream
 from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
+from infer.engine.constraint import give_masks
 from infer.engine.prefix import Caches, PrefixCache
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
@@ -44,6 +45,7 @@ class NativeBackend:
     source: Source
     conditions: dict[str, Any]
     session: DecodeSession
+    adjusts = False
     patience: ClassVar[float] = 0.002
     """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 
@@ -161,15 +163,22 @@ class _Answer(Iterator[Chunk]):
         self._errors: list[BaseException] = []
         stream.begin()
         self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
-        self._thread.start()
+        self._threads = [self._thread]
+        if request.constraint is not None:
+            masks = partial(_give_masks, stream, request, self._thread)
+            self._threads.append(
+                threading.Thread(target=_run, args=(masks, self._errors), name="laneformer-masks", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
         request.cancelled.call(stream.cancel)
         # Also when it is dropped, and when the process ends.
-        self._freed = weakref.finalize(self, _free, stream, self._thread, request.cancelled, freed)
+        self._freed = weakref.finalize(self, _free, stream, self._threads, request.cancelled, freed)
 
     def close(self) -> None:
         """Ends the call if it still runs."""
         if self._freed.alive:
-            _end(self._stream, self._thread, self._request.cancelled)
+            _end(self._stream, self._threads, self._request.cancelled)
             self.drafting = getattr(self._stream, "drafting", None)
             self.shared_passes = getattr(self._stream, "shared_passes", 0)
             self._freed()
@@ -195,7 +204,8 @@ class _Answer(Iterator[Chunk]):
             self._stream.wait(self._request.limit - 1, math.ceil(1000 * rest))
         while (drawn := self._stream.wait(count - 1)) < count:
             if self._stream.finished or not self._thread.is_alive():
-                self._thread.join()
+                for thread in self._threads:
+                    thread.join()
                 if self._errors:
                     raise self._errors[0]
                 drawn = self._stream.wait(count, 0)
@@ -219,17 +229,30 @@ def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def _end(stream: CallStream, thread: threading.Thread, cancelled: Cancellation) -> None:
-    """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs."""
+def _give_masks(stream: CallStream, request: Request, call: threading.Thread) -> None:
+    """Gives the call its masks, and ends it where no token may follow."""
+    try:
+        give_masks(stream, request.constraint, request.stop_tokens, request.limit, call.is_alive)
+    finally:
+        stream.cancel()  # without effect after the last token
+
+
+def _end(stream: CallStream, threads: Sequence[threading.Thread], cancelled: Cancellation) -> None:
+    """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs. threads: the
+    call's, and the one of its masks.
+    """
     cancelled.call(None)
-    if thread.is_alive():
-        stream.cancel()
-        if thread is not threading.current_thread():  # which may be where garbage is collected
-            thread.join()
+    for thread in threads:
+        if thread.is_alive():
+            stream.cancel()
+            if thread is not threading.current_thread():  # which may be where garbage is collected
+                thread.join()
 
 
-def _free(stream: CallStream, thread: threading.Thread, cancelled: Cancellation, freed: Callable[[], None]) -> None:
-    _end(stream, thread, cancelled)
+def _free(
+    stream: CallStream, threads: Sequence[threading.Thread], cancelled: Cancellation, freed: Callable[[], None]
+) -> None:
+    _end(stream, threads, cancelled)
     freed()
 
 

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
-from infer.sampling import sample, top_logprobs
+from infer.engine.constraint import as_flags
+from infer.sampling import Adjustments, sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.state import Cache
@@ -37,6 +38,8 @@ class State(NamedTuple):
     """Last token drawn, int32 scalar; not yet in the cache."""
     seen: jax.Array
     """Tokens of the prompt and the answer so far, bool [v]."""
+    drawn: jax.Array | None
+    """How often the answer has each token so far, int32 [v], if the draw depends on it."""
 
 
 class XlaBackend:
@@ -47,6 +50,7 @@ class XlaBackend:
     """
 
     name = "xla"
+    adjusts = True
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
@@ -72,32 +76,31 @@ class XlaBackend:
             """Gathers the logits of a head that is split over the devices: each device draws from all of them."""
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
-        def draw(state: State, logits_v, params, top) -> tuple[State, tuple]:
+        def draw(state: State, logits_v, params, adjust: Adjustments | None, allowed, top) -> tuple[State, tuple]:
             """The state with one more token, and what the host reads: token, log-probability and, if asked for, the
-            `top` most likely tokens with theirs.
+            `top` most likely tokens with theirs. allowed: a mask, bool [v], or None.
             """
             logits_v = share(logits_v)
-            token, logprob = sample(logits_v, state.seen, state.cache.length, params)
+            drawn, added = state.drawn, None if adjust is None else adjust.of(state.drawn)
+            token, logprob = sample(logits_v, state.seen, state.cache.length, params, added, allowed)
             output = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
-            return State(state.cache, token, state.seen.at[token].set(True)), output
+            drawn = None if drawn is None else drawn.at[token].add(1)
+            return State(state.cache, token, state.seen.at[token].set(True), drawn), output
 
         def absorb(model, cache, ids_bs) -> Cache:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
-        def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
+        def begin(model, cache, ids_bs, real, seen, params, adjust, allowed, top) -> tuple[State, tuple]:
             """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding; later
             tokens overwrite the padding in the cache before attention reads it.
             """
             start = cache.length
             logits, cache = model.extend(ids_bs, cache)
-            return draw(
-                State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen),
-                logits[0, real - 1],
-                params,
-                top,
-            )
+            cache = dataclasses.replace(cache, length=start + real)
+            drawn = None if adjust is None else jnp.zeros(seen.shape, jnp.int32)
+            return draw(State(cache, jnp.int32(0), seen, drawn), logits[0, real - 1], params, adjust, allowed, top)
 
-        def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
+        def decode(model, state, params, adjust, allowed, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
             """Draws as many tokens as the smallest of `counts`, which has one count per process, and none after a stop
             token. Returns the state, what the host reads, each [LONGEST_DISPATCH, ...], and the number of tokens.
             """
@@ -110,7 +113,7 @@ class XlaBackend:
             def step(carry):
                 state, lists, n, _ = carry
                 logits, cache = model.extend(state.token[None, None], state.cache, last_only=True)
-                state, output = draw(state._replace(cache=cache), logits[0, 0], params, top)
+                state, output = draw(state._replace(cache=cache), logits[0, 0], params, adjust, allowed, top)
                 stopped = (state.token == stop_tokens).any()
                 return state, tuple(x.at[n].set(one) for x, one in zip(lists, output, strict=True)), n + 1, stopped
 
@@ -122,11 +125,11 @@ class XlaBackend:
         place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
         layers = [place] * self.model.config.num_hidden_layers
         self._place = Cache(layers, layers, everywhere)
-        state = State(self._place, everywhere, everywhere)
+        state = State(self._place, everywhere, everywhere, everywhere)
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
-        self._begin = jax.jit(begin, donate_argnums=1, static_argnums=6, out_shardings=(state, everywhere))
+        self._begin = jax.jit(begin, donate_argnums=1, static_argnums=8, out_shardings=(state, everywhere))
         self._decode = jax.jit(
-            decode, donate_argnums=1, static_argnums=5, out_shardings=(state, everywhere, everywhere)
+            decode, donate_argnums=1, static_argnums=7, out_shardings=(state, everywhere, everywhere)
         )
         self._several = len({device.process_index for device in embedding.devices()}) > 1
 
@@ -142,24 +145,24 @@ class XlaBackend:
         padded[0, :real] = prompt[whole:]
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
-        params = request.sampling.parameters()
-        chunks = self._chunks(
-            request, params, *self._begin(model, cache, padded, np.int32(real), seen, params, request.top_logprobs)
-        )
+        settings = request.sampling.parameters(), request.sampling.adjustments(model.config.vocab_size)
+        mask = _mask(request)
+        begun = self._begin(model, cache, padded, np.int32(real), seen, *settings, mask, request.top_logprobs)
+        chunks = self._chunks(request, settings, *begun)
         next(chunks)
         return chunks
 
-    def _chunks(self, request: Request, params, state: State, first: tuple) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, settings: tuple, state: State, first: tuple) -> Iterator[Chunk]:
         chunk, drawn, pace = None, 0, 1
         stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
 
-        def dispatch(count: int) -> tuple[tuple, int]:
-            """Draws up to `count` more tokens; what the host reads of them, and their number."""
+        def dispatch(count: int, mask: np.ndarray | None = None) -> tuple[tuple, int]:
+            """Draws up to `count` more tokens, all with that mask; what the host reads of them, and their number."""
             nonlocal state
             self._cache = None
             state, lists, n = self._decode(
-                self.model, state, params, stop_tokens, self._of_all(count), request.top_logprobs
+                self.model, state, *settings, mask, stop_tokens, self._of_all(count), request.top_logprobs
             )
             lists, n = jax.device_get((lists, n))
             self._cache = (state.cache.keys, state.cache.values)
@@ -176,9 +179,14 @@ class XlaBackend:
                 yield chunk
                 if ended():
                     return
-                count = min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
+                mask, count = None, min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
+                if request.constraint is not None:  # a mask is that of one token
+                    request.constraint.accept(chunk.tokens[-1])
+                    mask, count = _mask(request), 1
+                    if mask is None:
+                        return
                 began = time.perf_counter()
-                lists, n = dispatch(count)
+                lists, n = dispatch(count, mask)
                 if n == 0:  # cancelled in another process
                     return
                 seconds = (time.perf_counter() - began) / n
@@ -210,6 +218,12 @@ class XlaBackend:
         else:
             cache = self.model.make_cache(1, capacity)
         return jax.device_put(cache, self._place)
+
+
+def _mask(request: Request) -> np.ndarray | None:
+    """The tokens that may be drawn next, bool [v]; None for all, and where the answer is complete."""
+    words = None if request.constraint is None else request.constraint.mask()
+    return None if words is None else as_flags(words, len(request.constraint))
 
 
 def _chunk(

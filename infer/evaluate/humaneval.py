@@ -324,7 +324,7 @@ def generation_settings(
         "request": chat and REQUEST,
         "stops": None if chat else sorted({stop for problem in problems for stop in stop_strings(problem)}),
         "max_new_tokens": max_new_tokens,
-        "sampling": dataclasses.asdict(sampling),
+        "sampling": sampling.record(),
         "data": data_report(problems),
         "conditions": engine.conditions,
     }

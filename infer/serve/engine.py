@@ -5,6 +5,7 @@ crash.
 import asyncio
 import logging
 import multiprocessing
+import re
 import select
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from infer.serve import worker
 from infer.serve.body import NESTED, ApiError
+from infer.serve.grammars import FIELDS
 from infer.serve.metrics import Metrics, TokenTimes
 from infer.serve.protocol import Call
 from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
@@ -176,6 +178,7 @@ class EngineProcess:
             bool(call.stop),
             call.template_values,
             call.prediction,
+            call.grammar,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
@@ -189,10 +192,9 @@ class EngineProcess:
         except ApiError as error:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
-                name = str(error).split(" = ")[0]
-                error.body["error"]["param"] = (
-                    name if name in (*call.sampling, "stop", "stop_token_ids", "tool_choice") else call.prompt_param
-                )
+                name = re.split(r" = | has | cannot |\[", str(error))[0]
+                known = (*call.sampling, "stop", "stop_token_ids", "tool_choice", *FIELDS)
+                error.body["error"]["param"] = name if name in known else call.prompt_param
             raise
         finally:
             del self._checks[number]
@@ -211,6 +213,7 @@ class EngineProcess:
             call.cache_salt,
             predicted,
             call.draft_max,
+            call.grammar,
         )
         job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()

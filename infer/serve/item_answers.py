@@ -143,7 +143,6 @@ class ItemAnswer(Answer):
             "incomplete_details": None,
             "previous_response_id": None,
             "store": False,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
             **more,

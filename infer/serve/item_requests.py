@@ -5,6 +5,7 @@ are functions, and the server keeps nothing, so that each request has the whole 
 from typing import Any, NamedTuple
 
 from infer.serve.body import ApiError, printable, shown, wrong
+from infer.serve.grammars import ITEMS_FORM
 from infer.text.tool_calls import read_object
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -48,8 +49,9 @@ def read_items(fields: dict[str, Any]) -> Asked:
     asked = {name: left.get(name) for name in ("instructions", "temperature", "top_p", "user", "reasoning")}
     asked |= {"tools": left.get("tools", []), "tool_choice": left.get("tool_choice", "auto")}
     asked |= {"parallel_tool_calls": left.get("parallel_tool_calls", True), "metadata": left.get("metadata", {})}
-    _check_form(left, ignored)
-    made = {"messages": _messages(left, ignored), **_limits(left), **_included(left, ignored)}
+    asked["text"] = {"format": _take_form(left, ignored)}
+    made = {ITEMS_FORM: _as_of_chat(asked["text"]["format"]), "messages": _messages(left, ignored)}
+    made |= {**_limits(left), **_included(left, ignored)}
     asked["max_output_tokens"] = made.get("max_completion_tokens")
     tools = left.pop("tools", [])
     if not isinstance(tools, list):
@@ -137,8 +139,8 @@ def _limits(left: dict[str, Any]) -> dict[str, Any]:
     return {"max_completion_tokens": limit}
 
 
-def _check_form(left: dict[str, Any], ignored: list[str]) -> None:
-    """Raises ApiError for an answer in another form than a text."""
+def _take_form(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """The form of the answer, a text by default."""
     text = left.pop("text", {})
     if not isinstance(text, dict):
         raise wrong("text", text, 'an object, as in {"format": {"type": "text"}}')
@@ -146,9 +148,17 @@ def _check_form(left: dict[str, Any], ignored: list[str]) -> None:
         path = f"text.{printable(name)}"
         if name == "verbosity" and value is not None:
             ignored.append(path)
-        elif value is not None and (name != "format" or value != {"type": "text"}):
+        elif value is not None and name != "format":
             raise ApiError(400, f"{path} = {shown(value)} is not supported: leave it out", param=path,
                            code="unsupported_parameter")  # fmt: skip
+    return text.get("format") or {"type": "text"}
+
+
+def _as_of_chat(form: Any) -> Any:
+    """A form as a chat's `response_format`, where the schema is an object of its own."""
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
 
 
 def _included(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.serve.body import ApiError, printable, shown, wrong
+from infer.serve.grammars import read_grammar
 from infer.serve.tools import read_calls, read_tools
+from infer.text.grammar import Grammar
 from infer.text.tool_calls import ToolRequest
 
 COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
@@ -24,22 +26,22 @@ SAMPLING = {
     "min_p": float,
     "repetition_penalty": float,
     "seed": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
 }
+BIAS = "logit_bias"  # a field of infer.Sampling too
+MOST_BIASES = 1024
 # Parameters that would change the answer and are not supported, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -61,11 +63,6 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
@@ -74,21 +71,17 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "parse_tool_calls": (True,),
     "prompt_logprobs": (),
-    "regex": (),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
     "structural_tag": (),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     # llama.cpp
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
-    "json_schema": (),
     "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
@@ -162,7 +155,7 @@ class Call:
     """Number of answers."""
     model: str | None
     max_tokens: int | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     """Fields of infer.Sampling; by default the temperature is 1 and the seed random, as OpenAI's."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -186,6 +179,8 @@ class Call:
     """A text to draft from; "" for none."""
     draft_max: int | None
     """Most drafts of a pass, if they are to be fewer than the engine's."""
+    grammar: Grammar | None
+    """What the answer's content must be."""
     warnings: tuple[str, ...]
     """Parameters without effect, a line for each."""
 
@@ -220,6 +215,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     stream = _take(left, "stream", bool, False)
     usage, continuous = _stream_options(left, stream, ignored)
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
+    given |= _logit_bias(left)
     if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
         given["top_k"] = 0
     template_values = _template_values(left, ignored)
@@ -245,8 +241,12 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         cache_salt=_take(left, "cache_salt", str, ""),
         prediction=_prediction(left),
         draft_max=_count(left, DRAFT_MAX, None, 0),
+        grammar=read_grammar(left),
         warnings=(),
     )
+    if call.grammar is not None and call.tools is not None:
+        message = f"{call.grammar.name} with tools is not supported: leave one of them out"
+        raise ApiError(400, message, param=call.grammar.name, code="unsupported_parameter")
     for name in LABELS:
         _take(left, name, str)
     for name, value in left.items():
@@ -406,6 +406,21 @@ def _stop(left: dict[str, Any]) -> tuple[str, ...]:
     ):
         raise wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
+
+
+def _logit_bias(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """OpenAI's object, whose names are token ids, as pairs; empty without it."""
+    given = _take(left, BIAS, dict, {})
+    if len(given) > MOST_BIASES:
+        raise ApiError(400, f"{BIAS} has {len(given)} entries: give at most {MOST_BIASES}", param=BIAS)
+    pairs = []
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise ApiError(400, f"{BIAS} = {shown(name)}: give token ids as names", param=BIAS)
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ApiError(400, f"{BIAS}[{name}] = {shown(bias)}: give a number from -100 to 100", param=BIAS)
+        pairs.append((int(name), bias))
+    return {BIAS: pairs} if pairs else {}
 
 
 def _stop_token_ids(left: dict[str, Any]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infer.engine.options import JobEngineOptions
 from infer.serve.body import NESTED
 from infer.text.channels import Part
+from infer.text.grammar import Grammar
 from infer.text.tool_calls import Read, ToolCall, ToolRequest
 from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
 
@@ -53,7 +54,7 @@ class Question(NamedTuple):
     prompt: str | list[int] | list[dict]
     chat: bool
     tools: ToolRequest | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     stop_strings: bool
     """Whether the request has stop strings."""
@@ -61,6 +62,8 @@ class Question(NamedTuple):
     """Variables of the chat template besides the messages."""
     prediction: str = ""
     """A text to draft from."""
+    grammar: Grammar | None = None
+    """What the answer's content must be."""
 
 
 class Encoded(NamedTuple):
@@ -75,7 +78,7 @@ class Order(NamedTuple):
 
     ids: list[int]
     max_new_tokens: int | None
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     """Stop tokens besides the model's."""
     ignore_eos: bool
@@ -92,6 +95,8 @@ class Order(NamedTuple):
     prediction: list[int]
     """Tokens to draft from besides the prompt."""
     draft_max: int | None
+    grammar: Grammar | None = None
+    """What the answer's content must be."""
 
 
 class Named(NamedTuple):
@@ -329,7 +334,9 @@ class _Worker:
         from infer.text.conversation import encode
 
         engine, prompt = self._engine, question.prompt
-        Sampling(**question.sampling)
+        engine.check_sampling(Sampling(**question.sampling))
+        if question.grammar is not None:
+            engine.check_constraint(question.grammar)
         if question.stop_strings and engine.tokenizer is None:
             raise InputError("stop = a text: it needs a tokenizer, which the model does not have; give stop_token_ids")
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
@@ -376,6 +383,7 @@ class _Worker:
             cache_salt=order.cache_salt,
             prediction=order.prediction,
             draft_max=order.draft_max,
+            constraint=order.grammar,
         )
         with self._state:
             self._running[number] = generation

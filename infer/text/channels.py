@@ -9,6 +9,7 @@ and <|call|> end a turn, <|end|> a message.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -74,6 +75,17 @@ class Channels:
                 self.add(token)
             if self._header is not None and harmony.channel not in self._header:
                 self._header = None  # the role alone: the answer's own mark begins the rest
+
+    def copy(self) -> Self:
+        """The same place in the answer, for another reader of its tokens."""
+        made = copy(self)
+        made._header = None if self._header is None else [*self._header]
+        return made
+
+    @property
+    def openings(self) -> tuple[int, ...]:
+        """Marks with which a message may begin behind a prompt."""
+        return self._harmony.channel, self._harmony.start
 
     @property
     def part(self) -> Part:

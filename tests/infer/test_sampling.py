@@ -12,24 +12,31 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infer.noise import gumbel
-from infer.sampling import Sampling, sample, top_logprobs
+from infer.sampling import Adjustments, Sampling, sample, top_logprobs
 from laneformer.errors import ConfigError
 
 V = 24
 jitted = jax.jit(sample)
 noise_of = jax.jit(gumbel)
+added_of = jax.jit(Adjustments.of)
 many = jax.jit(jax.vmap(sample, (None, None, 0, None)))
 
 
-def draw(logits, s, seen=None, position=5):
+def draw(logits, s, seen=None, position=5, drawn=None):
     seen = np.zeros(len(logits), bool) if seen is None else seen
-    token, logprob = jitted(np.asarray(logits, np.float32), seen, np.int32(position), s.parameters())
+    adjust = s.adjustments(len(logits))
+    added = None if adjust is None else added_of(adjust, np.asarray(drawn, np.int32))
+    token, logprob = jitted(np.asarray(logits, np.float32), seen, np.int32(position), s.parameters(), added)
     return int(token), float(logprob)
 
 
-def penalised(logits, seen, s):
+def penalised(logits, seen, s, drawn=0):
     z = np.asarray(logits, np.float64)
-    return np.where(seen, np.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+    z = np.where(seen, np.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+    z = z - drawn * s.frequency_penalty - (drawn > np.zeros(len(z))) * s.presence_penalty  # OpenAI's formula
+    for token, bias in s.logit_bias:
+        z[token] += bias
+    return z
 
 
 def softmax(z):
@@ -63,22 +70,26 @@ settings_of_sampling = st.builds(
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 2.0]),
     seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.25, -1.0]),
+    logit_bias=st.sampled_from([(), ((3, 7.5), (0, -100.0)), {5: 100}]),
 )
 
 
 @given(
     st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=V, max_size=V),
     st.sampled_from([0, 96, -120]),  # exp overflows or underflows
-    st.lists(st.booleans(), min_size=V, max_size=V),
+    st.lists(st.integers(-1, 4), min_size=V, max_size=V),
     st.integers(0, 5000),
     settings_of_sampling,
 )
 @settings(deadline=None, max_examples=400)
-def test_tokens_match_the_float64_reference(logits, added, seen, position, s):
-    logits, seen = np.array(logits) + added, np.array(seen)
-    token, logprob = draw(logits, s, seen, position)
+def test_tokens_match_the_float64_reference(logits, added, uses, position, s):
+    """uses: of each token in the answer; -1: in the prompt alone."""
+    logits, seen, drawn = np.array(logits) + added, np.array(uses) != 0, np.maximum(uses, 0)
+    token, logprob = draw(logits, s, seen, position, drawn)
     assert logprob == pytest.approx(math.log(softmax(logits)[token]), abs=3e-5)
-    z = penalised(logits, seen, s)
+    z = penalised(logits, seen, s, drawn)
     if s.temperature == 0:
         close = np.flatnonzero(z.astype(np.float32) == z.astype(np.float32).max())
         assert token == close[0]
@@ -115,6 +126,18 @@ def test_draws_follow_the_filtered_distribution(s):
     chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     freedom = kept.sum() - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)  # mean + 5 standard deviations; the seeds are fixed
+
+
+@pytest.mark.parametrize(
+    "s", [Sampling(), Sampling(temperature=1.0, top_k=4, top_p=0.9, seed=3), Sampling(1.0, min_p=0.2)]
+)
+def test_a_mask_draws_as_if_the_other_tokens_had_no_probability(s):
+    logits, mask = np.random.default_rng(2).normal(size=V).astype(np.float32), np.arange(V) % 3 == 1
+    masked = jax.jit(jax.vmap(lambda z, n: sample(z, np.zeros(V, bool), n, s.parameters(), None, mask), (None, 0)))
+    without = np.where(mask, logits, -1e30).astype(np.float32)
+    tokens, logprobs = masked(logits, np.arange(300))
+    assert np.array_equal(tokens, many(without, np.zeros(V, bool), np.arange(300), s.parameters())[0])
+    np.testing.assert_allclose(logprobs, np.log(softmax(logits))[np.asarray(tokens)], atol=1e-5)
 
 
 def test_greedy_takes_the_lowest_of_equals():
@@ -218,6 +241,12 @@ def test_settings_share_one_program():
         ("seed", -1),
         ("seed", 2**64),
         ("seed", 0.5),
+        ("presence_penalty", 2.01),
+        ("frequency_penalty", -3),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", 5),
     ],
 )
 def test_bad_values_are_named(name, value):
@@ -228,4 +257,25 @@ def test_bad_values_are_named(name, value):
 def test_numpy_scalars_are_accepted():
     found = Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5))
     assert found == Sampling(temperature=1.0, top_k=4, top_p=0.5)
-    assert [type(value) for value in dataclasses.astuple(found)] == [float, int, float, float, float, int]
+    kinds = [float, int, float, float, float, int, float, float, tuple]
+    assert [type(value) for value in dataclasses.astuple(found)] == kinds
+
+
+def test_records_have_later_settings_only_where_they_change_something():
+    assert [*Sampling().record()] == ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"]
+    made = Sampling(seed=3, logit_bias={3: 1}, presence_penalty=1)
+    assert made.record()["logit_bias"] == ((3, 1.0),) and Sampling(**made.record()) == made
+
+
+def test_biases_are_pairs_or_a_mapping():
+    pairs = Sampling(logit_bias={3: 1, np.int64(5): -100}).logit_bias
+    assert pairs == ((3, 1.0), (5, -100.0)) == Sampling(logit_bias=[[3, 1], [5, -100]]).logit_bias
+    for wrong, message in (
+        ({3: 101}, r"logit_bias\[3\] = 101: give a number from -100 to 100"),
+        ([(3, 1), (3, 2)], "has a token id twice"),
+        (dict.fromkeys(range(1025), 1), "has 1025 entries: give at most 1024"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Sampling(logit_bias=wrong)
+    with pytest.raises(ConfigError, match="logit_bias = 24: give token ids from 0 to 23"):
+        Sampling(logit_bias={V: 1}).adjustments(V)

@@ -25,6 +25,7 @@ CONFIG = laneformer.ModelConfig(
     eos_token_id=(),
 )
 RANDOM = Sampling(temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=1234567890123)
+ADJUSTED = Sampling(temperature=1.0, seed=7, presence_penalty=0.6, frequency_penalty=-0.4, logit_bias={5: 2.0, 8: -9.0})
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 

@@ -155,8 +155,31 @@ void any_company(const char* instructions, Dtype weight, Dtype cache, bool round
   }
 }
 
-// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts and prices decide the
-// rows of passes, never a bit.
+// The tokens that a call may draw next, of which there are some: a function of the call and the token's number.
+std::vector<uint32_t> mask_of(int call, int number) {
+  Random random(1000 * call + number + 1);
+  std::vector<uint32_t> words((kVocab + 31) / 32);
+  for (int i = 0; i < 3; i++) {
+    const int token = random.below(kVocab);
+    words[token / 32] |= 1u << token % 32;
+  }
+  return words;
+}
+
+// The host of a masked call, which takes up to that many microseconds for a mask.
+void give_masks(Decoder& decoder, int slot, int call, int limit, int delay_us) {
+  Random random(call);
+  for (int32_t n = 0; n < limit; n++) {
+    if (delay_us && random.below(2)) std::this_thread::sleep_for(std::chrono::microseconds(random.below(delay_us)));
+    const std::vector<uint32_t> words = mask_of(call, n);
+    decoder.give_mask(n, words.data(), (int64_t)words.size(), slot);
+    while (decoder.wait(n, 50, slot) <= n)
+      if (decoder.slot(slot).finished()) return;
+  }
+}
+
+// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts, prices and masks
+// that come late decide the rows of passes, never a bit.
 void together(int threads, bool messages, int chaos_us, bool experts) {
   constexpr int kSlots = 4, kEach = 6;
   const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
@@ -169,24 +192,40 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
   struct Order {
     int prompt, limit, cancel_after;
     Call call;
+    Adjustment adjustment;
   };
   std::vector<Order> orders;
   std::vector<std::unique_ptr<Buffers>> expected;
   std::vector<Answer> answers;
   for (int i = 0; i < kSlots * kEach; i++) {
-    Order order{1 + random.below(i % 3 ? 12 : 30), 1 + random.below(50), -1, {}};
+    Order order{1 + random.below(i % 3 ? 12 : 30), 1 + random.below(50), -1, {}, {}};
     if (i % 7 == 3) order.cancel_after = random.below(order.limit);
     expected.push_back(std::make_unique<Buffers>(alone.plan(), order.prompt, order.limit));
     Call& call = expected.back()->call;
     call.sampling = {0.3f * (float)random.below(4), random.below(2) ? 0.9f : 1.0f, 0,
                      random.below(2) ? 1.2f : 1.0f, random.below(2) * 20,          {(uint32_t)i, 4}};
     if (random.below(3) == 0) call.stops = {(int32_t)random.below(kVocab), (int32_t)random.below(kVocab)};
+    if (i % 5 == 2) {
+      order.adjustment.bias.resize(kVocab), order.adjustment.drawn.resize(kVocab);
+      order.adjustment.bias[random.below(kVocab)] = 3;
+      order.adjustment.presence = 0.5f, order.adjustment.frequency = 0.25f;
+    }
+    call.masked = i % 3 == 2;
+    Adjustment adjustment = order.adjustment;
+    if (!adjustment.bias.empty()) call.adjustment = &adjustment;
+    alone.schedule().begin(0);
+    std::thread host;
+    if (call.masked) host = std::thread([&, i] { give_masks(alone, 0, i, order.limit, 0); });
     alone.run(call);
+    if (host.joinable()) host.join();
+    for (int n = 0; n < alone.slot().drawn && call.masked; n++)
+      CHECK(mask_of(i, n)[alone.slot().answer.tokens[n] / 32] >> alone.slot().answer.tokens[n] % 32 & 1,
+            "call %d: token %d is not in its mask", i, n);
     answers.push_back(alone.slot().answer);
     answers.back().tokens.resize(alone.slot().drawn);
     order.call = call;
-    if (i % 2) order.call.speculation.most = 1 + random.below(kMostRows - 1);
-    if (i % 4 == 1) {  // drafts that are right but for some
+    if (i % 2 && !call.masked) order.call.speculation.most = 1 + random.below(kMostRows - 1);
+    if (i % 4 == 1 && !call.masked) {  // drafts that are right but for some
       order.call.speculation.given = answers.back().tokens;
       for (int32_t& token : order.call.speculation.given)
         if (random.below(5) == 0) token = (token + 1) % kVocab;
@@ -208,6 +247,8 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           Call call = order.call;
           call.keys = own.call.keys, call.values = own.call.values, call.seen = own.seen.data();
           call.logits = own.logits.data();
+          Adjustment adjustment = order.adjustment;
+          if (call.adjustment) call.adjustment = &adjustment;
           std::this_thread::sleep_for(std::chrono::microseconds(waits.below(300)));
           decoder.schedule().begin(s);
           std::thread canceller;
@@ -216,7 +257,10 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
               decoder.wait(order.cancel_after, 60000, s);
               decoder.slot(s).cancel.store(1);
             });
+          std::thread host;
+          if (call.masked) host = std::thread([&] { give_masks(decoder, s, i, order.limit, 2500); });
           const End end = decoder.run(call, s);
+          if (host.joinable()) host.join();
           if (canceller.joinable()) canceller.join();
           const Slot& slot = decoder.slot(s);
           shared += slot.shared;

@@ -28,7 +28,7 @@ from infer.sampling import sample
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
 from tests.support import small
-from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
+from tests.support.engine_cases import ADJUSTED, CASES, CONFIG, PROMPT, RANDOM, model
 from tests.support.paths import DENSE, MOE, ORACLE
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
@@ -143,6 +143,17 @@ def test_a_prediction_is_drafted_from_and_changes_nothing(drafting, engine):
     assert ask(engine, prediction=plain.tokens).drafting.drafted == 0, "an engine that drafts nothing"
 
 
+@pytest.mark.parametrize("sampling", [RANDOM, ADJUSTED], ids=["plain", "adjusted"])
+def test_drafts_change_no_bit_under_penalties(drafting, engine, sampling):
+    """Each row of a pass counts the drafts before it."""
+    expected = engine.generate(PROMPT, max_new_tokens=60, sampling=sampling).result
+    wrong = [(token + 1) % 96 if n % 7 == 6 else token for n, token in enumerate(expected.tokens)]
+    for prediction in (expected.tokens, wrong):
+        result = drafting.generate(PROMPT, max_new_tokens=60, sampling=sampling, prediction=prediction).result
+        assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs)
+        assert result.drafting.predicted_accepted > 10
+
+
 @pytest.mark.parametrize(("more", "words"), [
     ({"prediction": "text"}, "a prediction in text needs a tokenizer"),
     ({"prediction": [1.5]}, "must be a text or a list of token ids, got float64"),
@@ -185,6 +196,9 @@ SAMPLINGS = st.builds(
     min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
     seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.sampled_from([0.0, 2.0, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0, -0.2]),
+    logit_bias=st.sampled_from([(), {7: 4.0, 9: -100.0}]),
 )
 
 
@@ -195,7 +209,7 @@ def test_tokens_match_backend_xla(engine, reference, sampling, prompt):
     result = engine.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
     if result.tokens != expected.tokens:  # a set within rounding of p may fall on either side
         n = next(n for n, (a, b) in enumerate(zip(result.tokens, expected.tokens, strict=True)) if a != b)
-        assume(not near_a_threshold(reference, [*prompt, *expected.tokens[:n]], sampling))
+        assume(not near_a_threshold(reference, prompt, expected.tokens[:n], sampling))
     assert result.tokens == expected.tokens
     np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
     for ours, theirs in zip(result.top_logprobs, expected.top_logprobs, strict=True):
@@ -203,8 +217,11 @@ def test_tokens_match_backend_xla(engine, reference, sampling, prompt):
         np.testing.assert_allclose([p for _, p in ours], [p for _, p in theirs], atol=1e-4)
 
 
-def near_a_threshold(reference, ids, sampling) -> bool:
+def near_a_threshold(reference, prompt, answer, sampling) -> bool:
     """Whether logits that differ by rounding alone change the token that the definition draws here."""
+    ids, vocab = [*prompt, *answer], CONFIG.vocab_size
+    adjust = sampling.adjustments(vocab)
+    added = None if adjust is None else adjust.of(jnp.bincount(jnp.array(answer, jnp.int32), length=vocab))
     padded = np.zeros((1, 32), np.int32)
     padded[0, : len(ids)] = ids
     logits = np.asarray(reference.model(padded))[0, len(ids) - 1]
@@ -212,7 +229,7 @@ def near_a_threshold(reference, ids, sampling) -> bool:
     drawn = set()
     for seed in range(40):
         noise = np.random.default_rng(seed).normal(scale=1e-5, size=logits.shape).astype(np.float32)
-        drawn.add(int(sample(jnp.asarray(logits + noise), seen, np.int32(len(ids)), sampling.parameters())[0]))
+        drawn.add(int(sample(jnp.asarray(logits + noise), seen, np.int32(len(ids)), sampling.parameters(), added)[0]))
     return len(drawn) > 1
 
 

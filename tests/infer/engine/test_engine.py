@@ -13,6 +13,8 @@ import infer
 import laneformer
 from infer import Engine, Sampling
 from infer.engine.backend import ModelSource
+from infer.engine.gpu import CudaBackend, HipBackend
+from infer.engine.xla import XlaBackend
 from infer.sampling import sample, top_logprobs
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
@@ -420,3 +422,11 @@ def test_more_devices_than_lanes_are_refused():
         Engine.load(ORACLE / "case_06", devices=8)
     with pytest.raises(CheckpointError):
         Engine.load(ORACLE / "nowhere", devices=2)
+
+
+def test_a_backend_without_adjustments_refuses_them(monkeypatch):
+    engine = Engine(model(), "xla")
+    monkeypatch.setattr(XlaBackend, "adjusts", False)  # as the GPU backends have it
+    with pytest.raises(ConfigError, match="backend xla has no presence_penalty"):
+        engine.generate(PROMPT, sampling=Sampling(presence_penalty=1))
+    assert not CudaBackend.adjusts and not HipBackend.adjusts

@@ -12,7 +12,7 @@ import laneformer
 from infer import Engine, Sampling
 from infer.engine import cpu
 from laneformer.errors import ConfigError, InputError
-from tests.support.engine_cases import CONFIG, RANDOM, model
+from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 TEXT = np.random.default_rng(0).integers(0, 96, 400, np.int32)
@@ -43,7 +43,7 @@ def requests(draw):
                 np.random.default_rng(draw(st.integers(0, 3))).integers(0, 96, draw(st.integers(1, 90)), np.int32),
             ]),
             "limit": draw(st.sampled_from([1, 5, 30])),
-            "sampling": draw(st.sampled_from([Sampling(), RANDOM])),
+            "sampling": draw(st.sampled_from([Sampling(), RANDOM, ADJUSTED])),
             "cancel": draw(st.sampled_from([None, None, None, 0, 2])),
         }
         for _ in range(draw(st.integers(1, 3)))

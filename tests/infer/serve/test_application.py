@@ -463,3 +463,17 @@ def test_openai_client_works(server, engine):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="small", prompt=PROMPT, best_of=2)
         assert caught.value.param == "best_of" and caught.value.code == "unsupported_parameter"
+
+
+def test_penalties_and_biases_reach_the_engine(server, engine):
+    fields = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {"70": 3, "71": -100}}
+    answer = server.complete(PROMPT, max_tokens=30, n=2, logprobs=2, **fields, **DRAW)
+    for i, choice in enumerate(answer["choices"]):
+        biases = {int(token): bias for token, bias in fields["logit_bias"].items()}
+        sampling = infer.Sampling(**DRAW | fields | {"seed": DRAW["seed"] + i, "logit_bias": biases})
+        result = engine.generate(PROMPT, max_new_tokens=30, sampling=sampling, top_logprobs=2).result
+        assert choice["text"] == result.text
+        assert choice["logprobs"]["token_logprobs"] == list(result.logprobs)
+    for name, value in (("presence_penalty", 3), ("logit_bias", {"258": 1}), ("logit_bias", {"1": 101})):
+        status, body = server.post("/v1/completions", prompt=PROMPT, **{name: value})
+        assert (status, body["error"]["param"]) == (400, name)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from infer.serve.body import ApiError
+from infer.serve.grammars import FIELDS
 from infer.serve.guard import host_name
 from infer.serve.protocol import (
     ABSENT,
@@ -197,7 +198,7 @@ def test_fields_of_clients_are_accepted(client):
 
 def test_no_value_of_a_parameter_is_an_error_of_the_server():
     """Every parameter with values of every type: taken, or refused by its name."""
-    known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS)}
+    known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *FIELDS)}
     asked = {
         *Call.__dataclass_fields__,
         *VARIABLES,
@@ -221,7 +222,7 @@ def test_no_value_of_a_parameter_is_an_error_of_the_server():
 def test_documentation_names_every_parameter():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     documented = (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *VARIABLES, *MESSAGE_LABELS, *REASONING_LABELS)
-    documented += (*TOOL_LABELS, *CALL_LABELS, REASONING)
+    documented += (*TOOL_LABELS, *CALL_LABELS, REASONING, *FIELDS)
     assert [name for name in documented if f"`{name}`" not in page] == []
 
 
@@ -237,7 +238,10 @@ def test_documentation_names_every_parameter():
         ({**TEXT, "n": 9}, "n", "a whole number from 1 to 8"),
         ({**TEXT, "best_of": 2}, "best_of", "best_of = 2 is not supported"),
         ({**TEXT, "echo": True}, "echo", "echo = true is not supported"),
-        ({**TEXT, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({**TEXT, "logit_bias": {"5": "1"}}, "logit_bias", 'logit_bias[5] = "1": give a number'),
+        ({**TEXT, "logit_bias": {"a": 1}}, "logit_bias", 'logit_bias = "a": give token ids'),
+        ({**TEXT, "logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "has 1025 entries"),
+        ({**TEXT, "presence_penalty": "a"}, "presence_penalty", "give a number"),
         ({**TEXT, "max_tokens": 0}, "max_tokens", "give a whole number of at least 1"),
         ({**TEXT, "max_tokens": True}, "max_tokens", "give a whole number"),
         ({**TEXT, "max_tokens": -2}, "max_tokens", "give a whole number"),

@@ -1,0 +1,246 @@
+"""Answers that follow a grammar: before each draw, which tokens may follow (llguidance, github.com/guidance-ai).
+
+A mask needs the token before it, so that it can be computed while the kernel runs the layers of the next pass. The end
+of the grammar ends the answer: with a stop token where the text may also go on, without one where it may not.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infer.text.channels import Channels, Part
+from infer.text.grammar import WHITE_SPACE, Grammar
+from infer.text.tokenizer import Tokenizer
+from laneformer.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+SECONDS = 1.0  # for a grammar to compile
+LARGEST = 1 << 18  # characters of a grammar
+KEPT = 16  # grammars that stay compiled
+LONGEST_MESSAGE = 300
+
+
+class Constraint:
+    """The place of one answer in its grammar. Not for several threads at once."""
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        vocab_size: int,
+        grammar: Grammar,
+        stop_tokens: Sequence[int],
+        channels: Channels | None,
+    ):
+        """matcher: at its beginning, used up. channels: as of the answer, whose content alone follows the grammar."""
+        self._matcher, self._vocab, self._grammar = matcher, vocab_size, grammar
+        self._channels = None if channels is None else channels.copy()
+        self._begun = False  # the content
+        self._stops = _bits(stop_tokens, vocab_size)
+        self._marks = _bits(() if channels is None else channels.openings, vocab_size)
+        self._free = _bits(range(vocab_size), vocab_size) & ~self._stops
+        self.complete = False
+        """Whether the answer has ended because its text allows nothing more."""
+
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may follow, a bit for each, uint32 [ceil(vocab / 32)]; None if the answer is complete. Raises
+        InputError where the grammar becomes too complex.
+        """
+        if self._channels is not None and self._channels.part is not Part.CONTENT:
+            return self._free
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            self.complete = True
+            return None
+        words = next_tokens(self._matcher, self._vocab) & ~self._stops
+        self._check()
+        if self._matcher.is_accepting():
+            words |= self._stops
+        if not self._begun:
+            words |= self._marks
+        if not words.any():
+            raise InputError(f"{self._grammar.name} cannot be followed: no token of the model continues the text")
+        return words
+
+    def __len__(self) -> int:
+        """Tokens of the model's vocabulary."""
+        return self._vocab
+
+    def accept(self, token: int) -> None:
+        """Moves on by a token that was drawn, which the mask had and which is no stop token."""
+        if self._channels is None or self._channels.add(token) is Part.CONTENT:
+            self._begun = True
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InputError(f"{self._grammar.name} cannot be followed: {one_line(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer and keeps the last ones. For any threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        """vocab_size: the model's. Raises ConfigError without llguidance."""
+        try:
+            import llguidance
+        except ImportError:
+            raise ConfigError(
+                "answers that follow a grammar need the llguidance library: pip install 'laneformer[grammar]'"
+            ) from None
+        self._library, self._vocab = llguidance, vocab_size
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)))
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._keeping, self._compiling = threading.Lock(), threading.Lock()
+
+    def constraint(
+        self, grammar: Grammar, stop_tokens: Sequence[int] = (), channels: Channels | None = None
+    ) -> Constraint:
+        """The beginning of an answer. Raises InputError for a grammar that cannot be compiled within a second."""
+        return Constraint(self.compile(grammar).deep_copy(), self._vocab, grammar, stop_tokens, channels)
+
+    def compile(self, grammar: Grammar) -> "LLMatcher":
+        """Raises InputError for a grammar that cannot be compiled within a second."""
+        key = (grammar.kind, grammar.text)
+        with self._keeping:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        if len(grammar.text) > LARGEST:
+            raise InputError(f"{grammar.name} has {len(grammar.text)} characters: give at most {LARGEST}")
+        matcher = self._in_time(grammar)
+        with self._keeping:
+            self._compiled[key] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _in_time(self, grammar: Grammar) -> "LLMatcher":
+        """Compiles on a thread, one at a time: the library leaves the interpreter to others meanwhile."""
+        made: list[Any] = []
+
+        def run() -> None:
+            with self._compiling:
+                try:
+                    made.append(self._compile(grammar))
+                except Exception as error:  # of whatever kind the library raises
+                    made.append(error)
+
+        thread = threading.Thread(target=run, name="laneformer-grammar", daemon=True)
+        thread.start()
+        thread.join(SECONDS)
+        if not made:
+            raise InputError(f"{grammar.name} cannot be compiled within {SECONDS:g} s: simplify it")
+        if isinstance(made[0], Exception):
+            raise InputError(f"{grammar.name} cannot be used: {one_line(str(made[0]))}")
+        return made[0]
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        made = self._library.LLMatcher
+        if grammar.kind == "json_schema":
+            form = made.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
+        else:
+            form = self._library.grammar_from(grammar.kind, grammar.text)
+        matcher = made(self._tokenizer, form, limits=self._limits, log_level=0)
+        first = next_tokens(matcher.deep_copy(), self._vocab)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        if not first.any():
+            raise ValueError("it allows no text of the model's tokens")
+        return matcher
+
+
+class _Vocabulary:
+    """The tokens as the library asks for them; one that the model does not have ends a text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self.eos_token_id = vocab_size
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of exactly these bytes, which a grammar forces: cut as inside a text, if the tokenizer can."""
+        for before in ("", "\n"):  # some tokenizers put a space before a text
+            ids, size = self._tokenizer.encode(before + text.decode(errors="replace")), 0
+            for count, token in enumerate(reversed(ids), 1):
+                size += len(self.tokens[token])
+                if size >= len(text):
+                    if b"".join(self.tokens[each] for each in ids[-count:]) == text:
+                        return ids[-count:]
+                    break
+        return self._longest(text)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token that fits, again and again; without the rest where none does."""
+        ids: list[int] = []
+        while text:
+            size = next((n for n in range(min(len(text), self._most), 0, -1) if text[:n] in self._ids), 0)
+            if size == 0:
+                break
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.tokens) if text}
+
+    @cached_property
+    def _most(self) -> int:
+        return max(map(len, self.tokens))
+
+
+def next_tokens(matcher: "LLMatcher", vocab_size: int) -> np.ndarray:
+    """Tokens that continue a matcher's text, a bit for each, uint32 [ceil(vocab_size / 32)]; none after an error."""
+    words = np.zeros((vocab_size + 32) // 32, np.uint32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    words[vocab_size // 32] &= np.uint32((1 << vocab_size % 32) - 1)  # the token that ends a text
+    return words[: (vocab_size + 31) // 32]
+
+
+def as_flags(words: np.ndarray, vocab_size: int) -> np.ndarray:
+    """A mask as bool [vocab_size]."""
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
+
+
+def give_masks(
+    stream: Any, constraint: Constraint, stops: Sequence[int], limit: int, running: Callable[[], bool]
+) -> None:
+    """Gives a stream the mask of each token, from the first to the last; for a thread beside the call's. stream: a
+    custom_calls.cpu.session.Slot. running: whether the call may still draw. Raises InputError as `Constraint.mask`.
+    """
+    drawn = 0
+    while drawn < limit:
+        words = constraint.mask()
+        if words is None or not running():
+            return
+        stream.give_mask(drawn, words)
+        while stream.wait(drawn) == drawn:
+            if stream.finished or not running():
+                return
+        token = int(stream.drawn(drawn, 1).tokens[0])
+        if token in stops:
+            return
+        constraint.accept(token)
+        drawn += 1
+
+
+def one_line(message: str) -> str:
+    """The message of the library as one line."""
+    line = " ".join(message.replace("<non-verbose/>", "").split())
+    return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "..."
+
+
+def _bits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    flags = np.zeros((vocab_size + 31) // 32 * 32, bool)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
