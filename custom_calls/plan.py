@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from custom_calls.words import Reader, Writer
+from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
-from laneformer.ops import Attend, DecoderOps, Product, Weight
+from laneformer.ops import Attend, DecoderOps, Product, Weight, without_kernel
 
 ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
 
@@ -211,7 +212,11 @@ class Plan:
 def make_plan(
     ops: DecoderOps, schedule, *, weight_dtype: str = "float32", cache_dtype: str = "float32", rounded_activations=False
 ) -> Plan:
-    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan."""
+    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan. Raises
+    ConfigError for an op that no kernel computes.
+    """
+    if reason := without_kernel(ops):
+        raise ConfigError(f"no decode kernel runs this model ({reason})")
     table = Table.of(schedule, ops.hidden_size)
     return Plan(ops, table, Dtype[weight_dtype], Dtype[cache_dtype], rounded_activations)
 

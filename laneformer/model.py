@@ -117,9 +117,9 @@ class Laneformer(nnx.Module):
         cache.length is traced, the caller must check that.
         """
         check_ids(self.config, ids_bs)
-        if ids_bs.shape[0] != cache.keys[0].shape[1]:
+        if ids_bs.shape[0] != cache.batch:
             raise InputError(
-                f"the cache is for {cache.keys[0].shape[1]} sequences, got token ids of {ids_bs.shape[0]}; make one"
+                f"the cache is for {cache.batch} sequences, got token ids of {ids_bs.shape[0]}; make one"
                 f" with make_cache(batch={ids_bs.shape[0]})"
             )
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
@@ -244,7 +244,7 @@ class Laneformer(nnx.Module):
             with jax.named_scope("head"):
                 return model._head(x_lbsd[:, :, -1:] if last_only else x_lbsd), kept
 
-        cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
+        cache_spec = None if cache is None else Cache(P(LANE), P())
         sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # a lane head's logits are summed
         logits_spec = P(None, None, LANE) if sliced else P()
         return self._on_lanes(local, (ids_bs, cache, segments_bs), (P(), cache_spec, P()), (logits_spec, cache_spec))
@@ -305,7 +305,7 @@ class Laneformer(nnx.Module):
                     if routing is not None and routings is not None:
                         routings.append(routing)
                 else:
-                    memory = None if cache is None else (cache.keys[n], cache.values[n], start)
+                    memory = None if cache is None else (cache.layers[n], start)
                     o, kept[n] = attention(layer, x, memory)
                 return self._by_batch(o.astype(x.dtype))
 
@@ -314,7 +314,7 @@ class Laneformer(nnx.Module):
 
         x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._exchange, config.num_lanes, observe, receive)
         if cache is not None:
-            cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
+            cache = Cache([kept[n] for n in range(len(self.layers))], start + ids_bs.shape[1])
         return x_lbsd, cache
 
     def _head(self, x_lbsd: jax.Array) -> jax.Array:

@@ -250,7 +250,17 @@ class OutputNorm:
     writes: ClassVar = Value.OUTPUT
 
 
-Op = Product | Attend | OutputNorm | Route  # to come: ops with another state than keys and values
+Op = Product | Attend | OutputNorm | Route
+"""What decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
+
+
+def without_kernel(ops: "DecoderOps") -> str | None:
+    """What of a model no decode kernel computes, with the remedy; None if they compute all of it."""
+    for n, layer in enumerate(ops.layers):
+        for op in layer.ops:
+            if not isinstance(op, get_args(Op)):
+                return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
+    return None
 
 
 def trace_name(op: Op | type[Op]) -> str:

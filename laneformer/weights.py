@@ -16,7 +16,7 @@ from laneformer.blocks.block import Weight
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.config import ModelConfig
-from laneformer.state import values_per_token
+from laneformer.state import state_bytes_per_token
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Weight]:
@@ -121,10 +121,10 @@ def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> 
 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
-    """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read
-    their window.
+    """Bytes of keys and values, or other state, that one token writes and, with `context` earlier positions, reads;
+    sliding layers read their window.
     """
-    return sum(values_per_token(options, context) for layer in config.layers for options in layer) * bytes_per_value
+    return sum(state_bytes_per_token(own, context, bytes_per_value) for layer in config.layers for own in layer)
 
 
 def matmul_parameters(config: ModelConfig) -> int:

@@ -42,8 +42,8 @@ class Attention(Block):
     def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
 
-        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the
-        first query.
+        memory: ({"keys", "values"}, start), the cache [l, b, t, n, k] filled before position `start`, which is that of
+        the first query.
         """
         dtype, window = self.precision.compute, self.options.window
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
@@ -52,15 +52,16 @@ class Attention(Block):
         q = q.astype(dtype)
         sinks = self.sinks[...] if self.options.sinks else None
         if memory is None:
-            kept = k.astype(dtype), v.astype(dtype)
-            a = attend(q, *kept, window=window, segments=segments_bs, sinks=sinks)
+            kept = {}
+            a = attend(q, k.astype(dtype), v.astype(dtype), window=window, segments=segments_bs, sinks=sinks)
         else:
-            keys, values, start = memory
-            kept = tuple(
-                jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
-                for c, new in ((keys, k), (values, v))
-            )
-            a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start, sinks=sinks)
+            kept, start = memory
+            kept = {
+                name: jax.lax.dynamic_update_slice_in_dim(kept[name], new.astype(kept[name].dtype), start, 2)
+                for name, new in (("keys", k), ("values", v))
+            }
+            keys, values = (kept[name].astype(dtype) for name in ("keys", "values"))
+            a = attend(q, keys, values, window=window, start=start, sinks=sinks)
         if self.options.attention_gate:
             a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
         o_lbsd = self.precision.block_einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
+from laneformer.formats import FORMATS
 from laneformer.ops import Norm, Op, Rotary
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
@@ -62,19 +63,29 @@ def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False) 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptArray:
-    """An array that a block keeps between tokens: an entry per position, [l, b, t, *shape]."""
+    """An array that a block keeps between tokens: an entry per position, or one that every token changes,
+    [l, b, t, *shape]. Where all lanes keep the same, each has a copy.
+    """
 
     name: str
     num_lanes: int
     shape: tuple[int, ...]
     """Shape of one position's entry in one lane."""
-    window: int | None
+    window: int | None = None
     """Positions that a token reads, its own included; None for all."""
+    fixed: bool = False
+    """One entry, t = 1, which every token reads and writes again: a recurrent state, zero before the first token."""
+    dtype: str | None = None
+    """Its dtype; by default that of the cache."""
 
     def values_per_token(self, context: int) -> int:
         """Values that one token writes and, with `context` earlier positions, reads."""
-        positions = min(context, self.window - 1) if self.window else context
+        positions = 1 if self.fixed else min(context, self.window - 1) if self.window else context
         return self.num_lanes * math.prod(self.shape) * (1 + positions)
+
+    def bytes_per_token(self, context: int, bytes_per_value: float) -> float:
+        """Bytes of `values_per_token`. bytes_per_value: of the cache's dtype."""
+        return self.values_per_token(context) * (FORMATS[self.dtype].bytes if self.dtype else bytes_per_value)
 
 
 class QuantizedParam(nnx.Module):

@@ -111,8 +111,7 @@ def test_cache_stays_in_place_and_programs_compile_once(where):
     def pointers():
         return [
             shard.data.unsafe_buffer_pointer()
-            for layers in backend._cache
-            for c in layers
+            for c in jax.tree.leaves(backend._cache)
             for shard in c.addressable_shards
         ]
 
