@@ -58,6 +58,19 @@ def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", 
     return Cache(layers, jnp.zeros((), jnp.int32))
 
 
+def emptied(config: ModelConfig, layers: list[dict[str, jax.Array]]) -> Cache:
+    """An empty cache of arrays that held another text. Entries of positions stay: a token reads none after its own."""
+
+    def empty(kept: KeptArray, array: jax.Array) -> jax.Array:
+        return jnp.zeros_like(array, device=array.sharding) if kept.fixed else array
+
+    found = [
+        {name: empty(kept, arrays[name]) for name, kept in kept_arrays(options).items()}
+        for options, arrays in zip(config.layers, layers, strict=True)
+    ]
+    return Cache(found, jnp.zeros((), jnp.int32))
+
+
 def state_bytes_per_token(options: BlockOptions, context: int, bytes_per_value: float) -> float:
     """Bytes that one token writes to a block's state and, with `context` earlier positions, reads from it.
     bytes_per_value: of arrays without a dtype of their own.

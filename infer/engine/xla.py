@@ -17,7 +17,7 @@ from infer.engine.backend import Chunk, Request, Source, device_name, power_of_t
 from infer.sampling import sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
-from laneformer.state import Cache, capacity_of
+from laneformer.state import Cache, capacity_of, emptied
 from laneformer.weights import parameter_table
 
 log = logging.getLogger("infer")
@@ -85,17 +85,9 @@ class XlaBackend:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
         def begin(model, cache, ids_bs, real, seen, params, top) -> tuple[State, tuple]:
-            """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding; later
-            tokens overwrite the padding in the cache before attention reads it.
-            """
-            start = cache.length
-            logits, cache = model.extend(ids_bs, cache)
-            return draw(
-                State(dataclasses.replace(cache, length=start + real), jnp.int32(0), seen),
-                logits[0, real - 1],
-                params,
-                top,
-            )
+            """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding."""
+            logits, cache = model.extend(ids_bs, cache, count=real)
+            return draw(State(cache, jnp.int32(0), seen), logits[0, real - 1], params, top)
 
         def decode(model, state, params, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
             """Draws as many tokens as the smallest of `counts`, which has one count per process, and none after a stop
@@ -205,8 +197,8 @@ class XlaBackend:
         """An empty cache with room for that many positions, rounded up to a power of two or the whole context."""
         capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
-        if kept is not None and capacity_of(kept) == capacity:  # old entries are beyond what attention reads
-            cache = Cache(kept, jnp.zeros((), jnp.int32))
+        if kept is not None and capacity_of(kept) == capacity:
+            cache = emptied(self.model.config, kept)
         else:
             cache = self.model.make_cache(1, capacity)
         return jax.device_put(cache, self._place)

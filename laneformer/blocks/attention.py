@@ -7,7 +7,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, KeptArray, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
@@ -39,11 +39,10 @@ class Attention(Block):
         y = y.reshape(heads) if self.options.qk_norm == "head" else y
         return rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps).reshape(heads)
 
-    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
+    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
 
-        memory: ({"keys", "values"}, start), the cache [l, b, t, n, k] filled before position `start`, which is that of
-        the first query.
+        memory: the cache, keys and values [l, b, t, n, k], which are filled before position `start`.
         """
         dtype, window = self.precision.compute, self.options.window
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
@@ -55,9 +54,9 @@ class Attention(Block):
             kept = {}
             a = attend(q, k.astype(dtype), v.astype(dtype), window=window, segments=segments_bs, sinks=sinks)
         else:
-            kept, start = memory
+            caches, start = memory.arrays, memory.start
             kept = {
-                name: jax.lax.dynamic_update_slice_in_dim(kept[name], new.astype(kept[name].dtype), start, 2)
+                name: jax.lax.dynamic_update_slice_in_dim(caches[name], new.astype(caches[name].dtype), start, 2)
                 for name, new in (("keys", k), ("values", v))
             }
             keys, values = (kept[name].astype(dtype) for name in ("keys", "values"))

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -86,6 +86,19 @@ class KeptArray:
     def bytes_per_token(self, context: int, bytes_per_value: float) -> float:
         """Bytes of `values_per_token`. bytes_per_value: of the cache's dtype."""
         return self.values_per_token(context) * (FORMATS[self.dtype].bytes if self.dtype else bytes_per_value)
+
+
+class Memory(NamedTuple):
+    """What a layer kept, as a block reads it before new tokens."""
+
+    arrays: dict[str, jax.Array]
+    """By the names of its `KeptArray`s."""
+    start: jax.Array
+    """Position of the first new token, int32 scalar."""
+    count: jax.Array | None = None
+    """How many of the new tokens are text, int32 scalar: a fixed array is that after them. The rest is padding, whose
+    entries later tokens overwrite. None for all.
+    """
 
 
 class QuantizedParam(nnx.Module):
