@@ -23,8 +23,10 @@ LARGEST = {
     "num_lanes": 2**10,
     "num_experts": 2**16,
     "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
 }
-OF_EXPERTS = ("num_experts", "moe_intermediate_size")  # None where there are none
+# None where there are none
+OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
@@ -172,6 +174,10 @@ class ExpertsOptions:
     """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
     alpha: float = QUICK_GELU_FACTOR
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    shared: MlpOptions | None = None
+    """An MLP that every token uses beside the chosen experts."""
+    shared_gate: bool = False
+    """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
 BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
@@ -302,6 +308,10 @@ class ModelConfig(AttentionVariant):
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    shared_expert_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Columns over all lanes of an MLP that every token uses beside its experts (DeepSeekMoE, arXiv 2401.06066)."""
+    shared_expert_gate: bool = dataclasses.field(default=False, metadata=LATER)
+    """The output of that MLP times sigmoid(gate . x) of each token (Qwen2-MoE, arXiv 2407.10671)."""
 
     bos_token_id: int | None = None
     """Token that begins a text; prepended to prompts where set."""
@@ -361,13 +371,20 @@ class ModelConfig(AttentionVariant):
 
     def _check_experts(self):
         if self.num_experts is None:
-            for name in ("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"):
+            for name in (
+                *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
+                *("shared_expert_intermediate_size", "shared_expert_gate"),
+            ):
                 if getattr(self, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
         _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+        if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
+            raise ConfigError(
+                "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
+            )
         if self.swiglu_limit is not None:
             _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
             if self.hidden_act != "silu":
@@ -379,6 +396,8 @@ class ModelConfig(AttentionVariant):
         divided += ["moe_intermediate_size"] if sparse else ["intermediate_size"]
         if sparse and self.mlp_only_layers:
             divided.append("intermediate_size")
+        if self.shared_expert_intermediate_size is not None:
+            divided.append("shared_expert_intermediate_size")
         if self.lm_head_type not in HEAD_TYPES:
             raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
@@ -478,8 +497,13 @@ class ModelConfig(AttentionVariant):
             "num_lanes": self.num_lanes,
             "activation": Activation[self.hidden_act.upper()],
         }
+
+        def mlp(columns: int) -> MlpOptions:
+            return MlpOptions(**shared, columns=columns // self.num_lanes, gated=self.gated_mlp)
+
         if self.num_experts is None or layer in self.mlp_only_layers:
-            return MlpOptions(**shared, columns=self.intermediate_size // self.num_lanes, gated=self.gated_mlp)
+            return mlp(self.intermediate_size)
+        beside = self.shared_expert_intermediate_size
         return ExpertsOptions(
             **shared,
             columns=(self.moe_intermediate_size or self.intermediate_size) // self.num_lanes,
@@ -490,6 +514,8 @@ class ModelConfig(AttentionVariant):
             biases=self.expert_bias,
             limit=self.swiglu_limit,
             alpha=self.swiglu_alpha,
+            shared=mlp(beside) if beside else None,
+            shared_gate=self.shared_expert_gate,
         )
 
     @property

@@ -250,6 +250,18 @@ class OutputNorm:
     writes: ClassVar = Value.OUTPUT
 
 
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP that every token uses: what `products` make of STREAM is added to OUTPUT, times sigmoid(gate STREAM)."""
+
+    products: tuple[Product, ...]
+    gate: Matrix | None = None
+    """One row, of the stream after the norm of the first product."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.OUTPUT
+
+
 Op = Product | Attend | OutputNorm | Route
 """What decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
 

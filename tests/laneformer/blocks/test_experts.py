@@ -1,6 +1,7 @@
 """The mixture of experts: reference models, a float64 reference of the block, gradients, and what is refused."""
 
 import shutil
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ import laneformer
 from laneformer import CheckpointError, ConfigError, ModelConfig, Precision
 from laneformer.blocks.experts import Experts
 from laneformer.blocks.rotary import rotary_tables
-from laneformer.config import ExpertsOptions
+from laneformer.config import ExpertsOptions, MlpOptions
 from laneformer.decoder import decoder_ops
 from laneformer.hf import read_hf_config
-from laneformer.ops import Activation
+from laneformer.ops import Activation, without_kernel
 from tests.support import tiny
 from tests.support.paths import MOE
 
@@ -23,6 +24,12 @@ from tests.support.paths import MOE
 def options(**changes) -> ExpertsOptions:
     usual = {"hidden_size": 8, "num_lanes": 2, "columns": 6, "experts": 5, "used": 2, "normalized": True}
     return ExpertsOptions(**usual | {"activation": Activation.SILU} | changes)
+
+
+def shared(lanes: int = 2) -> dict:
+    """A shared expert with a gate."""
+    size = {"hidden_size": 8, "num_lanes": lanes, "columns": 3}
+    return {"shared": MlpOptions(**size, activation=Activation.SILU, gated=True), "shared_gate": True}
 
 
 def block(own: ExpertsOptions, seed: int = 0) -> Experts:
@@ -57,6 +64,13 @@ def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
                 hidden = gate / (1 + np.exp(-own.options.alpha * gate)) * (up + 1)
             out[place] += shares[e] / total * (w2[lane, e] @ hidden + b2[lane, e])
+        if own.options.shared:
+            w1s, w3s, w2s = (np.float64(getattr(own.shared, name)[...])[lane] for name in names[1:])
+            gate = w1s @ h
+            beside = w2s @ (gate / (1 + np.exp(-gate)) * (w3s @ h))
+            out[place] += beside / (
+                1 + np.exp(-np.float64(own.shared_gate[...])[0] @ h) if own.options.shared_gate else 1
+            )
     return out
 
 
@@ -69,6 +83,8 @@ def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
         ({"experts": 3, "used": 1}, 40),
         ({"columns": 1}, 29),
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
+        (shared(), 3),
+        (shared() | {"shared_gate": False}, 3),
     ],
     ids=str,
 )
@@ -92,6 +108,7 @@ def test_equal_logits_choose_the_lower_number():
     [
         ({}, 9),
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
+        (shared(1), 3),
         ({"experts": 3, "used": 1}, 1100),  # several blocks for each expert
     ],
     ids=str,
@@ -100,10 +117,8 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
     """Of every weight and of the input: against a program that computes all experts and masks."""
     own = block(options(num_lanes=1, normalized=False, **changes))
     h_lbsd = jnp.float32(np.random.default_rng(2).normal(size=(1, 2, tokens, 8)))
-    weights = {
-        path.removeprefix("at."): getattr(own, path.removeprefix("at.")) for path in Experts.table(own.options, "at")
-    }
-    weights = {name: weight[...] for name, weight in weights.items()}
+    names = [path.removeprefix("at.") for path in Experts.table(own.options, "at")]
+    weights = {name: attrgetter(name)(own)[...] for name in names}
     limit, alpha = own.options.limit, own.options.alpha
 
     def chosen(weights, h):
@@ -126,7 +141,12 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
             hidden = gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
         each = times("w2", "lbsef,ledf->lbsed", hidden)
-        return jnp.mean(jnp.sin(jnp.einsum("lbse,lbsed->lbsd", kept, each, precision="highest")))
+        total = jnp.einsum("lbse,lbsed->lbsd", kept, each, precision="highest")
+        if own.options.shared:
+            gate, up = (jnp.einsum("lbsd,lfd->lbsf", h, weights[f"shared.{name}"]) for name in ("w1", "w3"))
+            beside = jnp.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, weights["shared.w2"])
+            total += beside * jax.nn.sigmoid(h @ weights["shared_gate"].T)
+        return jnp.mean(jnp.sin(total))
 
     found, wanted = (jax.jit(jax.grad(f, (0, 1)))(weights, h_lbsd) for f in (chosen, all_experts))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -251,6 +271,11 @@ def test_kernels_refuse_another_factor_of_the_clamped_swiglu():
         decoder_ops(read_hf_config(MOE / "gpt_oss_2").replace(swiglu_alpha=1.5))
 
 
+def test_kernels_refuse_a_shared_expert():
+    config = read_hf_config(MOE / "qwen3_moe_1").replace(shared_expert_intermediate_size=8)
+    assert without_kernel(decoder_ops(config)).startswith("it has no shared_expert, the block of layer 0: use backend")
+
+
 def test_bad_values():
     usual = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
     usual |= {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -264,6 +289,12 @@ def test_bad_values():
         ({"expert_bias": True}, "expert_bias = True requires num_experts"),
         ({"num_experts": 4, "swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
         ({"num_experts": 4, "swiglu_limit": 7.0, "hidden_act": "gelu"}, "swiglu_limit requires"),
+        ({"shared_expert_intermediate_size": 4}, "shared_expert_intermediate_size = 4 requires num_experts"),
+        (
+            {"num_experts": 4, "shared_expert_intermediate_size": 3, "num_lanes": 2},
+            "shared_expert_intermediate_size = 3",
+        ),
+        ({"num_experts": 4, "shared_expert_gate": True}, "shared_expert_gate = true requires"),
     ):
         with pytest.raises(ConfigError, match=words):
             ModelConfig(**usual | changes)
