@@ -170,10 +170,15 @@ class Plan:
 
     def place(self, small: np.ndarray, path: str, weight: np.ndarray) -> None:
         """Copies a small weight, of the shape `shape_of`, into the array of all of them: float32 [small_size]."""
-        rows = np.asarray(weight, np.float32).reshape(-1, _size(self.weights[path]))
+        rows = np.asarray(self.with_plus(path, weight), np.float32).reshape(-1, _size(self.weights[path]))
         offset, stride = self.places[path]
         for lane, row in enumerate(rows):
             small[offset + lane * stride : offset + lane * stride + len(row)] = row
+
+    def with_plus(self, path: str, weight: np.ndarray) -> np.ndarray:
+        """A weight as kernels have it: float32 with `Weight.plus` added, where that is not 0."""
+        plus = self.weights[path].plus
+        return np.asarray(weight, np.float32) + np.float32(plus) if plus else weight
 
     @cached_property
     def products(self) -> tuple[Product, ...]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import operator
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -28,6 +30,7 @@ LARGEST = {
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
+LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 
@@ -87,6 +90,33 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetSizes:
+    """Sizes of gated DeltaNet (Yang et al., arXiv 2412.06464), over all lanes."""
+
+    key_heads: int
+    """Heads of q and k; lanes divide them."""
+    value_heads: int
+    """Heads of v, of the gates and of the state, as many for each key head."""
+    key_dim: int
+    """Channels of a head of q and k."""
+    value_dim: int
+    """Channels of a head of v."""
+    conv_kernel: int = 4
+    """Tokens that the convolution of q, k and v sees, the own one included."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _require_int(f"delta_net.{field.name}", getattr(self, field.name), at_least=1, at_most=2**16)
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"delta_net.value_heads = {self.value_heads} must be a multiple of delta_net.key_heads ="
+                f" {self.key_heads}"
+            )
+        if self.conv_kernel < 2:  # noqa: PLR2004
+            raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormOptions:
     """A norm of the stream, laneformer/blocks/norm.py."""
 
@@ -96,6 +126,8 @@ class NormOptions:
     """Added to the mean square."""
     per_lane: bool
     """Each lane has its own scale."""
+    plus_one: bool = False
+    """The factor on each channel is 1 + scale."""
 
 
 class Norms(NamedTuple):
@@ -137,6 +169,32 @@ class AttentionOptions(AttentionVariant):
     """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
+    norm_plus_one: bool = False
+    """The factors of these norms are 1 + their weights."""
+    rotary_dim: int
+    """Channels of a head that rotate, the first ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetOptions:
+    """The gated DeltaNet of one layer, laneformer/blocks/delta_net.py."""
+
+    hidden_size: int
+    num_lanes: int
+    sizes: DeltaNetSizes
+    """Of one lane."""
+    norm_eps: float
+    """Added to the mean square in the norm of each head's results."""
+
+    @property
+    def keys(self) -> int:
+        """Channels of q, and of k."""
+        return self.sizes.key_heads * self.sizes.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of v, and of its gate."""
+        return self.sizes.value_heads * self.sizes.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +238,13 @@ class ExpertsOptions:
     """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
-BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
+BlockOptions = AttentionOptions | DeltaNetOptions | MlpOptions | ExpertsOptions
 
 
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
-    attention: AttentionOptions
+    attention: AttentionOptions | DeltaNetOptions
     feed_forward: MlpOptions | ExpertsOptions
 
 
@@ -278,6 +336,14 @@ class ModelConfig(AttentionVariant):
     """Every query head has one more logit among its scores, without key and value (gpt-oss; arXiv 2309.17453)."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
+    norm_plus_one: bool = dataclasses.field(default=False, metadata=LATER)
+    """The factors of RMSNorms, those of q and k included, are 1 + their weights (Gemma, Qwen3-Next)."""
+    rotary_dim: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Channels of each head that rotate, the first ones (GPT-J); by default all."""
+    delta_net: DeltaNetSizes | None = dataclasses.field(default=None, metadata=LATER)
+    """Sizes of the gated DeltaNet in delta_layers."""
+    delta_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
+    """Layers that have a gated DeltaNet in place of attention (Qwen3-Next); one layer at least keeps attention."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
     """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
 
@@ -331,7 +397,11 @@ class ModelConfig(AttentionVariant):
             if field.type is float:
                 _require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
-        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "eos_token_id"):
+        if isinstance(self.delta_net, Mapping):
+            object.__setattr__(self, "delta_net", _delta_net_of(self.delta_net))
+        if not isinstance(self.delta_net, DeltaNetSizes | None):
+            raise ConfigError(f"delta_net = {self.delta_net!r} must be an object with key_heads, value_heads, ...")
+        for name in (*LAYER_LISTS, "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
@@ -343,6 +413,7 @@ class ModelConfig(AttentionVariant):
         self._check_experts()
         self._check_lanes()
         self._check_windows()
+        self._check_delta_net()
         for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_id)):
             for token in tokens:
                 if token is not None:
@@ -368,6 +439,22 @@ class ModelConfig(AttentionVariant):
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
                 " positions turn pairs of channels"
             )
+        if self.rotary_dim is not None:
+            _require_int("rotary_dim", self.rotary_dim, at_least=2, at_most=self.head_size)
+            if self.rotary_dim % 2:
+                raise ConfigError(
+                    f"rotary_dim = {self.rotary_dim} must be even; rotary positions turn pairs of channels"
+                )
+
+    def _check_delta_net(self):
+        if self.delta_net is None:
+            if self.delta_layers:
+                raise ConfigError(
+                    f"delta_layers = {list(self.delta_layers)} requires delta_net, the sizes of its heads"
+                )
+            return
+        if len(set(self.delta_layers)) == self.num_hidden_layers:
+            raise ConfigError("delta_layers has all layers: leave at least one of them to attention")
 
     def _check_experts(self):
         if self.num_experts is None:
@@ -405,13 +492,16 @@ class ModelConfig(AttentionVariant):
 
         def unfit(lanes: int) -> str | None:
             wrong = [name for name in divided if getattr(self, name) % lanes]
+            if self.delta_layers and self.delta_net and self.delta_net.key_heads % lanes:
+                wrong.append("delta_net.key_heads")
             copied = self.num_key_value_heads % lanes and lanes % self.num_key_value_heads
             return "num_key_value_heads" if copied else wrong[0] if wrong else None
 
         if name := unfit(self.num_lanes):
             fitting = [n for n in range(1, self.num_lanes) if not unfit(n)]
             raise ConfigError(
-                f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}; smaller lane counts"
+                f"num_lanes = {self.num_lanes} does not divide {name} ="
+                f" {operator.attrgetter(name)(self)}; smaller lane counts"
                 f" that do: {', '.join(map(str, fitting))}"
             )
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
@@ -442,7 +532,7 @@ class ModelConfig(AttentionVariant):
     def _check_windows(self):
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers"):
+        for name in LAYER_LISTS:
             listed = getattr(self, name) or ()
             if len(listed) > LARGEST["num_hidden_layers"]:
                 raise ConfigError(f"{name} has {len(listed):,} entries: list each layer once")
@@ -459,6 +549,11 @@ class ModelConfig(AttentionVariant):
     def head_size(self) -> int:
         """Channels of one head (e)."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that rotate."""
+        return self.rotary_dim or self.head_size
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -483,13 +578,22 @@ class ModelConfig(AttentionVariant):
         qk_norm = self.qk_norm_over if self.qk_norm else None
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
         variant |= {"out_bias": self.out_bias, "sinks": self.attention_sinks}
+        variant |= {"norm_plus_one": self.norm_plus_one, "rotary_dim": self.rotated}
+
+        def mixer(layer: int, window: int | None) -> AttentionOptions | DeltaNetOptions:
+            if layer in self.delta_layers:
+                return DeltaNetOptions(**size, sizes=self._delta_net_of_lane, norm_eps=self.norm_eps)
+            return AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers)
+
         return tuple(
-            LayerOptions(
-                AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),
-                self._feed_forward(layer),
-            )
+            LayerOptions(mixer(layer, window), self._feed_forward(layer))
             for layer, window in enumerate(self.layer_windows)
         )
+
+    @property
+    def _delta_net_of_lane(self) -> DeltaNetSizes:
+        own = {name: getattr(self.delta_net, name) // self.num_lanes for name in ("key_heads", "value_heads")}
+        return dataclasses.replace(self.delta_net, **own)
 
     def _feed_forward(self, layer: int) -> MlpOptions | ExpertsOptions:
         shared = {
@@ -521,9 +625,9 @@ class ModelConfig(AttentionVariant):
     @property
     def norms(self) -> Norms:
         """The norms in the layers, and the final one."""
+        shared = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes, "eps": self.norm_eps}
         in_layers, final = (
-            NormOptions(hidden_size=self.hidden_size, num_lanes=self.num_lanes, eps=self.norm_eps, per_lane=own)
-            for own in self.lane_norm_scales
+            NormOptions(**shared, per_lane=own, plus_one=self.norm_plus_one) for own in self.lane_norm_scales
         )
         after_sum = self.norm_after == "sum" and self.num_lanes > 1
         after = dataclasses.replace(in_layers, per_lane=in_layers.per_lane and not after_sum)
@@ -543,6 +647,15 @@ class ModelConfig(AttentionVariant):
     def replace(self, **changes) -> "ModelConfig":
         """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _delta_net_of(values: Mapping[str, object]) -> DeltaNetSizes:
+    """Of a JSON object."""
+    try:
+        return DeltaNetSizes(**values)
+    except TypeError as error:
+        names = ", ".join(field.name for field in dataclasses.fields(DeltaNetSizes))
+        raise ConfigError(f"delta_net = {dict(values)!r}: give {names} ({error})") from None
 
 
 def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):

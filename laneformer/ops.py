@@ -36,6 +36,8 @@ class Weight:
     """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
     experts: int | None = None
     """How many experts have one each, along an axis behind that of the lanes; None: no such axis."""
+    plus: float = 0.0
+    """Added to a vector where it is packed: kernels have the sum alone."""
 
     @property
     def is_matrix(self) -> bool:
@@ -262,6 +264,30 @@ class SharedExpert:
     writes: ClassVar = Value.OUTPUT
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta rule (Yang et al., arXiv 2412.06464): PROJECTED holds, for each key head, q and k [key_dim] and, for
+    each of its value heads, v and then z [value_dim]; then, for each key head, b and then a of its value heads. The
+    result is ATTENDED [value_heads, value_dim]. laneformer/blocks/delta_net.py has the equations.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution: Weight
+    """[channels of q, then k, then v; tokens], the oldest token first."""
+    decay: Weight
+    """[value_heads]: the logarithm of a rate."""
+    step: Weight
+    """[value_heads]: added to a."""
+    norm: Norm
+    """Of each head's result, before its gate."""
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
+
+
 Op = Product | Attend | OutputNorm | Route
 """What decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
 
@@ -272,6 +298,8 @@ def without_kernel(ops: "DecoderOps") -> str | None:
         for op in layer.ops:
             if not isinstance(op, get_args(Op)):
                 return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
+            if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
+                return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"
     return None
 
 

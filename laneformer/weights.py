@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
+from laneformer.blocks.delta_net import DRAWS
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.config import ModelConfig
@@ -88,7 +89,11 @@ def initial_weights(
         where = shardings and shardings[path]
         if weight.initial in ("ones", "zeros"):
             return getattr(jnp, weight.initial)(weight.shape, dtype, device=where)
-        draw = _draw(seed, weight.shape, deviation[weight.initial], jnp.dtype(dtype).name, where)
+        scale = deviation.get(weight.initial)
+        if scale is None:
+            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(dtype).name, where)
+        else:
+            draw = _draw(seed, weight.shape, scale, jnp.dtype(dtype).name, where)
         return draw(np.uint32(zlib.crc32(path.encode()) & 0x7FFFFFFF))
 
     return {path: make(path, weight) for path, weight in parameter_table(config).items()}
@@ -101,6 +106,17 @@ def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where
     def draw(number: np.uint32) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), number)
         return (deviation * jax.random.truncated_normal(key, -3, 3, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(draw, out_shardings=where)
+
+
+@lru_cache(128)
+def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None):
+    """draw(number), as `_draw`, of the weights that a block draws by its own rule."""
+
+    def draw(number: np.uint32) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return DRAWS[initial](key, shape).astype(dtype)
 
     return jax.jit(draw, out_shardings=where)
 

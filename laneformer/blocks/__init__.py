@@ -2,8 +2,14 @@
 
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.block import Block
+from laneformer.blocks.delta_net import DeltaNet
 from laneformer.blocks.experts import Experts
 from laneformer.blocks.mlp import Mlp
-from laneformer.config import AttentionOptions, ExpertsOptions, MlpOptions
+from laneformer.config import AttentionOptions, DeltaNetOptions, ExpertsOptions, MlpOptions
 
-BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp, ExpertsOptions: Experts}
+BLOCKS: dict[type, type[Block]] = {
+    AttentionOptions: Attention,
+    DeltaNetOptions: DeltaNet,
+    MlpOptions: Mlp,
+    ExpertsOptions: Experts,
+}

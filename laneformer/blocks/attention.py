@@ -37,7 +37,8 @@ class Attention(Block):
         if self.options.qk_norm is None or name not in "qk":
             return y.reshape(heads)
         y = y.reshape(heads) if self.options.qk_norm == "head" else y
-        return rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps).reshape(heads)
+        gain, plus_one = getattr(self, f"{name}_norm")[...], self.options.norm_plus_one
+        return rms_norm(y, gain, self.options.norm_eps, plus_one=plus_one).reshape(heads)
 
     def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
@@ -74,7 +75,7 @@ class Attention(Block):
 
         def add(name: str, file_name: str, shape: tuple[int, ...], spec: P, initial: str, group: str = "vector"):
             file_name = f"model.{path}.{file_name}"
-            part = "norms" if initial == "ones" else "attention"
+            part = "norms" if name in ("q_norm", "k_norm") else "attention"
             found[f"{path}.{name}"] = Weight(
                 file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part
             )
@@ -87,7 +88,7 @@ class Attention(Block):
         if options.qk_norm:
             for name, channels in (("q_norm", queries), ("k_norm", keys)):
                 size = e if options.qk_norm == "head" else channels
-                add(name, f"{name}.weight", (size,), P(None), "ones")
+                add(name, f"{name}.weight", (size,), P(None), "zeros" if options.norm_plus_one else "ones")
         if options.sinks:
             add("sinks", "sinks", (l, options.heads), P("lane", None), "zeros")
         add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
@@ -103,7 +104,8 @@ class Attention(Block):
             return Matrix(weight(f"{path}.{name}"), weight(f"{path}.{name}_bias") if biased else None)
 
         def head_norm(name: str) -> Norm | None:
-            return Norm(weight(f"{path}.{name}"), options.norm_eps) if options.qk_norm else None
+            plus = float(options.norm_plus_one)
+            return Norm(weight(f"{path}.{name}", plus=plus), options.norm_eps) if options.qk_norm else None
 
         qkv = Product(
             ProductName.QKV,

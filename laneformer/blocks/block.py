@@ -29,8 +29,10 @@ class Weight:
     """Lane-first where every lane has its own share."""
     spec: P
     """Mesh axis (lane, data) of each dimension."""
-    initial: Literal["normal", "output", "embedding", "ones", "zeros"]
-    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it."""
+    initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step"]
+    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it; the last three are
+    those of laneformer/blocks/delta_net.py.
+    """
     group: Literal["matrix", "embedding", "vector"]
     """Kind of update: matrix of a layer; embedding table or head; vector (norm or bias), which does not decay."""
     part: str
@@ -51,14 +53,14 @@ class Weight:
         return round(self.size * self.share)
 
 
-def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False) -> ops.Weight:
+def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False, plus: float = 0.0) -> ops.Weight:
     """A block's weight as its ops name it: the share of one lane, where each lane has its own. of_experts: each expert
-    has one.
+    has one. plus: as in ops.Weight.
     """
     weight = table[path]
     lane_sharded = weight.spec[0] == "lane"
     shape = weight.shape[lane_sharded:]
-    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None)
+    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None, plus)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ class HfFolder:
         self._family = find_family(values)
         self.sources = self._family.sources(self.config, self.table)
         tensors, metadata = find_tensors(path)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(self._family.skipped)}
         if schemes := read_schemes(path, values):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)
