@@ -54,6 +54,7 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     values = {"model_type": spelling, "architectures": [ARCHITECTURES[spelling]]}
     for name in SAME_NAME:
         value = getattr(config, name)
+        value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
         values[name] = list(value) if isinstance(value, tuple) else value
     if spelling == "laneformer_tp" and config.use_attention_comm == config.use_mlp_comm:
         del values["use_attention_comm"], values["use_mlp_comm"]

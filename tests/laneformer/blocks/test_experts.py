@@ -197,7 +197,11 @@ def test_reference_models(case, lanes, devices):
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt_oss_2", *(pytest.param(f"{kind}_1", marks=pytest.mark.slow) for kind in ("gpt_oss", "qwen3_moe"))]
+    "case",
+    [
+        *("gpt_oss_2", "qwen3_next_1"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss_1", "qwen3_moe_1", "qwen3_next_2")),
+    ],
 )
 def test_routes_of_a_reference_model(case):
     """Experts and shares in every layer."""
