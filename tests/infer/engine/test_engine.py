@@ -17,7 +17,7 @@ from infer.sampling import sample, top_logprobs
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
-from tests.support.paths import ORACLE
+from tests.support.paths import MOE, ORACLE
 
 
 @pytest.fixture(scope="module")
@@ -419,3 +419,20 @@ def test_more_devices_than_lanes_are_refused():
         Engine.load(ORACLE / "case_06", devices=8)
     with pytest.raises(CheckpointError):
         Engine.load(ORACLE / "nowhere", devices=2)
+
+
+def test_recurrent_states_are_those_of_the_text():
+    """Padded prompts, another request between, and a cancelled one: each answer begins with an empty state."""
+    io = np.load(MOE / "qwen3_next_2" / "io.npz")
+    engine = Engine.load(MOE / "qwen3_next_2", dtype="float32", num_lanes=2)
+    assert engine.backend == "xla"  # chosen: no other one has this model
+    ask = {"max_new_tokens": 12, "stop_tokens": ()}
+    for cancelled in (True, False):
+        assert list(engine.generate(io["greedy_prompt"], **ask)) == io["greedy_ids"].tolist()
+        between = engine.generate(np.arange(100), **ask, tokens_per_dispatch=2)
+        next(between)
+        if cancelled:
+            between.cancel()
+        assert (len(between.result.tokens) < 12) == cancelled
+    with pytest.raises(ConfigError, match=r"cpu is not available \(it has no delta_net, the block of layer 0"):
+        Engine.load(MOE / "qwen3_next_2", "cpu")
