@@ -5,6 +5,7 @@ RECIPES = {
     "stdlib": "configs.stdlib:stdlib",
     "tiny": "configs.tiny:tiny",
     "stdlib_int4": "configs.stdlib:stdlib_int4",
+    "delta_tiny": "configs.delta:delta_tiny",
     "laneformer_120m": "configs.small:laneformer_120m",
     "laneformer_350m": "configs.small:laneformer_350m",
     "laneformer_2b": "configs.laneformer_2b:laneformer_2b",

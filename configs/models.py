@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from laneformer.config import ModelConfig, RopeScaling
+from laneformer.config import DeltaNetSizes, ModelConfig, RopeScaling
 
 # The model of `make run`: 6 layers in 8 lanes with the published layout (delay 2).
 STDLIB = ModelConfig(
@@ -26,6 +26,11 @@ TINY_LONG = TINY.replace(
     max_position_embeddings=1024,
     sliding_window=256,
     rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=256),
+)
+
+# The model of `make run` with a gated DeltaNet in two of three layers.
+DELTA_TINY = STDLIB.replace(
+    delta_net=DeltaNetSizes(key_heads=8, value_heads=8, key_dim=24, value_dim=24), delta_layers=(0, 1, 3, 4)
 )
 
 LANEFORMER_120M = ModelConfig(
@@ -150,6 +155,34 @@ QWEN3_30B_A3B = ModelConfig(
     bos_token_id=151_643,
     eos_token_id=(151_645,),
 )
+QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, but for its rope_theta
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=262_144,
+    layout="tp",
+    rope_theta=1e7,
+    rotary_dim=64,
+    norm_eps=1e-6,
+    norm_plus_one=True,
+    qk_norm=True,
+    attention_gate=True,
+    delta_net=DeltaNetSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    delta_layers=tuple(n for n in range(48) if n % 4 < 3),
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    shared_expert_gate=True,
+    bos_token_id=151_643,
+    eos_token_id=(151_645,),
+)
+# Twelve of its layers: in FP8 21.5 GB, for devices with less memory.
+QWEN3_NEXT_21B = QWEN3_NEXT_80B.replace(num_hidden_layers=12, delta_layers=tuple(n for n in range(12) if n % 4 < 3))
 
 
 class PackedModel(NamedTuple):
@@ -164,9 +197,12 @@ class PackedModel(NamedTuple):
 
 EXPERTS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
 ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+BESIDE = ("attention.wg", "attention.win", *(f"feed_forward.shared.{name}" for name in ("w1", "w3", "w2")))
 PACKED: dict[str, PackedModel] = {  # in the precisions in which they are published; all else in bfloat16
     "gpt_oss_20b": PackedModel(GPT_OSS_20B, "mxfp4", EXPERTS),
     "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
+    "qwen3_next_80b": PackedModel(QWEN3_NEXT_80B, "fp8", EXPERTS + ATTENTION + BESIDE),
+    "qwen3_next_21b": PackedModel(QWEN3_NEXT_21B, "fp8", EXPERTS + ATTENTION + BESIDE),
     "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
 }
 
@@ -175,6 +211,7 @@ MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
     "tiny": TINY_LONG,
     "stdlib_int4": STDLIB,
+    "delta_tiny": DELTA_TINY,
     "laneformer_120m": LANEFORMER_120M,
     "laneformer_350m": LANEFORMER_350M_LONG,
     "laneformer_2b": LANEFORMER_2B,
