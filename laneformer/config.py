@@ -171,8 +171,6 @@ class AttentionOptions(AttentionVariant):
     """Added to the mean square in the norms of q and k."""
     norm_plus_one: bool = False
     """The factors of these norms are 1 + their weights."""
-    rotary_dim: int
-    """Channels of a head that rotate, the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,7 +576,7 @@ class ModelConfig(AttentionVariant):
         qk_norm = self.qk_norm_over if self.qk_norm else None
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
         variant |= {"out_bias": self.out_bias, "sinks": self.attention_sinks}
-        variant |= {"norm_plus_one": self.norm_plus_one, "rotary_dim": self.rotated}
+        variant |= {"norm_plus_one": self.norm_plus_one}
 
         def mixer(layer: int, window: int | None) -> AttentionOptions | DeltaNetOptions:
             if layer in self.delta_layers:
