@@ -36,8 +36,8 @@ class Weight:
     """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
     experts: int | None = None
     """How many experts have one each, along an axis behind that of the lanes; None: no such axis."""
-    plus: float = 0.0
-    """Added to a vector where it is packed: kernels have the sum alone."""
+    plus: float = dataclasses.field(default=0.0, compare=False)
+    """Added to a vector where it is packed: kernels have the sum alone, and a plan's words do not have this."""
 
     @property
     def is_matrix(self) -> bool:
