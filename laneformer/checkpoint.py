@@ -185,7 +185,9 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
     meta = read_meta(step)
     table = parameter_table(config)
     wanted = {
-        path: jax.ShapeDtypeStruct(p.shape, dtype, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
+        path: jax.ShapeDtypeStruct(
+            p.shape, p.dtype or dtype, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh)
+        )
         for path, p in table.items()
     }
     try:

@@ -27,6 +27,7 @@ LARGEST = {
 }
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+OF_SIGMOID = ("router_correction", "n_group", "topk_group", "routed_scaling_factor")  # options of a router
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
@@ -168,6 +169,16 @@ class ExpertsOptions:
     activation: Activation
     router_bias: bool = False
     """A bias on the router's logits."""
+    sigmoid: bool = False
+    """Scores are the sigmoids of the logits, instead of their softmax; what follows requires it."""
+    correction: bool = False
+    """A bias on the scores by which experts are chosen; their shares are without it."""
+    groups: int = 1
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int = 1
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    factor: float = 1.0
+    """Factor on the shares."""
     biases: bool = False
     """Biases on all matrices of the experts; each lane has its own of w2."""
     limit: float | None = None
@@ -308,6 +319,18 @@ class ModelConfig(AttentionVariant):
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    scoring_func: Literal["softmax", "sigmoid"] = dataclasses.field(default="softmax", metadata=LATER)
+    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or the sigmoid of each
+    (DeepSeek-V3, arXiv 2412.19437). What follows requires sigmoid.
+    """
+    router_correction: bool = dataclasses.field(default=False, metadata=LATER)
+    """A bias on the scores by which experts are chosen, float32; their shares are without it (arXiv 2408.15664)."""
+    n_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups of experts with neighbouring numbers."""
+    topk_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    routed_scaling_factor: float = dataclasses.field(default=1.0, metadata=LATER)
+    """Factor on the shares of a token's experts."""
     shared_expert_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
     """Columns over all lanes of an MLP that every token uses beside its experts (DeepSeekMoE, arXiv 2401.06066)."""
     shared_expert_gate: bool = dataclasses.field(default=False, metadata=LATER)
@@ -373,14 +396,15 @@ class ModelConfig(AttentionVariant):
         if self.num_experts is None:
             for name in (
                 *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
-                *("shared_expert_intermediate_size", "shared_expert_gate"),
+                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SIGMOID),
             ):
-                if getattr(self, name):
+                if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
         _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+        self._check_router()
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ConfigError(
                 "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
@@ -389,6 +413,29 @@ class ModelConfig(AttentionVariant):
             _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
             if self.hidden_act != "silu":
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
+
+    def _check_router(self):
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose softmax or sigmoid")
+        if self.scoring_func == "softmax":
+            for name in OF_SIGMOID:
+                if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                    raise ConfigError(f"{name} = {value!r} requires scoring_func = 'sigmoid'")
+        elif self.router_bias:
+            raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
+        _require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
+        _require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
+        if self.n_group == 1:
+            return
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ConfigError(
+                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least 2"
+            )
+        if self.num_experts_per_tok > (fits := self.num_experts // self.n_group * self.topk_group):
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok}: topk_group = {self.topk_group} groups have {fits}"
+                " experts; choose fewer, or more groups"
+            )
 
     def _check_lanes(self):
         divided = ["num_attention_heads"]
@@ -511,6 +558,11 @@ class ModelConfig(AttentionVariant):
             used=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
             router_bias=self.router_bias,
+            sigmoid=self.scoring_func == "sigmoid",
+            correction=self.router_correction,
+            groups=self.n_group,
+            groups_used=self.topk_group,
+            factor=self.routed_scaling_factor,
             biases=self.expert_bias,
             limit=self.swiglu_limit,
             alpha=self.swiglu_alpha,

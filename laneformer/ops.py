@@ -194,6 +194,30 @@ class Route:
     writes: ClassVar = Value.ROUTES
 
 
+@dataclass(frozen=True)
+class SigmoidRoute:
+    """Route with the sigmoids of the logits as scores; ROUTES gets the largest sums of score and correction."""
+
+    matrix: Matrix
+    """[experts, hidden_size]."""
+    used: int
+    """Experts that it chooses."""
+    normalized: bool
+    """Shares are the chosen scores over their sum; otherwise the scores."""
+    norm: Norm | None
+    correction: Weight | None
+    """[experts], not in the shares."""
+    groups: int
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int
+    """Groups chosen from: those with the largest sums of their two best; of equal ones the lowest number first."""
+    factor: float
+    """On the shares."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.ROUTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
     """Options of attention that a kernel takes as they are: fields of ModelConfig, of each layer's AttentionOptions and

@@ -150,7 +150,8 @@ class HfFolder:
             if tensor.dtype == QUANTIZED:
                 yield path, self._record(source, tensor)
             else:
-                yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
+                dtype = self.table[path].dtype or self._dtype
+                yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), dtype)
 
     def _is_record(self, path: str) -> bool:
         return self.tensors[self.sources[path].name].dtype == QUANTIZED and not self._widened
