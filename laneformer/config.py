@@ -63,6 +63,17 @@ class RopeScaling:
     truncate: bool = True
     """yarn: round the ramp's ends to whole dimensions."""
 
+    @property
+    def score_factor(self) -> float:
+        """yarn: factor on the scores of latent attention, the square of the temperature at mscale_all_dim."""
+        if self.type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self.temperature(self.mscale_all_dim) ** 2
+
+    def temperature(self, mscale: float) -> float:
+        """yarn: 0.1 mscale ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
     def __post_init__(self):
         if self.type not in ("linear", "llama3", "yarn"):
             raise ConfigError(
@@ -85,6 +96,36 @@ class RopeScaling:
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
                 f" {self.low_freq_factor}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
+    per position, and one rotated key of all heads is beside it.
+    """
+
+    q_lora_rank: int | None = None
+    """Channels between the two matrices that make the queries; none: one matrix makes them."""
+    kv_lora_rank: int
+    """Channels of the vector that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Channels of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Channels of a head's queries that are rotated, and of the key of all heads."""
+    v_head_dim: int
+    """Channels of a head's values."""
+    latent_norm_eps: float = 1e-6
+    """Added to the mean square in the norms of both vectors between matrices."""
+
+    def __post_init__(self):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if name != "q_lora_rank" or self.q_lora_rank is not None:
+                _require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
+            )
+        _require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +182,18 @@ class AttentionOptions(AttentionVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttentionOptions(LatentAttention):
+    """The latent attention of one layer, laneformer/blocks/latent_attention.py."""
+
+    hidden_size: int
+    num_lanes: int
+    heads: int
+    """Heads of one lane."""
+    scale: float
+    """Factor on the scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpOptions:
     """The MLP of one layer, laneformer/blocks/mlp.py."""
 
@@ -191,13 +244,13 @@ class ExpertsOptions:
     """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
-BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
+BlockOptions = AttentionOptions | LatentAttentionOptions | MlpOptions | ExpertsOptions
 
 
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
-    attention: AttentionOptions
+    attention: AttentionOptions | LatentAttentionOptions
     feed_forward: MlpOptions | ExpertsOptions
 
 
@@ -291,6 +344,8 @@ class ModelConfig(AttentionVariant):
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
     """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
+    latent_attention: LatentAttention | None = dataclasses.field(default=None, metadata=LATER)
+    """Every layer has multi-head latent attention of num_attention_heads heads, instead of grouped queries."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
@@ -373,6 +428,9 @@ class ModelConfig(AttentionVariant):
         self._check_norms()
 
     def _check_heads(self):
+        if self.latent_attention is not None:
+            self._check_latent_attention()
+            return
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads ="
@@ -391,6 +449,23 @@ class ModelConfig(AttentionVariant):
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
                 " positions turn pairs of channels"
             )
+
+    def _check_latent_attention(self):
+        if not isinstance(self.latent_attention, LatentAttention):
+            raise ConfigError(f"latent_attention = {self.latent_attention!r} must be a LatentAttention")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads = {self.num_key_value_heads} with latent_attention must be num_attention_heads ="
+                f" {self.num_attention_heads}"
+            )
+        for name in (
+            *("head_dim", "sliding_window", "nope_layers", "qkv_bias", "out_bias", "attention_sinks", "qk_norm"),
+            "attention_gate",
+        ):
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"{name} = {value!r} is an option of grouped-query attention: remove it or latent_attention"
+                )
 
     def _check_experts(self):
         if self.num_experts is None:
@@ -504,8 +579,15 @@ class ModelConfig(AttentionVariant):
 
     @property
     def head_size(self) -> int:
-        """Channels of one head (e)."""
+        """Channels of one head's queries and keys (e)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_nope_head_dim + self.latent_attention.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of one head that are rotated."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.qk_rope_head_dim
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -522,6 +604,14 @@ class ModelConfig(AttentionVariant):
     def layers(self) -> tuple[LayerOptions, ...]:
         """The blocks of each layer."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
+        if self.latent_attention is not None:
+            latent = LatentAttentionOptions(
+                **size,
+                **dataclasses.asdict(self.latent_attention),
+                heads=self.num_attention_heads // self.num_lanes,
+                scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
+            )
+            return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),

@@ -265,6 +265,56 @@ class Attend(AttentionVariant):
 
 
 @dataclass(frozen=True)
+class LatentProject:
+    """The vectors that latent attention is made of: `latents` times STREAM, after `norm`, gives [kv_rank + rotary
+    channels], of which the first kv_rank through `latent_norm` and the rest rotated join the layer's cache; `queries`
+    times STREAM goes through `query_norm`.
+    """
+
+    latents: Matrix
+    latent_norm: Norm
+    queries: Matrix | None
+    """None: LatentQueries reads STREAM."""
+    query_norm: Norm | None
+    norm: Norm | None
+    rotary: Rotary
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentQueries:
+    """Queries [heads, nope + rotary channels] of latent attention, the last of each head rotated, the others times the
+    rows of `keys` that are the head's keys: then they have the size of the cache's entries.
+    """
+
+    matrix: Matrix
+    keys: Matrix
+    """[heads * (nope + values), kv_rank]: of each head the rows of its keys, then of its values."""
+    heads: int
+    rotary: Rotary
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentAttend:
+    """softmax(scale q k^T) k of every head, causal, where k are the cache's entries; of the result the first kv_rank
+    channels, times the rows of `values` that are the head's values, are ATTENDED [heads, value channels].
+    """
+
+    values: Matrix
+    """That of LatentQueries.keys."""
+    heads: int
+    scale: float
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
+
+
+@dataclass(frozen=True)
 class OutputNorm:
     """RMSNorm of OUTPUT, in place."""
 

@@ -3,7 +3,13 @@
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.block import Block
 from laneformer.blocks.experts import Experts
+from laneformer.blocks.latent_attention import LatentAttention
 from laneformer.blocks.mlp import Mlp
-from laneformer.config import AttentionOptions, ExpertsOptions, MlpOptions
+from laneformer.config import AttentionOptions, ExpertsOptions, LatentAttentionOptions, MlpOptions
 
-BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp, ExpertsOptions: Experts}
+BLOCKS: dict[type, type[Block]] = {
+    AttentionOptions: Attention,
+    LatentAttentionOptions: LatentAttention,
+    MlpOptions: Mlp,
+    ExpertsOptions: Experts,
+}
