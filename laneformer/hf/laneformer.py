@@ -68,8 +68,8 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     eos = config.eos_token_id
     values["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
     values["rope_scaling"] = rope_to_hf(config.rope_scaling)
-    if config.latent_attention is not None:
-        values["latent_attention"] = dataclasses.asdict(config.latent_attention)
+    latent = config.latent_attention
+    values["latent_attention"] = None if latent is None else dataclasses.asdict(latent)
     return values
 
 

@@ -11,16 +11,20 @@ import pytest
 from safetensors.numpy import save_file
 
 import laneformer
+from configs.models import DEEPSEEK_V3, KIMI_K2, MOONLIGHT_16B
 from infer import Engine, Sampling
 from laneformer import CheckpointError, ConfigError
 from laneformer.checkpoint import packed_bytes
-from laneformer.hf import config_from_hf, read_values
+from laneformer.hf import config_from_hf, dimensions_from_hf, read_values
 from laneformer.hf.safetensors import find_tensors
 from laneformer.quantized import Quantized
+from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_count
 from tests.support import tiny
+from tests.support.hf.configs import MIXTURES
 from tests.support.hf.packers import E4M3
 from tests.support.paths import MOE
 
+FAST = ("deepseek_v3_2", 4, 2)
 CASES = ("deepseek_v3_1", "deepseek_v3_2", "kimi_1", "kimi_2")
 
 
@@ -44,7 +48,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["deepseek_v3_1", "kimi_2", slow("deepseek_v3_2"), slow("kimi_1")])
 def test_reference_models(case):
     """Logits, and greedy tokens from a cache; FP8 and INT4 stay packed, draft layers and vision towers are left out."""
     assert tiny.difference(model(case)(io(case)["input_ids"]), io(case)["logits"]) < 1e-4
@@ -55,9 +59,9 @@ def test_reference_models(case):
 @pytest.mark.parametrize(
     ("case", "lanes", "devices"),
     [
-        ("deepseek_v3_2", 4, 2),
-        ("kimi_2", 2, 0),
-        *(slow(case, *cut) for case in CASES for cut in ((2, 2), (4, 2), (4, 0))),
+        FAST,
+        slow("kimi_2", 2, 0),
+        *(slow(case, *cut) for case in CASES for cut in ((2, 2), (4, 2), (4, 0)) if (case, *cut) != FAST),
     ],
 )
 def test_lanes(case, lanes, devices):
@@ -100,6 +104,7 @@ def test_any_split_of_a_prompt(parts):
     assert start == 48 and tiny.difference(jnp.concatenate(found, 1), io(case)["logits"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_generation():
     case = "kimi_2"
     engine = Engine(model(case), backend="xla")
@@ -173,6 +178,20 @@ def test_unknown_configs_are_refused(changes, words):
     with pytest.raises(ConfigError) as caught:
         config_from_hf(moonlight(**changes))
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25"])
+def test_a_token_reads_what_the_dimensions_say(name):
+    """The weights of the blocks against those counted from the config's fields, at published sizes."""
+    config, found = config_from_hf(MIXTURES[name]), dimensions_from_hf(MIXTURES[name])
+    assert matmul_parameters(config) == sum(part.read for part in found.parts)
+    assert kv_bytes_per_token(config, 10, 2) == found.kv_full * 11 * 2
+
+
+def test_recipes_have_the_published_sizes():
+    """In billions of weights."""
+    for config, count in ((DEEPSEEK_V3, 671.0), (KIMI_K2, 1026.4), (MOONLIGHT_16B, 15.96)):
+        assert parameter_count(config) / 1e9 == pytest.approx(count, rel=1e-3)
 
 
 KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
