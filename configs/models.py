@@ -240,8 +240,8 @@ EXPERTS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
 ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 SHARED_EXPERT = tuple(f"feed_forward.shared.{name}" for name in ("w1", "w3", "w2"))
 LATENT = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo"))
-# In the precisions in which they are published, all else in bfloat16. All of moonlight_16b is published in bfloat16; here
-# its experts are in fp8, to fit a memory of 24 GiB.
+# In the precisions in which they are published, all else in bfloat16; but the experts of moonlight_16b, published in
+# bfloat16, are in fp8 to fit a memory of 24 GiB.
 PACKED: dict[str, PackedModel] = {
     "gpt_oss_20b": PackedModel(GPT_OSS_20B, "mxfp4", EXPERTS),
     "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
