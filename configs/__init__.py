@@ -10,5 +10,6 @@ RECIPES = {
     "laneformer_350m": "configs.small:laneformer_350m",
     "laneformer_2b": "configs.laneformer_2b:laneformer_2b",
     "moe_tiny": "configs.moe:moe_tiny",
+    "latent_tiny": "configs.moe:latent_tiny",
     "moe_1b_a200m": "configs.moe:moe_1b_a200m",
 }

@@ -29,6 +29,7 @@ LARGEST = {
 }
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+OF_SIGMOID = ("router_correction", "n_group", "topk_group", "routed_scaling_factor")  # options of a router
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
 LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
@@ -64,6 +65,17 @@ class RopeScaling:
     """yarn: denominator of the derived attention factor."""
     truncate: bool = True
     """yarn: round the ramp's ends to whole dimensions."""
+
+    @property
+    def score_factor(self) -> float:
+        """yarn: factor on the scores of latent attention, the square of the temperature at mscale_all_dim."""
+        if self.type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self.temperature(self.mscale_all_dim) ** 2
+
+    def temperature(self, mscale: float) -> float:
+        """yarn: 0.1 mscale ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def __post_init__(self):
         if self.type not in ("linear", "llama3", "yarn"):
@@ -114,6 +126,36 @@ class DeltaNetSizes:
             )
         if self.conv_kernel < 2:  # noqa: PLR2004
             raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
+    per position, and one rotated key of all heads is beside it.
+    """
+
+    q_lora_rank: int | None = None
+    """Channels between the two matrices that make the queries; none: one matrix makes them."""
+    kv_lora_rank: int
+    """Channels of the vector that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Channels of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Channels of a head's queries that are rotated, and of the key of all heads."""
+    v_head_dim: int
+    """Channels of a head's values."""
+    latent_norm_eps: float = 1e-6
+    """Added to the mean square in the norms of both vectors between matrices."""
+
+    def __post_init__(self):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if name != "q_lora_rank" or self.q_lora_rank is not None:
+                _require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
+            )
+        _require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +238,18 @@ class DeltaNetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttentionOptions(LatentAttention):
+    """The latent attention of one layer, laneformer/blocks/latent_attention.py."""
+
+    hidden_size: int
+    num_lanes: int
+    heads: int
+    """Heads of one lane."""
+    scale: float
+    """Factor on the scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpOptions:
     """The MLP of one layer, laneformer/blocks/mlp.py."""
 
@@ -224,6 +278,16 @@ class ExpertsOptions:
     activation: Activation
     router_bias: bool = False
     """A bias on the router's logits."""
+    sigmoid: bool = False
+    """Scores are the sigmoids of the logits, instead of their softmax; what follows requires it."""
+    correction: bool = False
+    """A bias on the scores by which experts are chosen; their shares are without it."""
+    groups: int = 1
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int = 1
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    factor: float = 1.0
+    """Factor on the shares."""
     biases: bool = False
     """Biases on all matrices of the experts; each lane has its own of w2."""
     limit: float | None = None
@@ -236,13 +300,13 @@ class ExpertsOptions:
     """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
-BlockOptions = AttentionOptions | DeltaNetOptions | MlpOptions | ExpertsOptions
+BlockOptions = AttentionOptions | DeltaNetOptions | LatentAttentionOptions | MlpOptions | ExpertsOptions
 
 
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
-    attention: AttentionOptions | DeltaNetOptions
+    attention: AttentionOptions | DeltaNetOptions | LatentAttentionOptions
     feed_forward: MlpOptions | ExpertsOptions
 
 
@@ -344,6 +408,8 @@ class ModelConfig(AttentionVariant):
     """Layers that have a gated DeltaNet in place of attention (Qwen3-Next); one layer at least keeps attention."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
     """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
+    latent_attention: LatentAttention | None = dataclasses.field(default=None, metadata=LATER)
+    """Every layer has multi-head latent attention of num_attention_heads heads, instead of grouped queries."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
@@ -372,6 +438,18 @@ class ModelConfig(AttentionVariant):
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    scoring_func: Literal["softmax", "sigmoid"] = dataclasses.field(default="softmax", metadata=LATER)
+    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or the sigmoid of each
+    (DeepSeek-V3, arXiv 2412.19437). What follows requires sigmoid.
+    """
+    router_correction: bool = dataclasses.field(default=False, metadata=LATER)
+    """A bias on the scores by which experts are chosen, float32; their shares are without it (arXiv 2408.15664)."""
+    n_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups of experts with neighbouring numbers."""
+    topk_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    routed_scaling_factor: float = dataclasses.field(default=1.0, metadata=LATER)
+    """Factor on the shares of a token's experts."""
     shared_expert_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
     """Columns over all lanes of an MLP that every token uses beside its experts (DeepSeekMoE, arXiv 2401.06066)."""
     shared_expert_gate: bool = dataclasses.field(default=False, metadata=LATER)
@@ -419,6 +497,9 @@ class ModelConfig(AttentionVariant):
         self._check_norms()
 
     def _check_heads(self):
+        if self.latent_attention is not None:
+            self._check_latent_attention()
+            return
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads ="
@@ -454,18 +535,36 @@ class ModelConfig(AttentionVariant):
         if len(set(self.delta_layers)) == self.num_hidden_layers:
             raise ConfigError("delta_layers has all layers: leave at least one of them to attention")
 
+    def _check_latent_attention(self):
+        if not isinstance(self.latent_attention, LatentAttention):
+            raise ConfigError(f"latent_attention = {self.latent_attention!r} must be a LatentAttention")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads = {self.num_key_value_heads} with latent_attention must be num_attention_heads ="
+                f" {self.num_attention_heads}"
+            )
+        for name in (
+            *("head_dim", "sliding_window", "nope_layers", "qkv_bias", "out_bias", "attention_sinks", "qk_norm"),
+            "attention_gate",
+        ):
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"{name} = {value!r} is an option of grouped-query attention: remove it or latent_attention"
+                )
+
     def _check_experts(self):
         if self.num_experts is None:
             for name in (
                 *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
-                *("shared_expert_intermediate_size", "shared_expert_gate"),
+                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SIGMOID),
             ):
-                if getattr(self, name):
+                if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
         _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+        self._check_router()
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ConfigError(
                 "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
@@ -474,6 +573,29 @@ class ModelConfig(AttentionVariant):
             _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
             if self.hidden_act != "silu":
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
+
+    def _check_router(self):
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose softmax or sigmoid")
+        if self.scoring_func == "softmax":
+            for name in OF_SIGMOID:
+                if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                    raise ConfigError(f"{name} = {value!r} requires scoring_func = 'sigmoid'")
+        elif self.router_bias:
+            raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
+        _require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
+        _require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
+        if self.n_group == 1:
+            return
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ConfigError(
+                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least 2"
+            )
+        if self.num_experts_per_tok > (fits := self.num_experts // self.n_group * self.topk_group):
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok}: topk_group = {self.topk_group} groups have {fits}"
+                " experts; choose fewer, or more groups"
+            )
 
     def _check_lanes(self):
         divided = ["num_attention_heads"]
@@ -545,12 +667,16 @@ class ModelConfig(AttentionVariant):
 
     @property
     def head_size(self) -> int:
-        """Channels of one head (e)."""
+        """Channels of one head's queries and keys (e)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_nope_head_dim + self.latent_attention.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotated(self) -> int:
-        """Channels of a head that rotate."""
+    def rotary_size(self) -> int:
+        """Channels of one head that are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_rope_head_dim
         return self.rotary_dim or self.head_size
 
     @property
@@ -568,6 +694,14 @@ class ModelConfig(AttentionVariant):
     def layers(self) -> tuple[LayerOptions, ...]:
         """The blocks of each layer."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
+        if self.latent_attention is not None:
+            latent = LatentAttentionOptions(
+                **size,
+                **dataclasses.asdict(self.latent_attention),
+                heads=self.num_attention_heads // self.num_lanes,
+                scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
+            )
+            return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),
@@ -613,6 +747,11 @@ class ModelConfig(AttentionVariant):
             used=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
             router_bias=self.router_bias,
+            sigmoid=self.scoring_func == "sigmoid",
+            correction=self.router_correction,
+            groups=self.n_group,
+            groups_used=self.topk_group,
+            factor=self.routed_scaling_factor,
             biases=self.expert_bias,
             limit=self.swiglu_limit,
             alpha=self.swiglu_alpha,

@@ -196,6 +196,30 @@ class Route:
     writes: ClassVar = Value.ROUTES
 
 
+@dataclass(frozen=True)
+class SigmoidRoute:
+    """Route with the sigmoids of the logits as scores; ROUTES gets the largest sums of score and correction."""
+
+    matrix: Matrix
+    """[experts, hidden_size]."""
+    used: int
+    """Experts that it chooses."""
+    normalized: bool
+    """Shares are the chosen scores over their sum; otherwise the scores."""
+    norm: Norm | None
+    correction: Weight | None
+    """[experts], not in the shares."""
+    groups: int
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int
+    """Groups chosen from: those with the largest sums of their two best; of equal ones the lowest number first."""
+    factor: float
+    """On the shares."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.ROUTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
     """Options of attention that a kernel takes as they are: fields of ModelConfig, of each layer's AttentionOptions and
@@ -240,6 +264,56 @@ class Attend(AttentionVariant):
     def projected(self) -> int:
         """Channels of PROJECTED."""
         return ((2 if self.attention_gate else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentProject:
+    """The vectors that latent attention is made of: `latents` times STREAM, after `norm`, gives [kv_rank + rotary
+    channels], of which the first kv_rank through `latent_norm` and the rest rotated join the layer's cache; `queries`
+    times STREAM goes through `query_norm`.
+    """
+
+    latents: Matrix
+    latent_norm: Norm
+    queries: Matrix | None
+    """None: LatentQueries reads STREAM."""
+    query_norm: Norm | None
+    norm: Norm | None
+    rotary: Rotary
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentQueries:
+    """Queries [heads, nope + rotary channels] of latent attention, the last of each head rotated, the others times the
+    rows of `keys` that are the head's keys: then they have the size of the cache's entries.
+    """
+
+    matrix: Matrix
+    keys: Matrix
+    """[heads * (nope + values), kv_rank]: of each head the rows of its keys, then of its values."""
+    heads: int
+    rotary: Rotary
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentAttend:
+    """softmax(scale q k^T) k of every head, causal, where k are the cache's entries; of the result the first kv_rank
+    channels, times the rows of `values` that are the head's values, are ATTENDED [heads, value channels].
+    """
+
+    values: Matrix
+    """That of LatentQueries.keys."""
+    heads: int
+    scale: float
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
 
 
 @dataclass(frozen=True)

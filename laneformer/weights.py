@@ -87,13 +87,14 @@ def initial_weights(
 
     def make(path: str, weight: Weight) -> jax.Array:
         where = shardings and shardings[path]
+        own = weight.dtype or dtype
         if weight.initial in ("ones", "zeros"):
-            return getattr(jnp, weight.initial)(weight.shape, dtype, device=where)
+            return getattr(jnp, weight.initial)(weight.shape, own, device=where)
         scale = deviation.get(weight.initial)
         if scale is None:
-            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(dtype).name, where)
+            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(own).name, where)
         else:
-            draw = _draw(seed, weight.shape, scale, jnp.dtype(dtype).name, where)
+            draw = _draw(seed, weight.shape, scale, jnp.dtype(own).name, where)
         return draw(np.uint32(zlib.crc32(path.encode()) & 0x7FFFFFFF))
 
     return {path: make(path, weight) for path, weight in parameter_table(config).items()}

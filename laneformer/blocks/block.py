@@ -41,6 +41,8 @@ class Weight:
     """Share of it that one token multiplies: experts used / experts, 0 for a table of rows to look up."""
     looked_up: int = 0
     """Values that one token looks up in it, beside `share`."""
+    dtype: str | None = None
+    """Its dtype whatever that of the others is; None: theirs."""
 
     @property
     def size(self) -> int:

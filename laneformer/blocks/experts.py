@@ -32,6 +32,7 @@ from laneformer.ops import (
     Rotary,
     Route,
     SharedExpert,
+    SigmoidRoute,
     Value,
 )
 from laneformer.precision import Precision
@@ -91,11 +92,33 @@ class Experts(Block):
         logits_lbse = _float32_product("lbsd,ed->lbse", h_lbsd, self.router[...])
         if self.options.router_bias:
             logits_lbse = logits_lbse + self.router_bias[...].astype(jnp.float32)
+        if self.options.sigmoid:
+            return self._by_sigmoids(logits_lbse)
         best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
         if self.options.normalized:
             return jax.nn.softmax(best_lbsj), Routing(logits_lbse, chosen_lbsj)
         shares_lbsj = jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True))
         return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
+
+    def _by_sigmoids(self, logits_lbse: jax.Array) -> tuple[jax.Array, Routing]:
+        """The same where scores are sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+        options = self.options
+        scores_lbse = jax.nn.sigmoid(logits_lbse)
+        choice_lbse = jax.lax.stop_gradient(scores_lbse)
+        if options.correction:
+            choice_lbse = choice_lbse + jax.lax.stop_gradient(self.correction[...].astype(jnp.float32))
+        if options.groups > 1:
+            groups_lbsge = choice_lbse.reshape(*choice_lbse.shape[:-1], options.groups, -1)
+            sums_lbsg = jax.lax.top_k(groups_lbsge, 2)[0].sum(-1)
+            kept_lbsi = jax.lax.top_k(sums_lbsg, options.groups_used)[1]
+            kept_lbsg = jax.nn.one_hot(kept_lbsi, options.groups, dtype=bool).any(-2)
+            choice_lbse = jnp.where(kept_lbsg[..., None], groups_lbsge, -jnp.inf).reshape(choice_lbse.shape)
+        chosen_lbsj = jax.lax.top_k(choice_lbse, options.used)[1]
+        shares_lbsj = jnp.take_along_axis(scores_lbse, chosen_lbsj, -1)
+        if options.normalized:
+            shares_lbsj = shares_lbsj / (shares_lbsj.sum(-1, keepdims=True) + 1e-20)
+        share_lbse = scores_lbse / (scores_lbse.sum(-1, keepdims=True) + 1e-20)
+        return options.factor * shares_lbsj, Routing(logits_lbse, chosen_lbsj, share_lbse)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -150,6 +173,16 @@ class Experts(Block):
         read, written = P("lane", None, None, "data"), P("lane", None, "data", None)
         share = options.used / e
         add("router", (e, d), P(None, "data"), "normal", 1.0, options.router_bias)
+        if options.correction:
+            found[f"{path}.correction"] = Weight(
+                file_name=f"model.{path}.correction",
+                shape=(e,),
+                spec=P(None),
+                initial="zeros",
+                group="vector",
+                part="MLP",
+                dtype="float32",
+            )
         add("w1", (l, e, f, d), read, "normal", share, options.biases)
         add("w3", (l, e, f, d), read, "normal", share, options.biases)
         add("w2", (l, e, d, f), written, "output", share, options.biases)
@@ -189,7 +222,12 @@ class Experts(Block):
         )
         chosen = Chosen(options.used, summed=True)
         down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
-        route = Route(matrix("router", of_experts=False), options.used, options.normalized, norm)
+        router = matrix("router", of_experts=False), options.used, options.normalized, norm
+        if options.sigmoid:
+            correction = weight_of_op(table, f"{path}.correction") if options.correction else None
+            route = SigmoidRoute(*router, correction, options.groups, options.groups_used, options.factor)
+        else:
+            route = Route(*router)
         if not options.shared:
             return route, hidden, down
         beside = Mlp.ops(options.shared, f"{path}.{SHARED}", norm, rotary)
