@@ -549,8 +549,8 @@ class ModelConfig(AttentionVariant):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotated(self) -> int:
-        """Channels of a head that rotate."""
+    def rotary_size(self) -> int:
+        """Channels of one head that are rotated."""
         return self.rotary_dim or self.head_size
 
     @property

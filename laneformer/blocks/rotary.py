@@ -10,10 +10,10 @@ from laneformer.config import ModelConfig, RopeScaling
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of channels that rotates, float32 [rotated / 2], and the factor on cos and
+    """Radians per position for each pair of channels that rotate, float32 [rotary_size / 2], and the factor on cos and
     sin.
     """
-    half = config.rotated // 2
+    half = config.rotary_size // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     factor, scaling = 1.0, config.rope_scaling
     if scaling is not None:
@@ -43,7 +43,7 @@ def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) ->
     low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.rotated - 1)
+    low, high = max(low, 0), min(high, config.rotary_size - 1)
     stretched = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
 
@@ -63,7 +63,7 @@ _STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of each position's angles, float32 [s, rotated / 2]."""
+    """cos and sin of each position's angles, float32 [s, rotary_size / 2]."""
     frequencies, factor = rotary_frequencies(config)
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

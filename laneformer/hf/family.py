@@ -23,7 +23,7 @@ class Family:
     """The config, with a dense model cut into the given number of lanes."""
     sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]] | None" = None
     """Path of each weight -> the tensor that it comes from, for a config and its `parameter_table`."""
-    skipped: tuple[str, ...] = ()
-    """What the names of tensors begin with that are no part of the model."""
+    ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
+    """What the names of tensors begin with that the model does not use: those that draft further tokens."""
     dimensions: Callable[[Fields], Dimensions] | None = None
     """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

@@ -24,6 +24,7 @@ from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
 from laneformer.hf.compressed import config_of, settings_of, tensors_of
+from laneformer.hf.fields import Fields
 from laneformer.hf.packings import REMEDY, QuantizedTensor, with_records
 from laneformer.hf.quantization import read_schemes
 from laneformer.hf.safetensors import (
@@ -69,7 +70,8 @@ class HfFolder:
         self._family = find_family(values)
         self.sources = self._family.sources(self.config, self.table)
         tensors, metadata = find_tensors(path)
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(self._family.skipped)}
+        ignored = self._family.ignored(Fields(values))
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
         if schemes := read_schemes(path, values):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)

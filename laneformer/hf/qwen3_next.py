@@ -129,7 +129,7 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source | 
         return _delta_source(config, f"{prefix}linear_attn", name, shape)
     lanes, d, e = config.num_lanes, config.hidden_size, config.head_size
     module, heads, kv = f"{prefix}self_attn", config.num_attention_heads, config.num_key_value_heads
-    rotated = config.rotated
+    rotated = config.rotary_size
     match name:
         case "wq" | "wg":  # one matrix, head by head
             taken = _rows_of_heads(heads, 2 * e, 0, e, rotated) if name == "wq" else _rows_of_heads(heads, 2 * e, e, e)
@@ -197,5 +197,5 @@ FAMILY = replace(
         more=more,
     ),
     sources=sources,
-    skipped=("mtp.",),
+    ignored=lambda fields: ("mtp.",),
 )
