@@ -197,5 +197,5 @@ FAMILY = replace(
         more=more,
     ),
     sources=sources,
-    ignored=lambda _: ("mtp.",),
+    ignored=lambda fields: ("mtp.",),
 )
