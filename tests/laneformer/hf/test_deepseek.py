@@ -70,7 +70,7 @@ def test_lanes(case, lanes, devices):
     cut = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
     ids = io(case)["input_ids"]
     assert tiny.difference(cut(ids), io(case)["logits"]) < 1e-4
-    if devices:
+    if devices and (case, lanes, devices) != FAST:
         greedy = tiny.continue_greedily(cut, io(case)["greedy_prompt"], len(io(case)["greedy_ids"]))
         assert greedy == io(case)["greedy_ids"].tolist()
 
