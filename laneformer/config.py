@@ -112,7 +112,7 @@ class DeltaNetSizes:
                 f"delta_net.value_heads = {self.value_heads} must be a multiple of delta_net.key_heads ="
                 f" {self.key_heads}"
             )
-        if self.conv_kernel < 2:  # noqa: PLR2004
+        if self.conv_kernel < 2:
             raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
 
 
