@@ -1,5 +1,7 @@
 """Gated DeltaNet: the block in chunks, with state, documents and lanes, against the recurrence in float64."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +106,7 @@ def test_pieces_with_padding_equal_the_whole(pieces):
 def test_documents_do_not_see_each_other():
     own, cuts = block(), [0, 5, CHUNK - 2, CHUNK + 1, 2 * CHUNK, H.shape[2]]
     segments = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))[None].astype(np.int32)
-    alone = [reference(own, H[1, 0, a:b], 1)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+    alone = [reference(own, H[1, 0, a:b], 1)[0] for a, b in pairwise(cuts)]
     assert_close(run(own, H, None, segments)[0][1, 0], np.concatenate(alone))
 
 
@@ -128,7 +130,7 @@ def test_unit_inverse_is_the_inverse():
 def test_gradients_of_chunks_equal_those_of_the_recurrence():
     """A piece at a time, each of one token, against chunks; padding and documents take part."""
     length, segments = CHUNK + 5, np.repeat([0, 1, 2], [20, CHUNK - 21, 6])[None]
-    q, k, v, g, beta = inputs = _random_inputs(length)
+    inputs = _random_inputs(length)
 
     def chunks(*inputs):
         return jnp.sum(jnp.sin(recur(*inputs, segments_bs=jnp.asarray(segments))[0]))
