@@ -545,7 +545,7 @@ class ModelConfig(AttentionVariant):
             )
         for name in (
             *("head_dim", "sliding_window", "nope_layers", "qkv_bias", "out_bias", "attention_sinks", "qk_norm"),
-            "attention_gate",
+            *("attention_gate", "rotary_dim", "delta_layers"),
         ):
             if (value := getattr(self, name)) != getattr(ModelConfig, name):
                 raise ConfigError(

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.attention import keys_seen
-from laneformer.blocks.block import Block, KeptArray, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
@@ -49,10 +49,10 @@ class LatentAttention(Block):
             setattr(self, name, hold(weight))
         self.options, self.precision = options, precision
 
-    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
+    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and what to keep; segments: see `Laneformer.__call__`.
 
-        memory: ({"latents"}, start), the cache [l, b, t, c + r] filled before position `start`, which is that of the
+        memory: the cache, latents [l, b, t, c + r] filled before position `start`, which is that of the
         first query.
         """
         dtype, options = self.precision.compute, self.options
@@ -67,9 +67,9 @@ class LatentAttention(Block):
             q, k = (jnp.concatenate(pair, -1).astype(dtype) for pair in ((q_lbshe, q_lbshr), (k_lbshe, z_lbshr)))
             a = attend(q, k, v_lbshg.astype(dtype), segments=segments_bs, scale=options.scale)
         else:
-            kept, start = memory
-            new = jnp.concatenate([x_lbsc, z_lbsr], -1).astype(kept["latents"].dtype)
-            kept = {"latents": jax.lax.dynamic_update_slice_in_dim(kept["latents"], new, start, 2)}
+            latents, start = memory.arrays["latents"], memory.start
+            new = jnp.concatenate([x_lbsc, z_lbsr], -1).astype(latents.dtype)
+            kept = {"latents": jax.lax.dynamic_update_slice_in_dim(latents, new, start, 2)}
             k_lhec, v_lhgc = self._by_head(h_lbsd)
             q_lbshc = self.precision.einsum("lbshe,lhec->lbshc", q_lbshe, k_lhec)
             q = jnp.concatenate([q_lbshc, q_lbshr.astype(q_lbshc.dtype)], -1).astype(dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from laneformer import ConfigError, ModelConfig, Precision
+from laneformer.blocks.block import Memory
 from laneformer.blocks.latent_attention import LatentAttention
 from laneformer.config import LatentAttention as Options
 from laneformer.config import LatentAttentionOptions, RopeScaling
@@ -81,7 +82,7 @@ def test_both_forms(rank):
     for part in (1, 12, 7):
         rows = slice(start, start + part)
         tables = [table[rows] for table in TABLES]
-        found, cache = call(attention, jnp.float32(H[:, :, rows]), tables, (cache, jnp.int32(start)))
+        found, cache = call(attention, jnp.float32(H[:, :, rows]), tables, Memory(cache, jnp.int32(start)))
         np.testing.assert_allclose(found, expected[:, :, rows], atol=3e-5)
         start += part
 
